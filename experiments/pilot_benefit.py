@@ -4,7 +4,7 @@ What it is: dynamic networks trained on files that their pilot has not seen, pla
 eighth of what they take (more where one update alone takes more), on demand, by the order recorded
 first, by the last order, by the pilot, and by a clairvoyant that knows what will run, in processes
 that take turns on the same samples. The first steps, in which a session that waits long tries
-whether prefetch pays (`dynoffload.runtime.migration.trial`), are not measured; in how many of those
+whether prefetch pays (`dynoffload.runtime.migration.gates`), are not measured; in how many of those
 that are nothing was fetched ahead is told.
 
 What it is not: the pilot's score, which `dynoffload.experiments.pilot_accuracy` takes.
@@ -37,7 +37,7 @@ from dynoffload.experiments.workers import (
     worker,
 )
 from dynoffload.pilot.progress import Report, progress_bar
-from dynoffload.runtime.migration.trial import SETTLING, TRIED, WATCHED
+from dynoffload.runtime.migration.gates import SETTLING, TRIED, WATCHED
 
 _LEAD = 1
 

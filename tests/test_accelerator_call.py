@@ -31,8 +31,9 @@ import dynoffload
 from dynoffload.errors import BackendError, BudgetError, ConfigError
 from dynoffload.memory.accelerator.workspace import WorkspaceEstimate
 from dynoffload.runtime import opening
+from dynoffload.runtime.adoption import relocation
 from dynoffload.runtime.adoption.held import is_between_processes
-from dynoffload.runtime.adoption.homes import Homes, Room
+from dynoffload.runtime.adoption.relocation import Homes, Room
 from dynoffload.runtime.target import Target
 from dynoffload.units import KiB, MiB, parse_bytes
 
@@ -441,8 +442,9 @@ def test_tensors_go_to_the_accelerator_and_back(tmp_path: Path) -> None:
     queues.close()
 
 
-def test_what_has_no_room_at_home(tmp_path: Path) -> None:
-    room = Room(torch.device("cpu"), 4 * KiB, tmp_path)
+def test_what_has_no_room_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relocation, "available_bytes", lambda: 4 * KiB)
+    room = Room(Target(), torch.device("cpu"), tmp_path)
     source = torch.arange(2048, dtype=torch.uint8).untyped_storage()
     first, second = room.copy_of(source), room.copy_of(source)
     assert room.outside == 2048

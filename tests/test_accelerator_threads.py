@@ -14,13 +14,12 @@ import signal
 import threading
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from devices import eventually
-from emulated import DEVICE, Emulated, accelerated, emulated
+from emulated import DEVICE, Emulated, accelerated
 from exactness import (
     SMALL_PAGES,
     Loop,
@@ -42,12 +41,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import dynoffload
 from dynoffload.errors import BackendError
 from dynoffload.managed import managers
-from dynoffload.memory.accelerator.accelerator import Accelerator
-from dynoffload.memory.accelerator.pool import PAGE
 from dynoffload.memory.accelerator.storages import RegionStorage
 from dynoffload.memory.region_allocator import users_of
-from dynoffload.runtime.adoption.buffers import Buffers
-from dynoffload.runtime.adoption.homes import Homes
+from dynoffload.runtime.adoption.relocation import Homes
 from dynoffload.runtime.passes import saved
 from dynoffload.units import KiB
 
@@ -421,29 +417,11 @@ def test_what_is_saved_on_another_device_notes_writes_and_keeps_no_bytes(conjuga
     assert not entry.stands_for(tensor)
 
 
-def test_buffers_go_home_to_another_device(tmp_path: Path) -> None:
-    """The meta device stands for a home whose tensors torch keeps in another way."""
-    module = nn.Linear(4, 4)
-    with emulated() as queues:
-        device = Accelerator(queues, 16 * PAGE, tmp_path)
-        buffers = Buffers(module, device, KiB, {}, enough=lambda nbytes: nbytes)
-        module.register_buffer("mask", torch.ones(PAGE))
-        mask = module.mask
-        assert device.owner(mask) >= 0
-        buffers.restore(lambda region, tensor: tensor.to("meta"))
-        assert module.mask is mask
-        assert mask.is_meta
-        device.close()
-
-
-@pytest.mark.parametrize("columns", [False, True])
-def test_saved_tensors_come_back_on_their_own_device(columns: bool) -> None:
+def test_saved_tensors_come_back_on_their_own_device() -> None:
     """The meta device stands for one that is not the CPU."""
-    table = torch.empty(8, 16, device="meta")
-    tensor = table[:, :4] if columns else table
-    kind = saved.Columns if columns else saved.Packed
+    tensor = torch.empty(8, 16, device="meta")
     entry: Any = _Entry()
-    packed = kind(tensor, entry, 0)
+    packed = saved.Packed(tensor, entry, 0)
     chunk = torch.UntypedStorage(KiB, device="meta")
     back = packed.unpack(chunk)
     assert (back.device.type, back.shape, back.stride()) == ("meta", tensor.shape, tensor.stride())

@@ -28,11 +28,9 @@ from exactness import (
     least_budget,
     needs_pager,
     small,
-    small_loss,
-    small_samples,
 )
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import SGD, AdamW
 
 import dynoffload
 from dynoffload.around import is_around
@@ -46,22 +44,6 @@ from dynoffload.units import MiB
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     """Return the optimizer of most tests here."""
     return AdamW(parameters, lr=1e-2)
-
-
-@pytest.mark.parametrize("share", [0.9, 0.5, 0.25, 0.15])
-@pytest.mark.parametrize("policy", ["pilot", "repeat", "on-demand"])
-def test_the_ledger_never_passes_the_budget(share: float, policy: str) -> None:
-    """In no step, with accumulation and clipping; `compare_runs` asserts it for each step."""
-    model = small()
-    budget, _ = least_budget(
-        model, adamw(model.parameters()), int(footprint_of(model) * share), SMALL_PAGES
-    )
-    loop = Loop(steps=6, accumulate=2, clip=1.0)
-    session = compare_runs(
-        Twin(model, adamw), loop, small_samples(12), small_loss, budget, config={"policy": policy}
-    )
-    peak = max(step.peak_fast_bytes for step in session.log.steps)
-    assert peak > budget // 2, "the budget was hardly used: the test would show nothing"
 
 
 class Chain(nn.Module):
@@ -221,23 +203,6 @@ def test_buffers_take_of_the_budget() -> None:
         sizing_of(model, None, buffer, OffloadConfig.of(SMALL_PAGES))
 
 
-@needs_pager
-def test_counting_makes_no_update_that_was_put_off() -> None:
-    twin = Twin(small(), adamw)
-    with twin.paged(footprint_of(twin.model) // 2, config={"backend": "pager"}) as session:
-        Loop(steps=2).run(twin.model, twin.optimizer, small_samples(2), small_loss)
-        assert session._paging is not None
-        updates = session._paging.updates
-        assert updates is not None
-        pending = list(updates.pending.by_slot)
-        assert pending
-        device = session._paging.device
-        outside = ordinary_bytes(twin.model, twin.optimizer, device)
-        assert list(updates.pending.by_slot) == pending
-        assert 0 < outside < ordinary_bytes(twin.model, twin.optimizer)
-        assert outside <= session.sizing.small_bytes
-
-
 # Refusals
 
 
@@ -259,30 +224,6 @@ def test_what_cannot_fit_is_refused_before_anything_is_touched() -> None:
     assert optimizer.state is state
     assert set(os.listdir("/proc/self/fd")) == files
     assert not any(m._forward_pre_hooks or is_around(m) for m in model.modules())
-
-
-@pytest.mark.parametrize(
-    "make",
-    [adamw, lambda p: SGD(p, lr=0.1), lambda p: Adam(p, amsgrad=True)],
-    ids=["adamw", "sgd", "amsgrad"],
-)
-@pytest.mark.parametrize("wanted", [1, 4096, 30_000, 60_000])
-def test_the_budget_that_the_error_names_is_enough(make: Any, wanted: int) -> None:
-    """And training under it works: the word of the error is true."""
-    model = small()
-    budget, as_wanted = least_budget(model, make(model.parameters()), wanted, SMALL_PAGES)
-    assert budget >= wanted
-    if not as_wanted:
-        compare_runs(Twin(model, make), Loop(steps=3), small_samples(3), small_loss, budget)
-
-
-@pytest.mark.parametrize("budget", ["-5MB", "lots", "1.5", True, -1], ids=str)
-def test_a_budget_that_is_none_is_refused(budget: Any) -> None:
-    """Text that is no quantity, and negative ones."""
-    model = small()
-    with pytest.raises(ValueError, match=r"bytes|budget"):
-        with dynoffload.offload(model, budget=budget):
-            pytest.fail("the block must not begin")
 
 
 def test_no_budget_is_refused() -> None:
@@ -312,17 +253,6 @@ def test_an_activation_larger_than_the_pool_is_one_clear_error(backend: str) -> 
         losses += loop.run(twin.model, twin.optimizer, samples[3:], chain_loss)
     assert_same(losses, expected, "losses")
     twin.assert_same()
-
-
-@pytest.mark.parametrize("budget", [64 * 1024, 300_000, 2 * MiB, 100 * MiB, 3 << 30])
-def test_the_parts_of_a_budget_make_no_more_than_the_whole(budget: int) -> None:
-    """Pool, resident tensors and kept activations together are at most the budget."""
-    model = small()
-    sizing = sizing_of(model, SGD(model.parameters(), lr=0.1), budget, OffloadConfig())
-    assert sizing.pool_bytes + sizing.small_bytes + sizing.kept_bytes <= budget
-    assert sizing.pool_bytes % sizing.page_bytes == 0
-    assert sizing.chunk_bytes % sizing.page_bytes == 0
-    assert 0 <= sizing.reserve_bytes < sizing.pool_bytes
 
 
 # The process

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import dynoffload
 from dynoffload.errors import ConfigError
 from dynoffload.managed import is_managed
-from dynoffload.runtime.adoption.homes import Homes
+from dynoffload.runtime.adoption.relocation import Homes
 from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.ranks.status import RankStatus, StatusStore
 

@@ -32,8 +32,7 @@ from signalled import At, handled
 from torch import nn
 
 import dynoffload
-from dynoffload.runtime import interrupts
-from dynoffload.runtime import session as sessions
+from dynoffload.runtime import budgeted, interrupts
 from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.interrupts import interruptible, let_come, uninterrupted
 from dynoffload.runtime.updates import speculative
@@ -196,18 +195,16 @@ def trained(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_block_without_its_growth_is_undone(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_whose_hooks_fail_is_undone(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error after the model was paged, and before the session is there."""
     model, optimizer, run = trained(backend)
     before = descriptors()
 
     def fails(model: nn.Module, *_: Any) -> None:
-        raise MemoryError("no room for growth")
+        raise MemoryError("no room for hooks")
 
-    monkeypatch.setattr(sessions, "Growth", fails)
-    with pytest.raises(MemoryError, match="growth"):
+    monkeypatch.setattr(budgeted, "choosing", fails)
+    with pytest.raises(MemoryError, match="no room for hooks"):
         run()
     assert descriptors() == before
     assert_ordinary(model, optimizer)

@@ -27,22 +27,19 @@ from exactness import (
     SMALL_PAGES,
     Loop,
     LyingPilot,
-    Samples,
     Twin,
     arena_ranges,
     assert_ordinary,
     assert_same,
     bits,
-    compare_runs,
     footprint_of,
     needs_pager,
-    only,
     small,
     small_loss,
     small_samples,
 )
 from torch import nn
-from torch.optim import LBFGS, AdamW
+from torch.optim import AdamW
 
 import dynoffload
 from dynoffload.around import is_around
@@ -254,14 +251,6 @@ def test_an_unknown_option(untouched: Untouched) -> None:
         untouched.offload(config={"page_byte": 4096})
 
 
-def test_an_optimizer_that_cannot_be_split(untouched: Untouched) -> None:
-    """LBFGS keeps its state for all parameters together."""
-    untouched.optimizer = LBFGS(untouched.model.parameters())
-    untouched.before = untouched.look()
-    with untouched.stays(), pytest.raises(ConfigError, match=r"LBFGS.*AdamW"):
-        untouched.offload()
-
-
 def test_an_optimizer_of_another_model(untouched: Untouched) -> None:
     """Nothing would ever be updated."""
     untouched.optimizer = adamw(small().parameters())
@@ -319,62 +308,6 @@ def test_one_optimizer_for_two_blocks() -> None:
             with dynoffload.offload(two, optimizer, budget=third(two), config=SMALL_PAGES):
                 pytest.fail("the block must not begin")
     assert all(group["params"] for group in optimizer.param_groups)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_two_models_in_nested_blocks(backend: str) -> None:
-    """As in adversarial training: each with its optimizer, one's loss through the other."""
-
-    def train(g: nn.Module, d: nn.Module, og: Any, od: Any) -> list[torch.Tensor]:
-        losses = []
-        for step in range(8):
-            torch.manual_seed(step)
-            x = torch.randn(6, 32)
-            critic = d(x).mean() - d(g(x).detach()).mean()
-            critic.backward()
-            od.step()
-            od.zero_grad()
-            og.zero_grad()
-            fooled = d(g(x)).mean()
-            fooled.backward()
-            og.step()
-            od.zero_grad()
-            losses += [critic.detach(), fooled.detach()]
-        return losses
-
-    def networks() -> tuple[nn.Module, nn.Module, Any, Any]:
-        torch.manual_seed(0)
-        g, d = (
-            nn.Sequential(nn.Linear(32, 64), nn.ReLU(inplace=True), nn.Linear(64, 32))
-            for _ in range(2)
-        )
-        return g, d, adamw(g.parameters()), adamw(d.parameters())
-
-    reference = networks()
-    expected = train(*reference)
-    mine = networks()
-    g, d, og, od = mine
-    config = {**SMALL_PAGES, "backend": backend, "step_aside": False}
-    with dynoffload.offload(g, og, budget=100_000, config=config):
-        with dynoffload.offload(d, od, budget=100_000, config=config):
-            losses = train(*mine)
-    assert_same(losses, expected, "losses")
-    for model, its in zip(mine[:2], reference[:2], strict=True):
-        assert_same(dict(model.state_dict()), dict(its.state_dict()), "weights")
-        assert_ordinary(model)
-
-
-def test_one_model_in_one_block_after_the_other() -> None:
-    """Budgets may differ; the optimizer's state goes along."""
-    twin = Twin(small(), adamw)
-    loop = Loop(steps=3, seeded=True)
-    losses, expected = [], []
-    for share in (0.2, 0.9, 0.4):
-        with twin.paged(int(footprint_of(twin.model) * share) + 40_000):
-            losses += loop.run(twin.model, twin.optimizer, SAMPLES, small_loss)
-        expected += loop.run(twin.reference, twin.its, SAMPLES, small_loss)
-        twin.assert_same()
-    assert_same(losses, expected, "losses")
 
 
 # Nothing is left
@@ -515,29 +448,6 @@ def test_a_process_that_is_ended_in_mid_step_leaves_no_file(
 # Other processes
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-@pytest.mark.timeout(120)
-def test_data_loader_workers_inside_the_block(method: str) -> None:
-    """Processes that begin, work and end while training pages."""
-    twin = Twin(small(), adamw)
-    loader = torch.utils.data.DataLoader(
-        Samples(), num_workers=2, collate_fn=only, multiprocessing_context=method
-    )
-    loop = Loop(steps=12, seeded=True)
-    plain = Samples()
-    expected = [
-        *loop.run(twin.reference, twin.its, [plain[i] for i in range(12)], small_loss),
-        *loop.run(twin.reference, twin.its, [plain[i] for i in range(12)], small_loss),
-    ]
-    with twin.paged(third(twin.model)):
-        losses = [
-            *loop.run(twin.model, twin.optimizer, loader, small_loss),
-            *loop.run(twin.model, twin.optimizer, loader, small_loss),
-        ]
-    assert_same(losses, expected, "losses")
-    twin.assert_same()
-
-
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_fork_inside_the_block_can_end_as_it_likes() -> None:
     """A child that leaves the block, or collects its garbage, does not disturb its parent."""
@@ -583,28 +493,13 @@ def test_no_optimizer_at_all() -> None:
     assert_ordinary(model)
 
 
-def test_twenty_steps_in_every_backend_named() -> None:
-    """The session says which backend it is; both give the same bits."""
-    names = ["mapped"] if probe() else ["pager", "mapped"]
-    for name in names:
-        session = compare_runs(
-            Twin(small(), adamw),
-            Loop(steps=20),
-            SAMPLES,
-            small_loss,
-            third(small()),
-            config={"backend": name},
-        )
-        assert session.backend == name
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("disk", ["has room", "is full"])
 def test_what_does_not_fit_in_memory_at_the_end(
     backend: str, disk: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It stays usable: mapped from the spill directory, or else where it was; training goes on."""
-    monkeypatch.setattr("dynoffload.runtime.adoption.homes.available_bytes", lambda: 0)
+    monkeypatch.setattr("dynoffload.runtime.adoption.relocation.available_bytes", lambda: 0)
     twin = Twin(small(), adamw)
 
     def full(*_: int) -> None:

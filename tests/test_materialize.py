@@ -20,7 +20,6 @@ from torch.optim import AdamW
 
 import dynoffload
 from dynoffload.errors import ConfigError
-from dynoffload.memory.pieces import same_bits
 from dynoffload.runtime.session import Session
 
 BUDGET = 256 * 1024
@@ -147,30 +146,6 @@ def test_weights_from_a_safetensors_file(tmp_path: Path) -> None:
     compare(model, optimizer, reference)
 
 
-def test_a_model_that_is_never_used_gets_its_weights_too() -> None:
-    """In the block nothing is on the meta device, and all that it writes stays."""
-    model, optimizer = on_meta()
-    torch.manual_seed(3)
-    with paged(model, optimizer), torch.no_grad():
-        assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-        model.hidden[0].bias[5:] = 7.0
-    reference = plain()
-    with torch.no_grad():
-        reference.hidden[0].bias[5:] = 7.0
-    assert_same(dict(model.state_dict()), dict(reference.state_dict()), "weights")
-
-
-def test_inference_without_an_optimizer() -> None:
-    """A model that only answers."""
-    model, _ = on_meta()
-    torch.manual_seed(3)
-    with dynoffload.offload(model, budget=BUDGET, pilot=None, config=CONFIG):
-        with torch.no_grad():
-            answer = model(SAMPLES[0])
-    with torch.no_grad():
-        assert_same(answer, plain()(SAMPLES[0]), "answer")
-
-
 # Errors
 
 
@@ -197,32 +172,6 @@ def test_weights_are_not_given_in_the_block() -> None:
     with paged(model, optimizer):
         with pytest.raises(ConfigError, match=r"inside the offload\(\) block of this Net.*before"):
             dynoffload.materialize(model)
-
-
-@pytest.mark.parametrize("damage", ["missing tensor", "missing file", "no safetensors", "shape"])
-def test_a_file_that_does_not_fit_is_a_clear_error(tmp_path: Path, damage: str) -> None:
-    """It names the file, and the tensor where there is one."""
-    path = tmp_path / "weights.safetensors"
-    reference = plain()
-    tensors = {
-        name: tensor.detach().clone()
-        for name, tensor in (*reference.named_parameters(), *reference.named_buffers())
-    }
-    if damage == "missing tensor":
-        del tensors["hidden.2.weight"]
-    elif damage == "shape":
-        tensors["hidden.2.weight"] = torch.zeros(3, 3)
-    save_file(tensors, path)
-    if damage == "missing file":
-        path.unlink()
-    elif damage == "no safetensors":
-        path.write_bytes(b"\x00" * 100)
-    model, _ = on_meta()
-    with pytest.raises(ConfigError) as caught:
-        dynoffload.materialize(model, path)
-    assert "weights.safetensors" in str(caught.value)
-    if damage in ("missing tensor", "shape"):
-        assert "hidden.2.weight" in str(caught.value)
 
 
 class Angled(nn.Module):
@@ -270,28 +219,8 @@ def test_a_function_makes_the_buffers_that_a_file_lacks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "init",
-    [
-        5,
-        (),
-        b"file",
-        ("file",),
-        ("file", None),
-        ("file", "reset"),
-        (give, "file"),
-        ["file", give],
-        ("file", give, 1),
-    ],
-    ids=[
-        "number",
-        "nothing",
-        "bytes",
-        "path alone",
-        "None beside",
-        "name beside",
-        "turned round",
-        "list",
-        "three",
-    ],
+    [5, (), ("file", None), (give, "file"), ["file", give]],
+    ids=["number", "nothing", "None beside", "turned round", "list"],
 )
 def test_an_init_that_says_nothing_is_refused_at_once(init: Any) -> None:
     """Before anything is touched: the block still gives the model its own weights."""
@@ -569,30 +498,6 @@ class Pair(nn.Module):
             raise OSError("the disk is gone")
 
 
-def test_what_was_said_and_fails_lets_no_block_begin() -> None:
-    """Each attempt asks again; the model stays as it was until one succeeds."""
-    model, optimizer = on_meta()
-    calls = 0
-
-    def init(module: nn.Module) -> None:
-        nonlocal calls
-        calls += 1
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            with torch.no_grad():
-                tensor.fill_(0.25)
-        if calls in (3, 6):
-            raise OSError("the disk is gone")
-
-    dynoffload.materialize(model, init)
-    for _ in range(2):
-        with pytest.raises(OSError, match="gone"), paged(model, optimizer):
-            pytest.fail("the block must not begin")
-        assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    with paged(model, optimizer):
-        state = dict(model.state_dict())
-        assert all(torch.equal(t, torch.full_like(t, 0.25)) for t in state.values())
-
-
 def test_a_file_that_does_not_fit_is_refused_before_the_block(tmp_path: Path) -> None:
     """At the call, by name, with the model as it was."""
     state = {name: t.clone() for name, t in plain().state_dict().items()}
@@ -743,16 +648,3 @@ def test_a_parameter_beside_one_on_meta_keeps_its_values(backend: str) -> None:
     expected.reset_parameters()
     assert_same(model.first.detach(), values, "after it")
     assert_same(model.second.detach(), expected.second.detach(), "what was initialised")
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.bfloat16, torch.complex64])
-def test_the_bits_of_pieces_are_compared(dtype: torch.dtype) -> None:
-    one = torch.zeros(4, 6).to(dtype)
-    other = one.clone()
-    assert same_bits(one, other)
-    assert same_bits(one.T, other.T)
-    assert same_bits(one[:0], other[:0])
-    other[2, 3] = 1
-    assert not same_bits(one, other)
-    if dtype.is_floating_point:
-        assert not same_bits(one, -one)

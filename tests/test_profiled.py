@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from exactness import SMALL_PAGES, footprint_of, small
 from torch import nn
 
 import dynoffload
 from dynoffload.config import clear_defaults, set_defaults
 from dynoffload.profiler import load_trace
-from dynoffload.runtime.profiled import ProfiledSession
 
 
 @pytest.fixture
@@ -22,20 +20,6 @@ def traces(tmp_path: Path) -> Iterator[Path]:
     set_defaults(profile_dir=tmp_path / "traces")
     yield tmp_path / "traces"
     clear_defaults()
-
-
-def public(value: object) -> set[str]:
-    """Return the public names of an object."""
-    return {name for name in dir(value) if not name.startswith("_")}
-
-
-def test_it_has_the_names_of_a_session() -> None:
-    model = small()
-    with dynoffload.offload(model, budget=footprint_of(model), config=SMALL_PAGES) as session:
-        stand_in = ProfiledSession(model, None, "pilot")
-        assert public(stand_in) == public(session)
-        assert list(stand_in.stats.columns) == list(session.stats.columns)
-        assert stand_in.stats.index.name == session.stats.index.name
 
 
 def test_a_script_that_looks_at_its_session(

@@ -76,7 +76,7 @@ class Run:
 
     def __init__(self, **options: Any) -> None:
         self.log = RunLog("Model", "pager", "pilot", budget=GiB, headroom=0)
-        self.recording = Recording(self.log, 0, GiB, **options)
+        self.recording = Recording(self.log, GiB, **options)
         self.device = Busy()
 
     def step(self, fetches: int, stalls: int = 0, blocks: int = 2) -> StepStats:

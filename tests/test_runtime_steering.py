@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import logging
 import random
 import time
 from dataclasses import replace
@@ -34,12 +32,10 @@ from dynoffload.profiler import RoutingProbe, load_trace
 from dynoffload.profiler.idioms import Idioms
 from dynoffload.runtime import interrupts
 from dynoffload.runtime.adoption.units import Unit
-from dynoffload.runtime.migration import worth as worths
 from dynoffload.runtime.migration.forecast import Forecast
+from dynoffload.runtime.migration.gates import Trial, likely
 from dynoffload.runtime.migration.migrator import Migrator, Phase
 from dynoffload.runtime.migration.steps import Step
-from dynoffload.runtime.migration.trial import Trial
-from dynoffload.runtime.migration.worth import SHOWN, Worth
 
 PAGES: dict[str, Any] = {"page_bytes": 4096, "min_paged_bytes": None}
 SHAPE = {"rows": 1, "length": 6}
@@ -366,78 +362,14 @@ def test_asking_takes_no_more_than_its_share() -> None:
     assert step.revisions == 0
 
 
-def test_who_has_no_pilot_only_keeps_the_hints() -> None:
-    step = Step(None, [1, 2])
-    step.ran(7)
-    step.hinted(BlockHint(1, (2,), (0.5,)))
-    assert step.revise() is None
-    assert len(step.hints) == 1
-
-
-def _vocabulary(experts: int) -> Vocabulary:
-    paths = ["embedding", *(f"layer.experts.{e}" for e in range(experts))]
-    return Vocabulary(
-        "n",
-        tuple(
-            Block(n, path, "", (path,), 100, 0, Idioms(*[0] * 6), "experts" in path)
-            for n, path in enumerate(paths)
-        ),
-    )
-
-
 def _chances(*values: float) -> Any:
     return np.array(values, np.float32)
 
 
 def test_only_what_is_likely_enough_is_fetched_ahead() -> None:
-    worth = Worth(_vocabulary(4))
     order = [0, 1, 2, 3]
-    assert worth.choose(order, _chances(1.0, 0.74, 0.76, 0.99)) == [0, 2, 3]
-    assert worth.choose(order, None) == order
-
-
-def test_a_site_that_loses_is_off_and_comes_back(caplog: pytest.LogCaptureFixture) -> None:
-    worth = Worth(_vocabulary(4))
-    caplog.set_level(logging.WARNING)
-    for _ in range(int(SHOWN) + 2):
-        assert 0 in worth.begin([0, 1, 2], _chances(1.0, 0.9, 0.9))
-        worth.end([0, 3, 4])  # other experts than were foretold
-    assert worth.off == ("layer.experts",)
-    assert (
-        "layer.experts: 100% of the bytes predicted there were not used in the latest steps"
-        in caplog.text
-    )
-    assert worth.begin([0, 1, 2], _chances(1.0, 0.9, 0.98)) == [0, 2]
-    worth.end([0, 1, 2])
-    steps = itertools.count()
-    while worth.off:
-        worth.begin([0, 1, 2], _chances(1.0, 0.9, 0.9))
-        worth.end([0, 1, 2])
-        assert next(steps) < 100
-    assert "they are fetched ahead again" in caplog.text
-
-
-def _turns_on_the_edge() -> int:
-    """Return how often a site goes off or on at which three quarters of the bytes are used, now
-    more, now less, and check that it comes on once all are."""
-    worth = Worth(_vocabulary(8))
-    order, chances = [0, 1, 2, 3, 4], _chances(1.0, 0.9, 0.9, 0.9, 0.9)
-    states = [bool(worth.off)]
-    for step in range(200):
-        worth.begin(order, chances)
-        worth.end(order if step % 4 < 2 else [0, 1, 2])
-        states.append(bool(worth.off))
-    for _ in range(20):
-        worth.begin(order, chances)
-        worth.end(order)
-    assert not worth.off
-    return sum(before != after for before, after in itertools.pairwise(states))
-
-
-def test_a_site_on_the_edge_does_not_go_off_and_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _turns_on_the_edge() <= 1
-    monkeypatch.setattr(worths, "BETTER", 1.0)  # without that
-    assert _turns_on_the_edge() > 10
+    assert likely(order, _chances(1.0, 0.74, 0.76, 0.99)) == [0, 2, 3]
+    assert likely(order, None) == order
 
 
 @needs_pager

@@ -14,7 +14,7 @@ from torch.optim import AdamW
 
 from dynoffload.pilot.online import FIRST
 from dynoffload.planning.blocks import Vocabulary
-from dynoffload.runtime.migration.trial import GROWTH, SETTLING, TRIED, WATCHED, Trial
+from dynoffload.runtime.migration.gates import GROWTH, SETTLING, TRIED, WATCHED, Trial
 from dynoffload.telemetry import StepStats
 
 

@@ -26,11 +26,11 @@ from dynoffload.memory.pager import probe
 from dynoffload.memory.spill import check_room, default_spill_dir, grown
 from dynoffload.pilot.progress import Report
 from dynoffload.runtime.adoption.slicing import may_slice, slices_of, sole_owners
-from dynoffload.runtime.aside import ASIDE
 from dynoffload.runtime.counting import States, is_trained, whole_bytes
 from dynoffload.runtime.meta_init import noted
 from dynoffload.runtime.offload import check_parameters
 from dynoffload.runtime.opening import IO_THREADS
+from dynoffload.runtime.resident import RESIDENT_SHARE
 from dynoffload.runtime.sizing import Sizing, sizing_of
 from dynoffload.runtime.updates.update import innermost
 from dynoffload.simulation import Machine
@@ -263,7 +263,7 @@ def _under(
         file_peak=sizing.spill_bytes,
     )
     whole = whole_bytes(model, optimizer) + measured.saved_bytes
-    if options.step_aside and whole <= ASIDE * known.budget:
+    if options.step_aside and whole <= RESIDENT_SHARE * known.budget:
         low, high = (known.plain_s * share for share in measured.spread)
         return replace(
             _judged(known, known.plain_s, low, high),

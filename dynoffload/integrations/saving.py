@@ -34,7 +34,8 @@ class ReadableState:
         Raises:
             SpillError: in ``state_dict()``, if the spill directory has no room for a copy.
         """
-        if self._saving or session.backend != "pager" or not session.paging or not in_user_mode():
+        directory, paged = session.spill_dir, session.backend == "pager" and session.paging
+        if self._saving or directory is None or not paged or not in_user_mode():
             yield
             return
         copies: dict[int, torch.UntypedStorage] = {}
@@ -44,7 +45,7 @@ class ReadableState:
                 return value
             storage = value.untyped_storage()
             if storage._cdata not in copies:  # tied parameters stay tied
-                copies[storage._cdata] = mapped_copy(storage, session.spill_dir)
+                copies[storage._cdata] = mapped_copy(storage, directory)
             return view_of(copies[storage._cdata], value, offset_of(value))
 
         def model_state(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:

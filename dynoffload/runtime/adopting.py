@@ -5,30 +5,32 @@ changes, given back at the end.
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dynoffload.errors import BudgetError
+from dynoffload.errors import BudgetError, ConfigError
 from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.device import Device
 from dynoffload.memory.local import local, local_bytes
 from dynoffload.memory.pieces import pieces
 from dynoffload.memory.region_allocator import users_of
-from dynoffload.runtime.adoption.buffers import Buffers
 from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.held import held_parameters
-from dynoffload.runtime.adoption.homes import Room
-from dynoffload.runtime.adoption.restoring import Restoration
+from dynoffload.runtime.adoption.relocation import Restoration, Room
 from dynoffload.runtime.adoption.slicing import may_slice, slices_of, sole_owners
-from dynoffload.runtime.adoption.slots import Fused
-from dynoffload.runtime.adoption.staying import beside, staying_bytes
 from dynoffload.runtime.adoption.store import Store, can_move
-from dynoffload.runtime.counting import States, parts_of, state_tensors, tensors_of
+from dynoffload.runtime.adoption.whole_state import WholeState
+from dynoffload.runtime.counting import (
+    SCALARS,
+    States,
+    is_trained,
+    parts_of,
+    state_tensors,
+    tensors_of,
+)
 from dynoffload.runtime.interrupts import let_come
 from dynoffload.runtime.ranks.sharded import aliases_of
 from dynoffload.runtime.sizing import Sizing, update_bytes
@@ -57,7 +59,7 @@ class Adoption:
     Attributes:
         store: what is paged whole.
         rows: what is paged by slices.
-        buffers: the model's.
+        whole_state: of an optimizer that runs whole.
         allowance: bytes of saved activations that may stay in memory.
         changed: parameters were converted since `adopt_parameters` was called.
     """
@@ -68,7 +70,6 @@ class Adoption:
         optimizer: Optimizer | None,
         sizing: Sizing,
         device: Device,
-        enough: Callable[[int], int],
         *,
         heap_slack: int,
         slices: bool,
@@ -76,7 +77,7 @@ class Adoption:
         home: torch.device,
     ) -> None:
         self._model, self._optimizer, self._sizing = model, optimizer, sizing
-        self._device, self._enough = device, enough
+        self._device = device
         self._slices, self._queues = slices and may_slice(optimizer), queues
         self._begun = False
         self._seen: tuple[dict[str, int], int] = {}, 0
@@ -85,14 +86,7 @@ class Adoption:
         self.store = Store(device, sizing.min_paged_bytes, left)
         self.store.home = home
         self.rows = FusedStore(device, self.store)
-        self.buffers: Buffers
-
-    def begin_buffers(self) -> None:
-        """Take over the model's buffers, those of now and those to come."""
-        # Of replicas they go to other ranks, and the system takes no absent memory everywhere.
-        least = sys.maxsize if self._sizing.bucket_bytes else self._sizing.min_paged_bytes
-        names = self.store.names
-        self.buffers = Buffers(self._model, self._device, least, names, self._enough)
+        self.whole_state = WholeState(device, sizing.min_paged_bytes, self.store.names)
 
     def begun(self) -> None:
         """All that was there is adopted; what comes now comes late, and may find no room."""
@@ -100,8 +94,8 @@ class Adoption:
         self._begun = True
         self._seen = self._sizes()
 
-    def adopt_parameters(self, kept: int = 0) -> list[nn.Parameter]:
-        """Adopt what can move of the model and was not adopted before; return what was.
+    def adopt_parameters(self, kept: int = 0) -> None:
+        """Adopt what can move of the model and was not adopted before.
 
         Args:
             kept: bytes of saved activations that stay in memory now.
@@ -123,7 +117,7 @@ class Adoption:
             self._check_room(f"{name}, which was {late},", parameter, count, states)
             new.append((name, parameter, count))
         if self._begun:
-            new += [(name, one, 1) for name, one in self._make_room(new, held, kept)]
+            new += [(name, one, 1) for name, one in self._make_room(new, kept)]
         for name, parameter, count in new:
             if not self._begun:
                 let_come()
@@ -134,16 +128,43 @@ class Adoption:
         self.store.forget_sources()
         self.store.aliases = {}
         self.changed = False
-        return [parameter for _, parameter, _ in new]
 
     def _slices_of(self, parameter: nn.Parameter) -> int:
         return slices_of(parameter, self._device.page_bytes, self._sizing.min_paged_bytes)
 
+    def _staying(
+        self, whole: Collection[nn.Parameter], sliced: Collection[nn.Parameter]
+    ) -> dict[nn.Parameter | str, int]:
+        """Return the bytes that stay in memory of each parameter with its gradient and state, once
+        they are there, and of each buffer, by its name.
+
+        Args:
+            whole: the parameters that are paged whole.
+            sliced: those that are paged by slices.
+        """
+        states = States(self._optimizer)
+        held = held_parameters(self._model)  # which are counted, and told of, where they are
+        stays: dict[nn.Parameter | str, int] = {}
+        for parameter in self._model.parameters():
+            if parameter in held:
+                continue
+            nbytes, trained = local_bytes(parameter), is_trained(parameter)
+            sizes = states.sizes(parameter)
+            scalars = SCALARS if trained and sizes else 0
+            if parameter in sliced:
+                sizes = [size for size in sizes if size != nbytes]
+            elif parameter in whole:
+                least = min(self._sizing.min_paged_bytes, nbytes)
+                sizes = [size for size in sizes if size < least]
+            else:
+                sizes = [nbytes, *sizes, nbytes * trained]
+            stays[parameter] = sum(sizes) + scalars
+        for name, buffer in self._model.named_buffers():
+            stays[name] = sum(one.untyped_storage().nbytes() for one in parts_of(buffer))
+        return stays
+
     def _make_room(
-        self,
-        new: Sequence[tuple[str, nn.Parameter, int]],
-        held: Collection[nn.Parameter],
-        kept: int,
+        self, new: Sequence[tuple[str, nn.Parameter, int]], kept: int
     ) -> list[tuple[str, nn.Parameter]]:
         """Make room for what stays in memory beside the pool, which is as large as it is.
 
@@ -156,59 +177,39 @@ class Adoption:
         Raises:
             BudgetError: there is no room; nothing was changed.
         """
-        sizing, states = self._sizing, States(self._optimizer)
-        stays = staying_bytes(
-            self._model,
-            self._optimizer,
-            self._device,
-            whole={*self.store.slots, *(parameter for _, parameter, n in new if n == 1)},
-            sliced={*self.store.fused, *(parameter for _, parameter, n in new if n > 1)},
-            held=held,
-            least=sizing.min_paged_bytes,
-        )
-        room = sizing.budget - sizing.pool_bytes - sizing.bucket_bytes
-        taken = {parameter for _, parameter, _ in new}
+        whole = {*self.store.slots, *(parameter for _, parameter, n in new if n == 1)}
+        sliced = {*self.store.fused, *(parameter for _, parameter, n in new if n > 1)}
+        stays = self._staying(whole, sliced)
+        held = held_parameters(self._model)
         small = [
             (name, parameter)
             for name, parameter in self._model.named_parameters()
             if parameter.numel() > 1
-            and parameter not in taken
-            and parameter not in held
-            and not self.store.slots_of(parameter)
+            and not (parameter in whole or parameter in sliced or parameter in held)
             and not parameter.is_meta
             and can_move(parameter)
         ]
         small.sort(key=lambda one: -local_bytes(one[1]))
-        users = Counter(local(one).untyped_storage()._cdata for one in self._model.parameters())
-        paged: list[tuple[str, nn.Parameter]] = []
-        while small and stays + kept > room:
+        sizing, states = self._sizing, States(self._optimizer)
+        most = sizing.budget - sizing.pool_bytes - sizing.bucket_bytes
+        total, paged = sum(stays.values()), []
+        while small and total + kept > most:
             paged.append(small.pop(0))
-            parameter = paged[-1][1]
-            storage = local(parameter).untyped_storage()
-            users[storage._cdata] -= 1
-            stays -= beside(parameter, states) + (0 if users[storage._cdata] else storage.nbytes())
-        if stays + kept > room:
-            raise BudgetError(
-                f"what stays in memory of the model, which was changed, takes "
-                f"{format_bytes(stays)} with gradients and optimizer state and "
-                f"{format_bytes(kept)} of saved activations, and the budget has "
-                f"{format_bytes(room)} for it beside the pool{self._largest_staying(taken)}: "
-                "raise the budget, or change the model back"
-            )
-        for name, parameter in paged:
+            name, parameter = paged[-1]
             self._check_room(f"{name}, which has no room beside the pool,", parameter, 1, states)
-        self.allowance = min(sizing.kept_bytes, room - stays)
+            total -= stays.pop(parameter)
+        if total + kept > most:
+            names: dict[object, str] = {p: name for name, p in self._model.named_parameters()}
+            largest = max(stays, key=stays.__getitem__)
+            raise BudgetError(
+                f"{names.get(largest, largest)} and others that cannot be paged "
+                f"have no room since the model was changed: what stays in memory takes "
+                f"{format_bytes(total)} and saved activations {format_bytes(kept)}, and the budget "
+                f"has {format_bytes(most)} beside the pool: raise the budget, or change the model "
+                "back"
+            )
+        self.allowance = min(sizing.kept_bytes, most - total)
         return paged
-
-    def _largest_staying(self, paged: Collection[nn.Parameter]) -> str:
-        named = [*self._model.named_parameters(), *self._model.named_buffers()]
-        sizes = {
-            name: sum(part.untyped_storage().nbytes() for part in parts_of(tensor))
-            for name, tensor in named
-            if not tensor.is_meta and tensor not in paged and not self.store.slots_of(tensor)
-        }
-        name = max(sizes, key=sizes.__getitem__, default="")
-        return f"; the largest is {name} with {format_bytes(sizes[name])}" if name else ""
 
     def check_thawed(self, parameter: nn.Parameter) -> None:
         """A parameter that was adopted while it was frozen is about to be trained.
@@ -235,7 +236,17 @@ class Adoption:
 
         Raises:
             BudgetError: an update does not fit any more; nothing was changed.
+            ConfigError: a parameter that is paged by slices has another dtype or shape.
         """
+        for fused in self.rows:
+            if self.rows.is_converted(fused):
+                own, like = fused.parameter, fused.like
+                raise ConfigError(
+                    f"{fused.name} was converted from {like.dtype} {tuple(like.shape)} to "
+                    f"{own.dtype} {tuple(own.shape)} inside the offload() block, which pages it "
+                    "slice by slice: convert it back, or leave the block, convert the model, and "
+                    "enter another"
+                )
         now, before = self._sizes(), self._seen
         if now == before:
             return
@@ -244,28 +255,9 @@ class Adoption:
             if self.store.pages(parameter, slot):
                 self._check_update(slot.name, parameter, 1, before[0], states)
         for parameter, fused in self.store.fused.items():
-            if self.rows.is_like(fused, parameter) or self.rows.may_convert(fused):
-                slices = self._slices_of(parameter)  # maybe none any more, for their size
-                self._check_update(fused.name, parameter, slices, before[0], states)
+            self._check_update(fused.name, parameter, fused.count, before[0], states)
         self.changed = True
         self._seen = now
-
-    def converted(self) -> list[Fused]:
-        """Return the fused parameters that have another dtype or shape now, and can move."""
-        return [
-            one for one in self.rows if self.rows.is_converted(one) and self.rows.may_convert(one)
-        ]
-
-    def convert(self, fused: Fused) -> None:
-        """Move a converted fused parameter, of which no update waits, into regions of its own kind:
-        a row, or one region where its slices are no whole pages any more."""
-        if self._slices_of(fused.parameter) == fused.count:
-            self.rows.convert(fused)
-            return
-        self.rows.leave(fused)
-        if self.store.pages(fused.parameter):
-            self.store.adopt_parameter(fused.name, fused.parameter)
-            self.store.forget_sources()
 
     def _check_update(
         self,
@@ -344,7 +336,7 @@ class Adoption:
         if optimizer is None or can_split(optimizer) or isinstance(optimizer, HostOptimizer):
             return
         names: dict[torch.Tensor, str] = {p: name for name, p in self._model.named_parameters()}
-        self.buffers.adopt_state(state_of(optimizer, names))
+        self.whole_state.adopt(state_of(optimizer, names))
 
     def tensors(self) -> dict[int, list[torch.Tensor]]:
         """Return the tensors of model and optimizer that lie in the device, by their first
@@ -367,7 +359,7 @@ class Adoption:
 
     def is_held(self) -> bool:
         """Return whether somebody holds memory of the device beyond what is restored at the end."""
-        return self.buffers.are_held() or bool(self.held_by_others(self.tensors()))
+        return self.whole_state.is_held() or bool(self.held_by_others(self.tensors()))
 
     def held_by_others(self, adopted: Mapping[int, Sequence[torch.Tensor]]) -> set[int]:
         """Return the first regions of what somebody holds who is none of what was ``adopted``."""
@@ -376,7 +368,7 @@ class Adoption:
             for slot in self.store.slots.values()
             for region in slot.update_regions()
         }
-        for fused in self.rows.with_left():
+        for fused in self.rows:
             storages.update((row[0], self._device.row_storage(row)) for row in fused.rows())
         return {
             region
@@ -396,8 +388,9 @@ class Adoption:
         adopted = self.tensors()
         # A block that fails to begin has shown nobody anything: only its error holds what it made.
         held = self.held_by_others(adopted) if self._begun else set()
-        restoration = Restoration(self._device, self.store, self.rows, held, place, room)
-        restoration.run(self.buffers, adopted)
+        stays = place == self._device.device
+        restoration = Restoration(self._device, self.store, self.rows, held, room, stays=stays)
+        where = restoration.run(self.whole_state, adopted)
         if restoration.lost:
             raise restoration.lost[0]
-        return restoration.where
+        return where

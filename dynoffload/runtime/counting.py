@@ -188,6 +188,17 @@ def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> Iterator[torch.
         yield from aliases
 
 
+def storages_outside(model: nn.Module, device: Device) -> list[torch.UntypedStorage]:
+    """Return the storages of parameters and buffers of ``model`` outside of ``device``."""
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        for part in parts_of(tensor):
+            if not part.is_meta and device.owner(part) < 0:
+                storage = part.untyped_storage()
+                found[storage._cdata] = storage
+    return list(found.values())
+
+
 def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the strided tensors that hold what ``tensor`` does."""
     if tensor.layout is torch.strided:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from dynoffload.memory.reused import suspended
 from dynoffload.memory.spill import check_room, default_spill_dir
 from dynoffload.numerics import settle_kernels
 from dynoffload.profiler.network import fingerprint
+from dynoffload.runtime.budgeted import BudgetedSession
 from dynoffload.runtime.counting import images_bytes
 from dynoffload.runtime.frames import clear_frames
 from dynoffload.runtime.host import within
@@ -147,7 +148,7 @@ class OffloadBlock(contextlib.AbstractContextManager[Session]):
         if not _entered:
             atexit.unregister(leave_all)
         try:
-            if undo and isinstance(self._session, Session):
+            if undo and isinstance(self._session, BudgetedSession):
                 self._session._undo(error)
             clear_frames(error)
             return self._planned.block.__exit__(kind, error, trace)
@@ -332,7 +333,7 @@ def _plan(
 @contextlib.contextmanager
 def _paged(model: nn.Module, *arguments: Any) -> Iterator[Session]:
     with suspended():
-        session = managers[id(model)] = Session(model, *arguments)
+        session = managers[id(model)] = BudgetedSession(model, *arguments)
         beside = None
         left_by: BaseException | None = None
         try:
@@ -357,8 +358,8 @@ def _paged(model: nn.Module, *arguments: Any) -> Iterator[Session]:
 def _profiled(
     model: nn.Module, optimizer: Optimizer | None, given: Defaults, options: OffloadConfig
 ) -> Iterator[Session]:
-    with profiled(model, optimizer, given, options) as profile:
-        session = managers[id(model)] = cast(Session, profile)  # of the same public names
+    with profiled(model, optimizer, given, options) as session:
+        managers[id(model)] = session
         try:
             yield session
         finally:

@@ -1,7 +1,7 @@
-"""Paging at work: the device, what was adopted into it, and the hooks, from start to restoration.
+"""Paged mode: the device, what was adopted into it, and the hooks, from start to restoration.
 
 `Paging` exists while a model is paged. Closing it makes every tensor ordinary again, so a session
-can step aside when everything fits, and come back.
+can stop paging when everything fits, and page again.
 
 [Note: whole or not at all]  A model is paged by many steps, each of which is undone if a later one
 fails. Whoever makes a `Paging` holds signals off; between two tensors, whose bytes take their time,
@@ -30,26 +30,32 @@ from dynoffload.memory.pager import Pager
 from dynoffload.runtime.adopting import Adoption
 from dynoffload.runtime.adoption.changes import Changes
 from dynoffload.runtime.adoption.held import has_its_own
-from dynoffload.runtime.adoption.homes import Homes, room_for
+from dynoffload.runtime.adoption.relocation import Homes, Room
 from dynoffload.runtime.adoption.slots import Fused, Slot
-from dynoffload.runtime.adoption.staying import resident_storages
 from dynoffload.runtime.adoption.units import Unit, units_of
-from dynoffload.runtime.counting import images_bytes, ordinary_bytes, tensors_of
+from dynoffload.runtime.checkpoints.tensors import Memory
+from dynoffload.runtime.counting import (
+    images_bytes,
+    ordinary_bytes,
+    storages_outside,
+    tensors_of,
+)
 from dynoffload.runtime.experts import calls
 from dynoffload.runtime.experts.gradients import FusedGradients
 from dynoffload.runtime.experts.parts import Parts
 from dynoffload.runtime.forked import refusal, tell_children
-from dynoffload.runtime.growth import tensors_in
 from dynoffload.runtime.interrupts import let_come, uninterrupted
 from dynoffload.runtime.migration.forecast import Forecast
 from dynoffload.runtime.migration.migrator import Migrator
 from dynoffload.runtime.opening import open_device
-from dynoffload.runtime.passes.activations import Activations
+from dynoffload.runtime.passes.activations import Activations, tensors_in
+from dynoffload.runtime.passes.calls import Saving
 from dynoffload.runtime.passes.hooks import Hooks
 from dynoffload.runtime.passes.saved import Chunk
 from dynoffload.runtime.placing import is_held, leave_for_meta
 from dynoffload.runtime.ranks.replicas import as_backward_ends
 from dynoffload.runtime.ranks.sharded import Gathered, groups_of, reshard
+from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.residency import Residence
 from dynoffload.runtime.sizing import Sizing, enough_for, may_queue
 from dynoffload.runtime.target import Target
@@ -58,13 +64,14 @@ from dynoffload.runtime.updates.deferred_optimizer import DeferredOptimizer
 from dynoffload.runtime.updates.failure import Recovery, StepFailure
 from dynoffload.runtime.updates.undo_log import UndoLog
 from dynoffload.runtime.updates.update import can_split, check_host
+from dynoffload.telemetry import StepStats
 from dynoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
 
 class Paging:
-    """A model under a budget.
+    """A model under a budget; see `Mode`.
 
     Args:
         model: the root.
@@ -75,12 +82,12 @@ class Paging:
         target: where operators run.
         homes: moves what is not paged there.
         forecast: what will probably run; it watches while paging is at work.
-        on_progress: called at every visit of a unit.
-        on_chunk: called whenever a chunk's worth of activations was saved or used.
-        on_phase: called with the name of a phase that begins.
-        on_step: called after each optimizer step.
+        recording: is told of phases, steps and memory.
+        on_step: called with the numbers of each optimizer step.
         replicated: gradients are changed as backward ends; see `dynoffload.runtime.ranks.replicas`.
     """
+
+    paging = True
 
     def __init__(
         self,
@@ -92,11 +99,9 @@ class Paging:
         target: Target,
         homes: Homes,
         forecast: Forecast,
+        recording: Recording,
         *,
-        on_progress: Callable[[], None],
-        on_chunk: Callable[[], None],
-        on_phase: Callable[[str], None],
-        on_step: Callable[[], None],
+        on_step: Callable[[StepStats], None],
         replicated: bool = False,
     ) -> None:
         self.model, self.optimizer, self.sizing = model, optimizer, sizing
@@ -104,8 +109,8 @@ class Paging:
         self._target, self._homes = target, homes
         self._place = target.home  # of what is restored
         self.spill_dir = spill_dir
-        self._on_progress, self._on_chunk = on_progress, on_chunk
-        self._on_phase, self._on_step = on_phase, on_step
+        self._recording, self._on_step = recording, on_step
+        self._pages_activations = config.page_activations
         self._replicated, self._awaits_end = replicated, False
         self.gradient = ""  # of which parameter it was made last
         self._closing = threading.Event()
@@ -154,7 +159,6 @@ class Paging:
             self.optimizer,
             sizing,
             self.device,
-            enough,
             heap_slack=config.heap_slack_bytes,
             slices=config.slices,
             queues=may_queue(config),
@@ -185,7 +189,6 @@ class Paging:
     def _start(self, config: OffloadConfig) -> None:
         optimizer, sizing = self.optimizer, self.sizing
         self._undo.callback(self.activations.close)
-        self.adoption.begin_buffers()
         self._undo.callback(self._restore)
         self.adoption.adopt_parameters()
         if optimizer is not None:
@@ -208,7 +211,6 @@ class Paging:
             reserve_bytes=sizing.reserve_bytes,
         )
         self._changes = Changes()
-        self._undo.callback(self._changes.close)
         self._undo.callback(self._forecast.unwatch)
         self._undo.callback(self._unhook)
         self._watching = contextlib.ExitStack()  # of fused parameters
@@ -233,7 +235,7 @@ class Paging:
             log=log,
             share=config.draft_share,
             capacity=self.sizing.pool_bytes - self.sizing.reserve_bytes,
-            hear=self.hear,
+            hear=self._hear,
             check=self._check_step,
             on_whole=self._begin_whole_step,
             on_step=self._end_step,
@@ -269,21 +271,18 @@ class Paging:
         self.activations.gathered = Gathered(groups) if groups else None
         shards = [parameter for group in groups for parameter in group.parameters]
         self._forecast.watch(units, on_ask=self._make_ready, on_revise=self._revise)
+        parts = [one for one in shards if one not in self.store.slots]
+        collectors = [
+            *((slot.parameter, partial(self._collect, slot)) for slot in self.store.slots.values()),
+            *((fused.parameter, partial(self._collect_fused, fused)) for fused in self.rows),
+            *((part, partial(self._collect_part, part)) for part in parts),
+        ]
         self._hooks = Hooks(
-            self.model,
-            units,
-            list(self.store.slots.values()),
-            list(self.rows),
-            [one for one in shards if one not in self.store.slots],
-            on_visit=self._visit,
-            on_gradient=self._collect,
-            on_fused=self._collect_fused,
-            on_part=self.store.part_gradient,
-            on_read=self.settle,
+            self.model, units, collectors, on_visit=self._visit, on_read=self.settle
         )
         self._watch_fused(units)
         self._changes.begin(self.model)
-        staying = resident_storages(self.model, self.device)
+        staying = storages_outside(self.model, self.device)
         self.activations.kept.counted_elsewhere(staying)
 
     def _region_of(self, parameter: nn.Parameter) -> int:
@@ -294,11 +293,12 @@ class Paging:
     @torch.inference_mode(False)
     @unseen
     def follow_model(self) -> None:
-        """Adopt what is new in the model, between two samples.
+        """See `Mode.follow_model`.
 
         Raises:
             BudgetError: a new, thawed or converted parameter and its update do not fit, or what the
                 optimizer keeps by now; nothing was changed.
+            ConfigError: a parameter that is paged by slices has another dtype or shape.
         """
         self._check_step()
         if not (self.adoption.changed or self._changes.any()) or not has_its_own(self.model):
@@ -307,13 +307,9 @@ class Paging:
         self.activations.sweep()
         for parameter in self._changes.thawed():
             self.adoption.check_thawed(parameter)
-        new = self.adoption.adopt_parameters(self.activations.kept_bytes)
+        self.adoption.adopt_parameters(self.activations.kept_bytes)
         self.activations.allowance = self.adoption.allowance
-        for parameter in new:
-            if parameter in self.store.fused:
-                self.gradients.adopt(self.store.fused[parameter])
-            else:
-                self.store.adopt_gradient(self.store.slots[parameter])
+        self._adopt_gradients()
         if self.updates is not None:
             self.updates.adopt_all()
         self._watching.close()
@@ -324,34 +320,10 @@ class Paging:
 
     @torch.inference_mode(False)
     def _check_step(self) -> None:
-        """Refuse a conversion that does not fit, with nothing changed; else follow it."""
+        """Refuse an update that does not fit any more, with nothing changed."""
         if self._replicated:
             self._adopt_reduced()  # of a backward in which this rank had no gradient of its own
         self.adoption.check_updates()
-        if converted := self.adoption.converted():
-            self._convert(converted)
-
-    @uninterrupted
-    @unseen
-    def _convert(self, converted: list[Fused]) -> None:
-        """Move fused parameters that were converted into regions of their own kind, and their
-        gradients. Hooks follow before the next sample: those on their autograd nodes are gone."""
-        self._changes.note()
-        self.migrator.forget()
-        if self.updates is not None:
-            self.updates.before_conversion(converted)
-        for fused in converted:
-            self.adoption.convert(fused)
-            slot = self.store.slots.get(fused.parameter)
-            if slot is None:
-                self.gradients.adopt(fused)
-            else:
-                self.store.adopt_gradient(slot)
-        if self.updates is not None:
-            self.updates.adopt_all()
-        if any(fused.parameter not in self.store.fused for fused in converted):
-            self._watching.close()  # of regions that are no more
-            self._unhook()
 
     def _watch_fused(self, units: list[Unit]) -> None:
         """Let gradients of fused parameters arrive by slices, and experts' code use slices."""
@@ -383,40 +355,78 @@ class Paging:
         }
 
     def flush(self) -> None:
-        """Make every update that was put off."""
+        """See `Mode.flush`."""
         if self.updates is not None:
             self.updates.pending.flush_all()
 
     def settle(self) -> None:
-        """Make every update that was put off.
-
-        Raises:
-            StepLostError: a step was lost, and nothing was loaded since.
-        """
+        """See `Mode.settle`."""
         self.loss.check()
         if self.updates is not None:
             self.updates.pending.settle()
 
-    def begin_load(self) -> None:
-        """A checkpoint is about to be loaded into the model alone."""
-        if self.updates is not None:
-            self.updates.begin_load()
+    @property
+    def spill_bytes(self) -> int:
+        """See `Mode.spill_bytes`."""
+        return self.device.spill_bytes()
 
-    def abandon(self) -> None:
-        """Forget every update that was put off, and any loss: all is about to be replaced."""
-        if self.updates is not None:
-            self.updates.abandon()
+    @property
+    def memory(self) -> Memory:
+        """See `Mode.memory`."""
+        return self.adoption
+
+    @property
+    def saving(self) -> Saving | None:
+        """See `Mode.saving`."""
+        return self.activations if self._pages_activations else None
+
+    @property
+    def site(self) -> str:
+        """See `Mode.site`."""
+        return self.migrator.site
+
+    @contextlib.contextmanager
+    def loading(self, *, optimizer: bool) -> Iterator[Callable[[], None]]:
+        """See `Mode.loading`; updates that were deferred are forgotten with their state."""
+        changed = False
+
+        def begin() -> None:
+            nonlocal changed
+            changed = True
+            if self.updates is not None:
+                (self.updates.abandon if optimizer else self.updates.begin_load)()
+
+        try:
+            yield begin
+        except BaseException as error:
+            if changed:
+                if self.updates is not None:
+                    self.updates.forget_undo()
+                self.loss.set(error)
+            raise
+        self.loss.make_up("model")
+        if optimizer:
+            self.loss.make_up("optimizer")
 
     # A forward
 
-    def hear(self) -> None:
+    def _hear(self) -> None:
         """Operators of this thread may touch what is paged."""
         if self._residence is not None:
             self._residence.here()
 
-    def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A training forward of the root begins, with these arguments."""
-        self._on_phase("forward")
+    def enter(self) -> None:
+        """See `Mode.enter`."""
+        self._hear()
+        self.loss.check()
+
+    def leave(self) -> None:
+        """See `Mode.leave`."""
+        self.loss.check()
+
+    def begin_sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See `Mode.begin_sample`."""
+        self._recording.phase("forward")
         order = self._forecast.begin(args, kwargs)  # by code of the user's, which takes its time
         self._begin_forward(args, kwargs, order)
 
@@ -435,14 +445,14 @@ class Paging:
     @uninterrupted
     @unseen
     def drop_forward(self) -> None:
-        """A forward that was interrupted will not go on."""
+        """See `Mode.drop_forward`."""
         self._forecast.drop()
         self.migrator.drop_forward()
 
     @uninterrupted
     @unseen
-    def end_forward(self, *, whole: bool = True) -> None:
-        """It has ended; not ``whole``: by an error."""
+    def end_sample(self, *, whole: bool = True) -> None:
+        """See `Mode.end_sample`."""
         self.activations.end_forward()
         self.migrator.end_forward()
         self._forecast.end(whole=whole)
@@ -452,11 +462,11 @@ class Paging:
     # What the hooks call
 
     @uninterrupted
-    def _collect(self, slot: Slot) -> None:
+    def _collect(self, slot: Slot, parameter: torch.Tensor) -> None:
         self.activations.settle()
         self.store.adopt_gradient(slot)
         self._note_gradient(slot.name)
-        gradient = slot.parameter.grad
+        gradient = parameter.grad
         if gradient is not None and gradient.requires_grad:
             self._say_of_graphs(slot.name)
         if self.updates is not None:
@@ -464,8 +474,11 @@ class Paging:
         else:
             self._say_without_optimizer()
 
+    def _collect_part(self, part: nn.Parameter, parameter: torch.Tensor) -> None:
+        self.store.part_gradient(part)
+
     @uninterrupted
-    def _collect_fused(self, fused: Fused) -> None:
+    def _collect_fused(self, fused: Fused, parameter: torch.Tensor) -> None:
         self.activations.settle()
         self.gradients.adopt(fused)
         self._note_gradient(fused.name)
@@ -474,7 +487,7 @@ class Paging:
 
     def _note_gradient(self, name: str) -> None:
         self.gradient = name
-        self._on_progress()
+        self._note_progress()
         if self._replicated and not self._awaits_end:
             self._awaits_end = True
             as_backward_ends(self._adopt_reduced)
@@ -483,8 +496,10 @@ class Paging:
     def _adopt_reduced(self) -> None:
         """Backward has ended: adopt gradients of what other ranks alone have used."""
         self._awaits_end = False
-        if self._hooks is None:
-            return
+        if self._hooks is not None:
+            self._adopt_gradients()
+
+    def _adopt_gradients(self) -> None:
         for slot in self.store.slots.values():
             self.store.adopt_gradient(slot)
         for fused in self.rows:
@@ -511,10 +526,10 @@ class Paging:
 
     @uninterrupted
     @unseen
-    def _visit(self, unit: Unit) -> None:
+    def _visit(self, unit: Unit, *_: object) -> None:
         if self.loss:
             self.loss.check()
-        self._on_progress()
+        self._note_progress()
         if not self._forecast.asks:
             self.migrator.visit(unit)
         self._make_ready([unit])
@@ -535,20 +550,26 @@ class Paging:
     def _revise(self, rest: Sequence[Unit]) -> None:
         self.migrator.revise(rest)
 
+    def _note_progress(self) -> None:
+        self._recording.sample(self.device, self.activations.kept_bytes)
+
+    def _look_at_heap(self) -> None:
+        self._recording.look_at_heap(self.device, self.activations.kept_bytes)
+
     def _open_chunk(self, chunk: Chunk) -> None:
-        self._on_chunk()
+        self._look_at_heap()
         self.migrator.open_chunk(chunk)
 
     @unseen
     def _reach_chunk(self, region: int) -> None:
-        self._on_chunk()
+        self._look_at_heap()
         self.device.touch([region])
 
     @uninterrupted
     def _backward_use(self, region: int) -> None:
         if self.migrator.backward_use(region):
-            self._on_phase("backward")
-        self._on_progress()
+            self._recording.phase("backward")
+        self._note_progress()
 
     @uninterrupted
     def _begin_whole_step(self) -> None:
@@ -556,10 +577,23 @@ class Paging:
 
     def _end_step(self) -> None:
         self.activations.sweep()
-        self.adoption.buffers.sweep()
+        self.adoption.whole_state.sweep()
         self.adoption.adopt_whole_state()
         self.migrator.end_step()
-        self._on_step()
+        self._record_step()
+
+    @unseen
+    def _record_step(self) -> None:
+        forecast = self._forecast
+        stats = self._recording.end_step(
+            self.device,
+            self.store,
+            self.activations.kept.take_peak(),
+            forecast.names(forecast.predicted),
+            forecast.names(forecast.actual) or (),
+            forecast.accuracy,
+        )
+        self._on_step(stats)
 
     def _serve(self) -> None:
         updates = self.updates
@@ -573,12 +607,6 @@ class Paging:
                 return
 
     # The end
-
-    def lose(self, error: BaseException) -> None:
-        """A load was cut off: until another, this is no state to save."""
-        if self.updates is not None:
-            self.updates.forget_undo()
-        self.loss.set(error)
 
     def absent_bytes(self, whole: int) -> int:
         """Return the bytes that no step has had in memory, and that would be there without paging:
@@ -626,13 +654,7 @@ class Paging:
 
     @uninterrupted
     def close(self, *, stays: bool = False) -> str:
-        """Make all tensors ordinary again, and give the pool and the spill file back.
-
-        Args:
-            stays: training goes on, so they are wanted where operators run, and not at home.
-
-        Returns:
-            Where what does not fit in memory lies now, or "".
+        """See `Mode.close`; the pool and the spill file are given back.
 
         Raises:
             StepLostError: an update that had been put off failed; all else was done.
@@ -682,7 +704,7 @@ class Paging:
 
     def _restore_all(self) -> None:
         try:
-            room = room_for(self._target, self._place, self.spill_dir)
+            room = Room(self._target, self._place, self.spill_dir)
             self._where = self.adoption.restore(self._place, room)
         except BaseException as error:
             self.loss.set(error)

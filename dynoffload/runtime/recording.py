@@ -58,19 +58,21 @@ class Recording:
 
     Args:
         log: an empty log.
-        baseline: bytes the process would take without what is managed: its resident set when the
-            session began, less the tensors that are paged.
         slack: bytes beyond what is counted above which freed heap is handed back.
         outside: returns the bytes of the model's tensors that lie outside of a device, all of them
             for None; called once in a step.
         allocated: returns the most bytes that an accelerator's allocator had given since the last
             call; None: fast memory is the process's, whose resident set tells what it takes beyond.
+
+    Attributes:
+        baseline: bytes the process would take without what is managed: its resident set when the
+            session began, less the tensors that are paged.
+        progress: how often anything has happened.
     """
 
     def __init__(
         self,
         log: RunLog,
-        baseline: int,
         slack: int,
         *,
         outside: Callable[[Device | None], int] = _nothing,
@@ -78,7 +80,7 @@ class Recording:
     ) -> None:
         self.log = log
         self._slack = slack
-        self._baseline = baseline
+        self.baseline = self.progress = 0
         self._count_outside = outside
         self._allocated, self._of_process = allocated, allocated is None
         self._outside: int | None = None  # as last counted
@@ -126,6 +128,7 @@ class Recording:
             device: holds what is paged.
             small: bytes of saved activations that stay in place.
         """
+        self.progress += 1
         if self.now() - self._sampled >= _SAMPLE_EVERY_S:
             self._look(*self._count(device, small))
 
@@ -148,17 +151,17 @@ class Recording:
     def _look(self, fast: int, taken: int) -> None:
         now = self._sampled = self.now()
         beyond = self._taken_beyond(taken)
-        self._add(self.log.memory, MemorySample(now, fast, self._baseline + taken + beyond))
+        self._add(self.log.memory, MemorySample(now, fast, self.baseline + taken + beyond))
 
     def _taken_beyond(self, taken: int) -> int:
         """Return the bytes that the process takes beyond ``taken``, when freed heap is back."""
-        beyond = resident_bytes() - self._baseline - taken
+        beyond = resident_bytes() - self.baseline - taken
         self._in_use = min(self._in_use, beyond)
         # What is in use cannot go back: ask again only when there is more than that.
         if beyond > max(self._slack, self._in_use + self._slack // 8) and heap.give_back():
             # The peak before is recorded too: it was there.
             self._note_headroom(beyond)
-            beyond = self._in_use = resident_bytes() - self._baseline - taken
+            beyond = self._in_use = resident_bytes() - self.baseline - taken
         self._note_headroom(beyond)
         return beyond
 
@@ -204,6 +207,7 @@ class Recording:
             accuracy: of the prediction, NaN without.
         """
         now = time.perf_counter()
+        self.progress += 1
         self.phase("optimizer")
         if device is not None:
             allocated = device.allocated_bytes()

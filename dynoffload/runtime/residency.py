@@ -1,10 +1,8 @@
-"""Residency before use: what an operator touches is on the accelerator before it is given to it.
+"""The dispatch guard: what an operator touches is on the accelerator before the operator runs.
 
-What it is: the dispatch mode by which a device that serves no accesses of its own
-(`Device.serves`) hears of every operator below autograd and autocast, forward, backward and in
-between, and of what it reads and writes. What it is not: prefetch, which hooks announce; what is
-here already costs a look. It is also the guard: nothing that torch dispatches can touch an absent
-tensor.
+A device that serves no accesses of its own (`Device.serves`) hears by a dispatch mode of every
+operator below autograd and autocast, and of what it reads and writes. Nothing that torch dispatches
+can touch an absent tensor; for what hooks have announced it costs a look.
 
 [Note: views]  A view touches no byte, but most are refused of a storage that is empty. Those that
 are not refused leave an absent region absent.

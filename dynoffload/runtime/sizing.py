@@ -165,8 +165,7 @@ def sizing_of(
         "(parameter, gradient and optimizer state), besides the smaller tensors that stay, "
         f"activations and reserve{_beside(buckets)}: raise the budget to at least "
         f"{format_bytes(enough)}, or make "
-        f"that layer smaller{_splits(model, division)}"
-        f"{_whole(model, optimizer, division, config)}{_held_too(model)}"
+        f"that layer smaller{_splits(model, division)}{_held_too(model)}"
     )
     error.lacking = enough - budget
     raise error
@@ -228,29 +227,6 @@ def _splits(model: nn.Module, division: _Division) -> str:
     return (
         ", or split its weight by dynoffload.tile(model, max_bytes=...) before the optimizer is "
         "made"
-    )
-
-
-def _whole(
-    model: nn.Module, optimizer: Optimizer | None, division: _Division, config: OffloadConfig
-) -> str:
-    """Return what to say of a culprit that pages keep from being paged by slices, "" if none do."""
-    sizing = division.sizing
-    parameter = dict(model.named_parameters()).get(division.culprit)
-    if sizing is None or parameter is None or not (config.slices and may_slice(optimizer)):
-        return ""
-    page, nbytes = sizing.page_bytes, slice_bytes(parameter)
-    if nbytes < max(1, sizing.min_paged_bytes) or nbytes % page == 0:
-        return ""
-    if id(parameter) not in sole_owners(model.parameters()):
-        return ""
-    told = f"; it is paged whole, as its slices of {format_bytes(nbytes)} are no multiple of"
-    fits = nbytes & -nbytes  # the largest power of two that divides it
-    if fits < LEAST_PAGE:
-        return f"{told} any page"
-    return (
-        f"{told} the pages of {format_bytes(page)}: with config={{'page_bytes': {fits}}} it is "
-        "paged slice by slice, and needs less"
     )
 
 

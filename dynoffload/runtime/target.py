@@ -1,9 +1,5 @@
 """Where a session's operators run, where tensors are afterwards, and what memory lies below.
 
-What it is: `Target`, made of what the user says and of where the model is, and every refusal of a
-place that does not fit. What it is not: the device (`dynoffload.runtime.opening`), or how a budget
-is divided.
-
 [Note: home]  A model that was on the accelerator stays there; one that came from the CPU, or from
 the meta device, is on the CPU after the block, as it may be larger than the accelerator.
 """

@@ -1,8 +1,4 @@
-"""What operators are given: tensors and storages in arguments, also in lists.
-
-What it is: the walk over the arguments of an ATen call, and lists cut into parts. What it is not:
-what becomes of them (`dynoffload.runtime.residency`, `dynoffload.runtime.over_rows`).
-"""
+"""The arguments of an ATen call: tensors and storages in them, and lists cut into parts."""
 
 from __future__ import annotations
 

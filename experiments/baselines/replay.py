@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 import dynoffload
 from dynoffload.runtime.adoption.units import Unit
+from dynoffload.runtime.budgeted import BudgetedSession
 from dynoffload.runtime.migration.forecast import Forecast
 from dynoffload.runtime.session import Session
 from dynoffload.telemetry import StepStats
@@ -83,6 +84,7 @@ def replaying(
         spill_dir=spill_dir,
         config={**config, "policy": "repeat"},
     ) as session:
+        assert isinstance(session, BudgetedSession)
         session._forecast.__class__ = StrictForecast  # the session has made an ordinary one
         cast(StrictForecast, session._forecast).follow(session)
         yield session

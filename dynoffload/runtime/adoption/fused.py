@@ -20,7 +20,7 @@ from dynoffload.memory.device import Device
 from dynoffload.memory.region_allocator import users_of
 from dynoffload.runtime.adoption.held import holders, is_torchs
 from dynoffload.runtime.adoption.slots import Fused, Slot
-from dynoffload.runtime.adoption.store import Store, bytes_of, can_move, view_of
+from dynoffload.runtime.adoption.store import Store, bytes_of, view_of
 from dynoffload.runtime.placing import put, put_in_place
 from dynoffload.runtime.unseen import unseen
 
@@ -57,14 +57,9 @@ class FusedStore:
 
     def __init__(self, device: Device, store: Store) -> None:
         self._device, self._store = device, store
-        self._left: list[Fused] = []  # paged by slices no more, but rows of theirs are held
 
     def __iter__(self) -> Iterator[Fused]:
         return iter(self._store.fused.values())
-
-    def with_left(self) -> list[Fused]:
-        """Return all that have rows, also those whose parameter is paged by slices no more."""
-        return [*self, *self._left]
 
     def _row(self, fused: Fused, kind: str, *, extra: bool = False) -> list[int]:
         row = self._device.allocate_row(fused.count, fused.slice_bytes, extra=extra)
@@ -173,72 +168,14 @@ class FusedStore:
             if self.is_held(row) or needed.intersection(row) or fused.slots[0].gradient == row[0]:
                 continue
             fused.gradients.remove(row)
-            self._release(row)
-
-    # Conversions
+            for region in row:
+                self._store.disown(region)
+                self._device.release(region)
 
     def is_converted(self, fused: Fused) -> bool:
         """Return whether the user has given the parameter a tensor of another dtype or shape."""
         now, like = fused.parameter, fused.like
         return now.dtype != like.dtype or now.shape != like.shape
-
-    def may_convert(self, fused: Fused) -> bool:
-        """Return whether that tensor can move: nobody else holds its memory."""
-        data = fused.parameter.data
-        return (
-            can_move(data)
-            and data.device == self._device.device
-            and self._device.owner(data) < 0
-            and users_of(data.untyped_storage()) <= _IN_USE
-            and is_torchs(data)
-        )
-
-    @torch.no_grad()
-    def convert(self, fused: Fused) -> None:
-        """Move the parameter's new tensor, which has as many slices, into a row of its own kind.
-
-        No update of it waits, and its old rows end as soon as nobody holds them. Of state in the
-        old dtype that is the optimizer.
-        """
-        data = fused.parameter.data
-        row = self._device.allocate_row(fused.count, data.nbytes // fused.count, extra=True)
-        self._retire(fused)
-        fused.row, fused.like = row, torch.empty(data.shape, dtype=data.dtype, device="meta")
-        for slot, region in zip(fused.slots, row, strict=True):
-            slot.region = region
-            self._store.own(region, slot.name, slot)
-        ours = self.view(fused, row)
-        self._fill(row, ours, data)
-        fused.parameter.data = ours
-        if fused.parameter.requires_grad:
-            fused.gradients.append(self._row(fused, ".grad", extra=True))
-            self.point(fused, fused.gradients[0])
-
-    def leave(self, fused: Fused) -> None:
-        """Page the parameter by slices no more; no update of it waits."""
-        del self._store.fused[fused.parameter]
-        self._left.append(fused)
-        self._retire(fused)
-
-    def _retire(self, fused: Fused) -> None:
-        fused.retired = fused.rows()
-        fused.row, fused.gradients, fused.states = [], [], {}
-        for slot in fused.slots:
-            slot.gradient, slot.states = None, {}
-        self.release_retired()
-
-    def release_retired(self) -> None:
-        """Release rows from before conversions that nobody holds any more."""
-        for fused in self.with_left():
-            for row in [row for row in fused.retired if not self.is_held(row)]:
-                fused.retired.remove(row)
-                self._release(row)
-        self._left = [fused for fused in self._left if fused.retired]
-
-    def _release(self, row: Sequence[int]) -> None:
-        for region in row:
-            self._store.disown(region)
-            self._device.release(region)
 
     # State
 

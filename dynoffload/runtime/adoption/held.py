@@ -1,9 +1,7 @@
-"""What somebody else holds too: memory that cannot move, as nobody could tell the other.
+"""Counts external references to a tensor's memory, for which the tensor cannot move.
 
-What it is: counts of who holds a tensor or its memory. A tensor is moved by giving it other memory
-(`Tensor.data`), so whoever holds the tensor itself follows. A view of it, a numpy array or a graph
-holds the old memory, and would read and write there from then on: such a tensor stays where it is.
-What it is not: the decision about any one tensor (`dynoffload.runtime.adoption.store`).
+A tensor is moved by giving it other memory (`Tensor.data`), so whoever holds the tensor follows. A
+view, a numpy array or a graph keeps the old memory, and would read and write there.
 """
 
 from __future__ import annotations

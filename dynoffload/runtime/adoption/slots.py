@@ -64,7 +64,6 @@ class Fused:
         slots: one for each slice; `Slot.gradient` is in the row that holds the gradient.
         gradients: rows for gradients; a free one is used first.
         states: rows of its optimizer state, by the optimizer's key.
-        retired: rows from before a conversion, until nobody holds a tensor over them.
     """
 
     name: str
@@ -74,7 +73,6 @@ class Fused:
     slots: tuple[Slot, ...] = ()
     gradients: list[list[int]] = field(default_factory=list)
     states: dict[str, list[int]] = field(default_factory=dict)
-    retired: list[list[int]] = field(default_factory=list)
 
     @property
     def count(self) -> int:
@@ -83,8 +81,7 @@ class Fused:
 
     def rows(self) -> list[list[int]]:
         """Return all its rows."""
-        rows = [self.row, *self.gradients, *self.states.values(), *self.retired]
-        return [row for row in rows if row]
+        return [self.row, *self.gradients, *self.states.values()]
 
     def row_with(self, region: int) -> list[int] | None:
         """Return the row that ``region`` belongs to, if any."""

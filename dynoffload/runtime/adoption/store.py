@@ -155,10 +155,6 @@ class Store:
         fused = self.fused.get(parameter)  # type: ignore[call-overload]
         return () if fused is None else fused.slots
 
-    def all_slots(self) -> list[Slot]:
-        """Return every slot, whole parameters' and slices'."""
-        return [*self.slots.values(), *(s for f in self.fused.values() for s in f.slots)]
-
     @torch.no_grad()
     def adopt_parameter(self, name: str, parameter: nn.Parameter) -> Slot:
         """Move ``parameter`` into a region; one on the meta device gets one of zeros."""

@@ -31,26 +31,30 @@ from dynoffload.runtime.unseen import unseen
 from dynoffload.runtime.updates.deferred_optimizer import DeferredOptimizer
 
 
-class Filling:
-    """A gradient in the making: experts' gradients go to their slices of a row as they are made.
-
-    Whoever calls it holds signals off.
-    """
+class SliceGradients:
+    """The gradients of one call's graph, which go to their slices of a row as they are made; as
+    often as backward runs through it."""
 
     def __init__(self, gradients: FusedGradients, fused: Fused) -> None:
         self._gradients, self._fused = gradients, fused
+        self._whole: torch.Tensor | None = None  # while backward runs
+
+    def _begin(self) -> torch.Tensor:
+        gradients, fused = self._gradients, self._fused
         self._row = gradients.row_for(fused)
-        self._whole: torch.Tensor | None = gradients.rows.view(fused, self._row)
         self._count = 0
         # The first, until it is known whether there are others.
         self._first: tuple[int, torch.Tensor] | None = None
         self._may_draft = fused.parameter.grad is None
         if self._may_draft:
             gradients.rows.point(fused, self._row)
+        return gradients.rows.view(fused, self._row)
 
+    @uninterrupted
     def put(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient of one slice, in its place; see [Note: signed zeros]."""
-        assert self._whole is not None
+        if self._whole is None:
+            self._whole = self._begin()
         place = self._whole[number]
         self._gradients.make_room(self._row[number])
         self._count += 1
@@ -73,11 +77,12 @@ class Filling:
         if self._may_draft:
             self._gradients.draft(self._fused.slots[number])
 
-    def finish(self) -> torch.Tensor:
-        """Return the parameter's gradient."""
-        self._end_first()
+    @uninterrupted
+    def finish(self) -> torch.Tensor | None:
+        """Return the parameter's gradient; None: there is none."""
+        if self._whole is not None:
+            self._end_first()
         whole, self._whole = self._whole, None
-        assert whole is not None
         return whole
 
 

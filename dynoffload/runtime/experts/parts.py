@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from dynoffload.runtime.adoption.slots import Fused
-from dynoffload.runtime.experts.gradients import Filling, FusedGradients
-from dynoffload.runtime.interrupts import uninterrupted
+from dynoffload.runtime.experts.gradients import FusedGradients, SliceGradients
 
 
 class Gathers(Protocol):
@@ -27,25 +26,6 @@ class Gathers(Protocol):
 
     def finish(self) -> torch.Tensor | None:
         """Return the gradient of the whole, None if no slice had one, and begin anew."""
-
-
-class _Maker:
-    """Makes the gradient of a fused parameter."""
-
-    def __init__(self, gradients: FusedGradients, fused: Fused) -> None:
-        self._gradients, self._fused = gradients, fused
-        self._filling: Filling | None = None
-
-    @uninterrupted
-    def put(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
-        if self._filling is None:
-            self._filling = Filling(self._gradients, self._fused)
-        return self._filling.put(number, gradient)
-
-    @uninterrupted
-    def finish(self) -> torch.Tensor | None:
-        filling, self._filling = self._filling, None
-        return None if filling is None else filling.finish()
 
 
 class _Unbind(torch.autograd.Function):
@@ -132,7 +112,7 @@ class Parts:
         on_use: Callable[[int], None],
     ) -> None:
         self._parameter, self._fused, self._on_use = parameter, fused, on_use
-        self._views = Views(parameter, _Maker(gradients, fused))
+        self._views = Views(parameter, SliceGradients(gradients, fused))
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         number = _number(index, len(self._fused.slots))

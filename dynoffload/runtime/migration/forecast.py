@@ -37,9 +37,8 @@ from dynoffload.profiler.input_features import Features, InputFeatures, describe
 from dynoffload.profiler.network import fingerprint, shape_key
 from dynoffload.profiler.routing import RoutingProbe, hinted, probes_of
 from dynoffload.runtime.adoption.units import Unit
+from dynoffload.runtime.migration.gates import Trial, likely
 from dynoffload.runtime.migration.steps import Step
-from dynoffload.runtime.migration.trial import Trial
-from dynoffload.runtime.migration.worth import Worth
 from dynoffload.runtime.passes.hooks import Hook
 from dynoffload.telemetry import StepStats
 
@@ -111,7 +110,6 @@ class Forecast:
         self._sample: InputFeatures | None = None
         self._inside: list[str] = []  # blocks of several units whose calls are under way
         self._step: Step | None = None  # while a forward runs
-        self._worth = Worth(self.vocabulary)
         self._chosen: list[int] = []  # what of the rest is fetched ahead
         self._planned = 0  # blocks that had begun as it was chosen
         self._begun = 0  # samples
@@ -147,7 +145,6 @@ class Forecast:
         self._units = {unit.path: unit for unit in units}
         if not self.vocabulary.blocks:
             self.vocabulary = _vocabulary_of(self._network, units)
-            self._worth = Worth(self.vocabulary)
         if self._grows and self._learner is None:
             self._learner = OnlineLearner(self.vocabulary)
         self._install()
@@ -193,7 +190,7 @@ class Forecast:
             return None
         self._chosen, self._planned = self.predicted, 0
         if following is not None and self.source == "the pilot":
-            self._chosen = self._worth.begin(self.predicted, confidence)
+            self._chosen = likely(self.predicted, confidence)
         return self._units_of(self._chosen)
 
     def _compare(self, sample: InputFeatures) -> None:
@@ -256,7 +253,7 @@ class Forecast:
         if revised is None or self.source != "the pilot":
             return
         start = perf_counter()
-        chosen = self._worth.choose(*revised)
+        chosen = likely(*revised)
         if chosen != _less(self._chosen, self._order[self._planned :]):
             self._chosen, self._planned = chosen, len(self._order)
             self._on_revise(self._units_of([*begun, *chosen]))
@@ -273,12 +270,10 @@ class Forecast:
         step, self._step = self._step, None
         if not whole:
             self.accuracy = math.nan
-            self._worth.end(None)
             return
         if step is not None and step.follows and self.actual:
             share = step.foretold / len(self.actual)
             self._foretold += (AVERAGE if self._foretold else 1.0) * (share - self._foretold)
-        self._worth.end(self.actual)
         self.accuracy = math.nan
         if self.predicted is not None:
             self.accuracy = block_order_accuracy(self.predicted, self.actual)

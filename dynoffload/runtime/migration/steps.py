@@ -1,11 +1,8 @@
-"""One step under a pilot: what runs is told as it runs, and the rest is asked for anew.
+"""One forward under a pilot: it observes what runs, and predicts the rest anew.
 
-What it is: `Step`, which hands each block that begins, and each hint, to a
-`dynoffload.pilot.tracking.StepTracker`, and says when what was expected no longer holds. What it is
-not: the plan, which the migrator makes of the answer, nor the hooks that tell of what runs.
-
-The rest is asked for when something ran that was not expected next, and when the network hints.
-Asking and planning anew take time of the step's own: no more than `SHARE` of it so far.
+`Step` hands each block that begins, and each hint, to a `dynoffload.pilot.tracking.StepTracker`.
+The rest is predicted anew when something ran that was not expected next, and when the network
+hints: as long as that took no more than `SHARE` of the forward so far.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from dynoffload.pilot.features import BlockHint, Floats
 from dynoffload.pilot.tracking import StepTracker
 
 SHARE = 0.2
-"""Share of a forward's time so far that foretelling its rest anew may have taken."""
+"""Of a forward's time so far, the share that predicting its rest anew may have taken."""
 
 
 class Step:

@@ -15,8 +15,8 @@ so what is saved of it has bytes of its own.
 
 [Note: parts]  Of a storage of which less than half is saved, that part is moved if its elements lie
 in one stretch. One with gaps, such as some columns of a table, is moved as its whole storage, whose
-strides kernels go by, unless that is larger than the pool, or what the user called the model with:
-then `Columns` has the elements alone. What is saved never keeps more bytes than are counted.
+strides kernels go by. Where that is the user's own, as of a sample, it stays where it is, and is
+not counted.
 
 [Note: cast weights]  Autocast keeps the low-precision copy that it makes of a weight until its
 block ends: half of all weights, beside what autograd saves. The cache must stay, as it decides how
@@ -28,8 +28,9 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -39,15 +40,12 @@ from dynoffload.memory.pieces import is_dense
 from dynoffload.memory.region_allocator import users_of
 from dynoffload.runtime.adoption.store import bytes_of, offset_of, view_of
 from dynoffload.runtime.interrupts import uninterrupted
-from dynoffload.runtime.passes.endings import Endings
-from dynoffload.runtime.passes.keeping import Keeping
+from dynoffload.runtime.passes.finalization import Endings, Keeping
 from dynoffload.runtime.passes.saved import (
     ALIGNMENT,
-    Borrowed,
     Chunk,
-    Columns,
     Entry,
-    Kept,
+    InPlace,
     Packed,
     as_it_lies,
     cast_that_autocast_keeps,
@@ -63,6 +61,22 @@ from dynoffload.units import format_bytes
 _FEW, _MANY = 8, 1024  # of what has ended, that can wait to be counted
 
 _alive: weakref.WeakSet[Activations] = weakref.WeakSet()
+
+
+def tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a nest of mappings, sequences and objects, down to ``depth``."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth:
+        items: Iterable[Any] = ()
+        if isinstance(value, dict):
+            items = value.values()
+        elif isinstance(value, tuple | list):
+            items = value
+        elif hasattr(value, "__dict__"):
+            items = vars(value).values()
+        for item in items:
+            yield from tensors_in(item, depth - 1)
 
 
 def _close_in_child() -> None:
@@ -261,7 +275,7 @@ class Activations:
 
     @uninterrupted
     @unseen
-    def pack(self, tensor: torch.Tensor) -> Packed | Kept | Borrowed:
+    def pack(self, tensor: torch.Tensor) -> Packed | InPlace:
         """Take over a tensor that autograd saves."""
         if not is_plain(tensor, self.device.device.type):
             return self._keep(tensor)
@@ -269,14 +283,14 @@ class Activations:
         # Of a row, the region of the first byte that is used; the others come as they are touched.
         region = self.device.owner(tensor if tensor.numel() else storage)
         if region >= 0:
-            borrowed = Borrowed(tensor, region)
+            borrowed = InPlace(tensor, region)
             self._borrowed.watch(borrowed, None)
             return borrowed
         if self.gathered is not None:
             shard = self.gathered.source_of(tensor)
             if shard is not None:  # FSDP lets it go and gathers it anew
                 region = self.region_of(shard)
-                return Kept(tensor) if region < 0 else Borrowed(tensor, region)
+                return InPlace(tensor, region)
         nbytes = storage.nbytes()
         self.settle()
         more = self.kept.adds(storage)
@@ -285,18 +299,19 @@ class Activations:
             return self._keep(tensor)
         key: Hashable = storage._cdata
         used = tensor.numel() * tensor.element_size()
-        whole, gaps = nbytes <= 2 * used, used > 0 and not is_dense(tensor)
-        if not whole and gaps:
-            most = self.device.capacity - self.chunk_bytes  # bytes that can be saved as one
-            whole = key not in self._inputs and self.device.padded(nbytes) <= most
-        if not whole:
+        part = nbytes > 2 * used
+        if part and used and not is_dense(tensor):  # see [Note: parts]
+            if key in self._inputs:
+                return InPlace(tensor)
+            part = False
+        if part:
             nbytes = used
             key = (key, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
-        form, place = (Packed, offset_of(tensor)) if whole else (Columns if gaps else Packed, 0)
+        place = 0 if part else offset_of(tensor)
         known = self._entries.get(key)
         entry = known() if known is not None else None
         if entry is not None and entry.stands_for(tensor):
-            return form(tensor, entry, place)
+            return Packed(tensor, entry, place)
         chunk, offset = self._place(nbytes)
         ours = self.device.storage(chunk.region)
         entry = Entry(chunk, offset, storage, tensor)
@@ -304,17 +319,17 @@ class Activations:
         chunk.live += 1
         self._entered.watch(entry, chunk)
         # As it lies before a cast moves: the tensor may be that cast.
-        packed = form(tensor, entry, place)
+        packed = Packed(tensor, entry, place)
         try:
             with torch.no_grad():
-                if whole:
+                if part:
+                    packed.lying_in(ours).copy_(as_it_lies(tensor))
+                else:
                     bytes_of(ours, offset, nbytes).copy_(bytes_of(storage))
                     cast = cast_that_autocast_keeps(tensor)
                     if cast is not None:
                         begin = offset // cast.element_size() + offset_of(cast)
                         cast.data = view_of(ours, cast, begin)
-                else:
-                    packed.lying_in(ours).copy_(as_it_lies(tensor))
         finally:
             if chunk.index < 0:
                 self._shut(chunk)
@@ -322,19 +337,19 @@ class Activations:
         self.saved_bytes += nbytes
         return packed
 
-    def _keep(self, tensor: torch.Tensor) -> Kept:
+    def _keep(self, tensor: torch.Tensor) -> InPlace:
         def name() -> str:
             where = f"that autograd saves in or after module {self.site()!r}"
             return f"{name_of_kind(tensor)} {where}"
 
-        kept = Kept(tensor)
+        kept = InPlace(tensor)
         storages, others = memory_of(tensor, self.device.device.type)
         self.kept.add(kept, storages, others, name)
         return kept
 
     @uninterrupted
     @unseen
-    def unpack(self, packed: Packed | Kept | Borrowed) -> torch.Tensor:
+    def unpack(self, packed: Packed | InPlace) -> torch.Tensor:
         """Give a saved tensor back to backward.
 
         Raises:
@@ -357,6 +372,6 @@ class Activations:
                 self.on_chunk(chunk.region)
             return packed.unpack(self.device.storage(chunk.region))
         packed.check()
-        if isinstance(packed, Borrowed):
+        if packed.region >= 0:
             self.on_borrowed(packed.region)
         return packed.tensor

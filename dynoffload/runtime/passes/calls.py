@@ -1,8 +1,5 @@
 """Calls of the root: which is the outermost, and the saved-tensor hooks that hold while it runs.
 
-What it is: a count of the calls that are on the stack now, from the hooks of the session, which are
-registered once and first. What it is not: what a call means for the model.
-
 [Note: threads]  Any thread may call the root, but one at a time: what runs next is one order, and
 hooks on saved tensors are a thread's own. A call that comes while another thread's is on its stack
 is refused before it changes anything.

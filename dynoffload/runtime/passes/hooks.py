@@ -19,17 +19,15 @@ earlier hook of the same call removes still runs: so `Hook.end` makes it do noth
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from dynoffload.around import Handle, before_call, choosing
-from dynoffload.runtime.adoption.slots import Fused, Slot
 from dynoffload.runtime.adoption.units import Unit
-
-_Owner = TypeVar("_Owner")
 
 
 class Hook:
@@ -78,13 +76,10 @@ class Hooks:
     Args:
         model: the root.
         units: modules to watch.
-        slots: parameters whose gradients are adopted.
-        fused: those that are paged by slices.
-        parts: shards whose gradients are not paged.
-        on_visit: called with a unit before its forward, in training or not.
-        on_gradient: called with a slot when its gradient is complete for this backward.
-        on_fused: called with a fused parameter then.
-        on_part: called with a shard then.
+        collectors: parameters, each with what is called when its gradient is complete for this
+            backward.
+        on_visit: called with a unit, and the hook's arguments, before its forward, in training or
+            not.
         on_read: called before the whole of the model, or of a module, is read.
     """
 
@@ -92,38 +87,28 @@ class Hooks:
         self,
         model: nn.Module,
         units: Sequence[Unit],
-        slots: Sequence[Slot],
-        fused: Sequence[Fused],
-        parts: Sequence[nn.Parameter] = (),
+        collectors: Iterable[tuple[nn.Parameter, Callable[[torch.Tensor], None]]],
         *,
-        on_visit: Callable[[Unit], None],
-        on_gradient: Callable[[Slot], None],
-        on_fused: Callable[[Fused], None],
-        on_part: Callable[[nn.Parameter], None],
+        on_visit: Callable[..., None],
         on_read: Callable[[], None],
     ) -> None:
         self._hooks: list[Hook] = []
         self._handles: list[Handle] = []
         try:
-            self._install(
-                model,
-                units,
-                [(slot.parameter, _collector(slot, on_gradient)) for slot in slots]
-                + [(one.parameter, _collector(one, on_fused)) for one in fused]
-                + [(one, _collector(one, on_part)) for one in parts],
-                on_visit,
-                on_read,
-            )
+            self._watch_modules(model, units, on_visit, on_read)
+            for parameter, collect in collectors:
+                if parameter.requires_grad:
+                    register: Any = parameter.register_post_accumulate_grad_hook
+                    self._handles.append(register(collect))
         except BaseException:
             self.remove()
             raise
 
-    def _install(
+    def _watch_modules(
         self,
         model: nn.Module,
         units: Sequence[Unit],
-        collectors: Sequence[tuple[torch.Tensor, Callable[[Any], None]]],
-        on_visit: Callable[[Unit], None],
+        on_visit: Callable[..., None],
         on_read: Callable[[], None],
     ) -> None:
         handles, unseen = self._handles, choosing(model)
@@ -133,15 +118,11 @@ class Hooks:
         for unit in units:
             if unit.number is not None:
                 continue  # its uses are told otherwise: see `Parts`
-            visit = Hook(_visitor(unit, on_visit))
+            visit = Hook(partial(on_visit, unit))
             self._hooks.append(visit)
             handles.append(before_call(unit.module, visit, unseen, first=unit.gathers))
             if unit.gathers and unit.module is model and model not in unseen:
                 _keep_first(model)
-        for parameter, collect in collectors:
-            if parameter.requires_grad:
-                handle = parameter.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
-                handles.append(handle)
 
     def remove(self) -> None:
         """Take all hooks off."""
@@ -157,17 +138,3 @@ def _keep_first(model: nn.Module) -> None:
     for key, hook in list(hooks.items()):
         if isinstance(hook, Hook) and hook.compiled:
             hooks.move_to_end(key, last=False)
-
-
-def _visitor(unit: Unit, on_visit: Callable[[Unit], None]) -> Callable[..., None]:
-    def visit(module: nn.Module, args: Any, kwargs: Any) -> None:
-        on_visit(unit)
-
-    return visit
-
-
-def _collector(owner: _Owner, on_gradient: Callable[[_Owner], None]) -> Callable[[Any], None]:
-    def collect(parameter: torch.Tensor) -> None:
-        on_gradient(owner)
-
-    return collect

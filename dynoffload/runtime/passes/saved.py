@@ -1,8 +1,6 @@
-"""What stands for a saved tensor until backward asks for it.
+"""What the saved-tensor hooks hand to autograd in the place of a tensor.
 
-What it is: the objects that the saved-tensor hooks hand to autograd, and all they must remember for
-backward to get the same tensor, or the same error. What it is not: the decision where a tensor's
-bytes go (`dynoffload.runtime.passes.activations`).
+Backward gets the same tensor of it, or the same error.
 
 [Note: lazy bits]  A conjugate, and the imaginary part of one, lies in memory as what it was made
 from and carries a bit that says how to read it. The bytes are copied as they lie and the bits put
@@ -26,7 +24,6 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dynoffload.memory.region_allocator import users_of
-from dynoffload.runtime.adoption.store import offset_of
 from dynoffload.runtime.counting import parts_of
 from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.unseen import unseen
@@ -63,7 +60,6 @@ class Entry:
         "chunk",
         "offset",
         "source",
-        "spread",
         "version",
         "witness",
     )
@@ -77,7 +73,6 @@ class Entry:
     ) -> None:
         self.chunk, self.offset = chunk, offset
         self.source, self.version = weakref.ref(source), tensor._version
-        self.spread: weakref.ref[torch.UntypedStorage] | None = None  # made by `Columns`
         self.witness = witness_of(tensor)
 
     def stands_for(self, tensor: torch.Tensor) -> bool:
@@ -107,7 +102,7 @@ class Packed:
 
     def unpack(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return the tensor as it was saved; ``storage`` is the chunk's."""
-        lying = self._spread(self.lying_in(storage))
+        lying = self.lying_in(storage)
         if self.conj:
             lying = torch._conj(lying)
         return torch._neg_view(lying) if self.neg else lying
@@ -118,76 +113,22 @@ class Packed:
         offset = self.entry.offset // empty.element_size() + self.offset
         return empty.set_(storage, offset, self.size, self.stride)
 
-    def _spread(self, lying: torch.Tensor) -> torch.Tensor:
-        """Return what lies in the chunk as it lay when it was saved."""
-        return lying
 
-
-class Columns(Packed):
-    """A saved tensor with gaps, such as some columns of a table, which lies in a chunk without.
-
-    Backward gets the strides that it had, as kernels go by them: over its own storage while anybody
-    holds that, else over memory that is as large with the gaps and lives as long as the use.
-    """
-
-    __slots__ = ("nbytes", "place", "skew", "strides")
-
-    def __init__(self, tensor: torch.Tensor, entry: Entry, offset: int) -> None:
-        super().__init__(tensor, entry, offset)
-        self.strides, self.stride = self.stride, ()  # in order
-        self.place, self.nbytes = offset_of(tensor), tensor.untyped_storage().nbytes()
-        self.skew = tensor.data_ptr() % ALIGNMENT // tensor.element_size()
-
-    def _spread(self, lying: torch.Tensor) -> torch.Tensor:
-        source = self.entry.source()
-        if source is not None and source.nbytes() == self.nbytes:
-            return self._over(source, self.place)
-        known = None if self.entry.spread is None else self.entry.spread()
-        if known is not None:  # for another use of the same
-            return self._over(known, self.skew)
-        steps = list(zip(self.size, self.strides, strict=True))
-        span = 1 + sum((size - 1) * stride for size, stride in steps)
-        made = torch.empty(self.skew + span, dtype=self.dtype, device=lying.device)
-        spread = made.untyped_storage()
-        del made  # the storage lives as long as what is used of it
-        self.entry.spread = weakref.ref(spread)
-        gapped = self._over(spread, self.skew)
-        once = tuple(slice(None if stride else 1) for _, stride in steps)  # of what is expanded
-        gapped[once].copy_(lying[once])
-        return gapped
-
-    def _over(self, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
-        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, offset, self.size, self.strides)
-
-
-class Kept:
-    """A saved tensor that stays where it is."""
-
-    __slots__ = ("__weakref__", "tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor if is_of_a_subclass(tensor) else tensor.detach()
-        self.version = tensor._version
-
-    def check(self) -> None:
-        """Raise what autograd raises if the tensor was modified since."""
-        _check_tensor(self.version, self.tensor)
-
-
-class Borrowed:
-    """A saved parameter, or a view of one: its region is looked after elsewhere."""
+class InPlace:
+    """A saved tensor that stays where it is; ``region``: of the parameter that it views, or -1."""
 
     __slots__ = ("__weakref__", "region", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, region: int) -> None:
+    def __init__(self, tensor: torch.Tensor, region: int = -1) -> None:
         self.tensor = tensor if is_of_a_subclass(tensor) else tensor.detach()
-        self.region = region
-        self.version = tensor._version
+        self.region, self.version = region, tensor._version
 
     def check(self) -> None:
-        """Raise what autograd raises if the parameter was modified since."""
-        _check_tensor(self.version, self.tensor)
+        """Raise what autograd raises if the tensor was modified since."""
+        now = self.tensor._version
+        if self.version != now:  # a nested tensor has no size to name
+            size = torch.Size() if self.tensor.is_nested else self.tensor.size()
+            _check(self.version, now, size, self.tensor.dtype)
 
     def let_go(self) -> None:
         """Hold the region's memory no more: nobody will ask for it."""
@@ -201,12 +142,6 @@ def _check(version: int, now: int, shape: torch.Size, dtype: torch.dtype) -> Non
             f"operation: [{dtype}, shape {list(shape)}] is at version {now}; expected version "
             f"{version} instead"
         )
-
-
-def _check_tensor(version: int, tensor: torch.Tensor) -> None:
-    if version != tensor._version:  # a nested tensor has no size to name
-        size = torch.Size() if tensor.is_nested else tensor.size()
-        _check(version, tensor._version, size, tensor.dtype)
 
 
 def is_plain(tensor: torch.Tensor, kind: str = "cpu") -> bool:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -34,7 +34,7 @@ from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.device import Device
 from dynoffload.memory.pager import Pager
 from dynoffload.runtime.adoption.fused import FusedStore
-from dynoffload.runtime.adoption.slots import Fused, Slot
+from dynoffload.runtime.adoption.slots import Slot
 from dynoffload.runtime.adoption.store import Store
 from dynoffload.runtime.interrupts import admit, hold, uninterrupted
 from dynoffload.runtime.updates.failure import StepFailure
@@ -218,15 +218,6 @@ class DeferredOptimizer:
             self.pending.forget()
             self.pending.failure.forgive()
 
-    def before_conversion(self, converted: Iterable[Fused]) -> None:
-        """Parameters that the user has converted are about to move: make their updates first."""
-        with self.pending.mutex:
-            self._drop_speculative()
-            self.forget_undo()
-            for fused in converted:
-                for slot in fused.slots:
-                    self.pending.flush(slot)
-
     def _drop_speculative(self) -> None:
         if self.speculative is not None:
             self.speculative.drop_all()
@@ -288,7 +279,6 @@ class DeferredOptimizer:
         for fused in self._store.fused.values():
             homes = {slot.home for slot in fused.slots if slot.home is not None}
             self.runner.slices.rows.release_rows(fused, homes)
-        self.runner.slices.rows.release_retired()
         self._on_step()
 
     def restore_groups(self) -> None:

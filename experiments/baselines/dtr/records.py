@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from dynoffload.runtime.adoption.store import offset_of
-from dynoffload.runtime.passes.endings import Endings
+from dynoffload.runtime.passes.finalization import Endings
 
 
 class Saved:

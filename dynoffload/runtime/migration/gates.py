@@ -1,15 +1,21 @@
-"""Whether prefetching pays: a prediction that loses against on-demand switches itself off.
+"""When prefetching pays: for a source of predictions as a whole, and for each block of an order.
 
-What it is: a judge of one source of predictions ("the last order", "the pilot"). While steps go
-well it only watches. When they wait long, or fetch much in vain, it has a few steps run on demand,
-and compares the seconds waited per second worked. What it is not: a judge of accuracy; a poor
-prediction that still saves time is kept.
+`Trial` judges "the last order" or "the pilot". When its steps wait long, or fetch much in vain, a
+few run on demand, and what waits less from then on is done. A poor prediction that still saves time
+is kept. `likely` leaves out of a predicted order what is not likely enough to run.
+
+A fetch that is used saves the wait for its bytes. One in vain moves them as well, sends out what
+lay there, and that has to come back: it costs some `VAIN` times as much. So a block is worth
+fetching ahead where p > `VAIN` (1 - p). The chances that pilots give follow what runs of late.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from dynoffload.telemetry import StepStats
 
@@ -27,6 +33,8 @@ WAITING = 0.1
 """Seconds waited per second worked above which prefetch is put on trial."""
 WASTE = 0.5
 """Share of prefetched bytes fetched in vain above which it is."""
+VAIN = 3.0
+"""What a byte fetched in vain costs, in bytes fetched in time."""
 
 
 class Trial:
@@ -81,6 +89,19 @@ class Trial:
     def _change(self, *, prefetch: bool) -> None:
         self.prefetch, self._skip = prefetch, SETTLING
         self._with, self._steps = self._steps, []
+
+
+def likely(blocks: Sequence[int], confidence: npt.NDArray[np.float32] | None) -> list[int]:
+    """Return what of a predicted order to fetch ahead.
+
+    Args:
+        blocks: the order.
+        confidence: the chance that each runs, ``[blocks]``; None: nobody knows.
+    """
+    if confidence is None:
+        return list(blocks)
+    least = VAIN / (1 + VAIN)
+    return [b for b, p in zip(blocks, confidence.tolist(), strict=True) if p >= least]
 
 
 def _waiting(steps: Sequence[StepStats]) -> float:

@@ -1,20 +1,52 @@
-"""The count of saved tensors that stay in place: each storage once, however often it is saved.
+"""What has ended, found without running any code as it ends; and the count of what is kept.
 
-What it is: bytes of memory that graphs hold beside the device, by storage; and which saved tensor
-is the largest of them. What it is not: the decision what stays
-(`dynoffload.runtime.passes.activations`).
+A signal that comes as Python enters a destructor, or the callback of a weak reference, raises
+there, where it is swallowed: the body does not run, the count is wrong from then on, and Ctrl-C is
+lost. A callback that is a built-in function leaves no such moment. So `Endings` only appends to a
+list, which is asked for later.
 
-A storage of the model's own, a buffer's or a small parameter's, is counted with the model.
+`Keeping` counts saved tensors that stay in place: each storage once, however often it is saved. A
+storage of the model's own, a buffer's or a small parameter's, is counted with the model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from dynoffload.runtime.passes.endings import Endings
+_Note = TypeVar("_Note")
+
+
+class Endings(Generic[_Note]):
+    """Watches objects; each has a note, which is what remains of it."""
+
+    def __init__(self) -> None:
+        self._notes: dict[weakref.ref[Any], _Note] = {}
+        self._ended: list[weakref.ref[Any]] = []
+
+    def watch(self, one: object, note: _Note) -> None:
+        """Remember ``note`` for when ``one`` has ended."""
+        self._notes[weakref.ref(one, self._ended.append)] = note
+
+    def __len__(self) -> int:
+        """Return how many have ended, and were not taken yet."""
+        return len(self._ended)
+
+    def take(self) -> list[_Note]:
+        """Return the notes of what has ended since the last call."""
+        taken: list[_Note] = []
+        with contextlib.suppress(IndexError):  # another thread may take, too
+            while True:
+                taken.append(self._notes.pop(self._ended.pop()))
+        return taken
+
+    def alive(self) -> list[Any]:
+        """Return what has not ended."""
+        return [one for one in (reference() for reference in list(self._notes)) if one is not None]
 
 
 class _Held:

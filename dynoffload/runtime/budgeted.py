@@ -1,0 +1,384 @@
+"""A session under a budget: it follows the training loop, and pages while not everything fits."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from dynoffload.around import Handle, after_call, before_call, choosing
+from dynoffload.config import OffloadConfig
+from dynoffload.launch import launched_rank
+from dynoffload.memory.device import Device
+from dynoffload.memory.limits import resident_bytes
+from dynoffload.runtime.adoption.held import has_its_own
+from dynoffload.runtime.adoption.relocation import Homes
+from dynoffload.runtime.counting import ordinary_bytes
+from dynoffload.runtime.forked import refusal
+from dynoffload.runtime.frames import clear_frames
+from dynoffload.runtime.interrupts import interruptible, uninterrupted
+from dynoffload.runtime.meta_init import MetaInit
+from dynoffload.runtime.migration.forecast import Forecast, Predictor
+from dynoffload.runtime.modes import Passthrough
+from dynoffload.runtime.overrun import largest_outside
+from dynoffload.runtime.paging import Paging
+from dynoffload.runtime.passes.calls import Calls
+from dynoffload.runtime.passes.hooks import Hook
+from dynoffload.runtime.ranks.replicas import beside, is_known, unknown
+from dynoffload.runtime.ranks.sharded import groups_of, said_of
+from dynoffload.runtime.ranks.status import RankStatus
+from dynoffload.runtime.ranks.watchdog import RankWatchdog, watch_ranks
+from dynoffload.runtime.recording import Recording
+from dynoffload.runtime.resident import Fit, Resident
+from dynoffload.runtime.session import Session
+from dynoffload.runtime.sizing import Sizing
+from dynoffload.runtime.target import Target
+from dynoffload.runtime.updates.failure import Aftermath
+from dynoffload.telemetry import RunLog, StepStats
+from dynoffload.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+_ITEMS = 64  # of a list, by which the size of the rest is judged
+
+
+class BudgetedSession(Session):
+    """See `Session`; its mode is `Paging`, or `Resident` while everything fits.
+
+    Args:
+        config: options.
+        target: where operators run.
+        pilot: a predictor, ``"auto"`` or None.
+        spill_reason: why the spill directory is not the system's usual one, or "".
+        replicas: the wrappers of the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        sizing: Sizing,
+        config: OffloadConfig,
+        spill_dir: Path,
+        target: Target,
+        pilot: Predictor | str | None,
+        spill_reason: str = "",
+        replicas: tuple[DistributedDataParallel, ...] = (),
+    ) -> None:
+        log = RunLog(type(model).__name__, "", config.policy, budget=sizing.budget, headroom=0)
+        super().__init__(model, optimizer, sizing, spill_dir, log, replicas)
+        self._directory, self._config, self._target = spill_dir, config, target
+        self._homes = Homes(model, optimizer, target, spill_dir)
+        # It asks a predictor of the user's.
+        self._forecast = interruptible(Forecast)(model, config.policy, pilot, config.features)
+        self._recording = Recording(
+            log,
+            config.heap_slack_bytes,
+            outside=self._outside_bytes,
+            allocated=None if target.queues is None else target.queues.peak_bytes,
+        )
+        self._fit = Fit(model, optimizer, sizing.budget)
+        self._fits = False  # so that paging ends with the next sample
+        self._called = False  # the root, to train; or it was warned that it is not
+        self._said_overrun = False
+        self._pid = os.getpid()
+        self._calls = Calls()
+        self._in_sample = False
+        self._around: BaseException | None = None  # being handled as the forward began
+        self._hooks: tuple[Hook, ...] = ()
+        self._handles: list[Handle] = []
+        self._meta_init = MetaInit(model, target.device)
+        try:
+            self._begin(spill_reason)
+        except BaseException as error:
+            self._undo(error)
+            raise
+
+    @uninterrupted
+    def _undo(self, error: BaseException | None) -> None:
+        """End a session that has not begun, because of ``error``: all is as before it."""
+        for handle in self._handles:
+            handle.remove()
+        paging, self._mode = self._paging, Passthrough()
+        with contextlib.ExitStack() as undo:  # the last first, though one of them raises
+            undo.callback(self._meta_init.undo)
+            undo.callback(self._homes.leave)
+            if paging is not None:
+                undo.callback(paging.close)
+            clear_frames(error)
+            if paging is not None:
+                if paging.meta_is_held():  # by code of the user's that was cut off
+                    clear_frames(error, ours=False)
+                paging.revert()
+
+    def _begin(self, spill_reason: str) -> None:
+        model, before = self.model, resident_bytes()
+        self._mode = paging = self._page()
+        self.log.backend = paging.device.name
+        # What the process takes without the managed tensors: it takes less once they are paged.
+        self._recording.baseline = min(before, resident_bytes() - paging.device.taken_bytes())
+        enter = Hook(self._before_forward, lambda: self._mode.settle(), compiled=True)
+        leave = Hook(self._after_forward, compiled=True)
+        self._hooks, unseen = (enter, leave), choosing(model)
+        self._handles += [
+            before_call(model, enter, unseen, first=True),
+            after_call(model, leave, unseen),
+        ]
+        self._say_plan(paging, spill_reason)
+        paging.begun()
+        interruptible(self._meta_init.give)(paging.bring)
+        paging.count_anew()
+
+    def _outside_bytes(self, device: Device | None) -> int:
+        buckets = beside(self._replicas, device, self.sizing.bucket_bytes)
+        return ordinary_bytes(self.model, self.optimizer, device) + buckets
+
+    def _page(self) -> Paging:
+        return Paging(
+            self.model,
+            self.optimizer,
+            self.sizing,
+            self._config,
+            self._directory,
+            self._target,
+            self._homes,
+            self._forecast,
+            self._recording,
+            on_step=self._end_step,
+            replicated=bool(self._replicas),
+        )
+
+    def _say_plan(self, paging: Paging, spill_reason: str) -> None:
+        sizing = self.sizing
+        if launched_rank():
+            return
+        logger.info(
+            "%s: %s of parameters, gradients%s%s under %s on the %s (pool %s in "
+            "pages of %s, reserve %s), %s, policy %s",
+            type(self.model).__name__,
+            format_bytes(sizing.states_bytes),
+            "" if self.optimizer is None else " and optimizer state",
+            said_of(groups_of(self.model)),
+            format_bytes(sizing.budget),
+            paging.device.name,
+            format_bytes(paging.device.capacity),
+            format_bytes(sizing.page_bytes),
+            format_bytes(sizing.reserve_bytes),
+            self._beside(paging, spill_reason),
+            self._config.policy,
+        )
+
+    def _beside(self, paging: Paging, spill_reason: str) -> str:
+        """Return what the plan line says of what lies beside and below the pool."""
+        spills = f"spilling to {self.spill_dir}{f' ({spill_reason})' if spill_reason else ''}"
+        target = self._target
+        if target.queues is None:
+            slack = format_bytes(self._config.heap_slack_bytes)
+            buckets = self.sizing.bucket_bytes
+            reduced = f"{format_bytes(buckets)} of buckets of gradients and " if buckets else ""
+            return f"beside it {reduced}up to {slack} of freed memory, {spills}"
+        pinned = "pinned" if target.queues.pinned else "not pinned"
+        host = f"{format_bytes(paging.device.taken_bytes())} of host memory below it ({pinned})"
+        return host if target.host_budget is None else f"{host}, {spills}"
+
+    def _watch_ranks(self) -> RankWatchdog | None:
+        groups = [one.process_group for one in self._replicas]
+        return watch_ranks(self._rank_status, self._config.rank_timeout, groups)
+
+    def _rank_status(self) -> RankStatus:
+        """Return what this rank does. It reads no tensor, and any thread may ask."""
+        return RankStatus(
+            step=len(self.log.steps),
+            phase=self._recording.phase_name,
+            site=self._mode.site,
+            gradient=self._mode.gradient,
+            progress=self._recording.progress,
+        )
+
+    # What happens in a step
+
+    def _before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self.paging and os.getpid() != self._pid:
+            raise refusal(f"this {type(self.model).__name__}")
+        if not self._calls.enter():
+            return
+        self._recording.progress += 1
+        if not is_known(module, self._replicas):
+            raise unknown(module)
+        self._in_sample = False
+        self._mode.enter()
+        if self._fits and not _is_transformed():
+            self._step_aside()
+        if torch.is_grad_enabled():
+            self._begin_sample(args, kwargs)
+        else:
+            self._mode.drop_forward()
+
+    def _begin_sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._mode.follow_model()
+        if self._config.step_aside:
+            size = _size_of((args, kwargs))
+            resident = self._mode if isinstance(self._mode, Resident) else None
+            if resident and self._may_move() and (reason := resident.outgrown(size)):
+                logger.info("%s: paging again", reason)
+                self._come_back(resident)
+            if self.paging:
+                self._fit.largest = max(self._fit.largest, size)
+        self._in_sample, self._around = True, sys.exception()
+        self._called = True
+        self._mode.begin_sample(args, kwargs)
+        if self._mode.saving is not None:
+            self._calls.save_to(self._mode.saving)
+
+    def _may_move(self) -> bool:
+        return has_its_own(self.model) and not _is_transformed()
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._calls.leave():
+            return
+        if self._in_sample:
+            self._in_sample = False
+            around, self._around = self._around, None
+            self._mode.end_sample(whole=sys.exception() is around)
+        if output is not None:  # else by an error, mostly
+            self._mode.leave()  # what was computed may be of a value that lacks its update
+
+    def _end_step(self, stats: StepStats) -> None:
+        """A step of paging has ended."""
+        paging = self._paging
+        assert paging is not None
+        if not self._called and paging.gradient:
+            self._called = True
+            logger.warning(
+                "this %s itself is not called, only parts of it, such as that of %r: what autograd "
+                "saves there is neither paged nor counted, and nothing is prefetched; call the %s, "
+                "or give offload() the module that is called",
+                type(self.model).__name__,
+                paging.gradient,
+                type(self.model).__name__,
+            )
+        if stats.peak_fast_bytes > self.sizing.budget:
+            self._say_overrun(paging, stats)
+        if self._config.step_aside and not self._config.rollback:
+            self._consider_aside(paging, stats)
+        self._forecast.judge(stats)
+
+    def _say_overrun(self, paging: Paging, stats: StepStats) -> None:
+        """Say, once, what passes the budget: tensors that cannot be paged, and have grown."""
+        if self._said_overrun:
+            return
+        self._said_overrun = True
+        name, nbytes, cause = largest_outside(self.model, paging.optimizer, paging.device)
+        kept_bytes, kept = paging.activations.kept.largest
+        if kept_bytes > nbytes:
+            name, nbytes, cause = kept, kept_bytes, ""
+        logger.warning(
+            "step %d took %s, more than the budget of %s: something holds memory that cannot be "
+            "paged%s; let go of it, clone it, or raise the budget",
+            stats.step,
+            format_bytes(stats.peak_fast_bytes),
+            format_bytes(self.sizing.budget),
+            f"; the largest is {name} with {format_bytes(nbytes)}{cause}" if name else "",
+        )
+
+    def _consider_aside(self, paging: Paging, stats: StepStats) -> None:
+        if self._fits or not self._fit.holds(stats, paging.absent_bytes):
+            return
+        if paging.is_held_outside() or paging.loss:
+            return  # somebody looks at our memory, which would end; or a loss would be forgotten
+        logger.info(
+            "all that a step takes, %s of the budget of %s, fits: paging steps aside",
+            format_bytes(self._fit.need),
+            format_bytes(self.sizing.budget),
+        )
+        self._fits = True  # with the next sample: now torch walks the optimizer's hooks
+
+    @uninterrupted
+    def _step_aside(self) -> None:
+        self._fits = False
+        paging = self._paging
+        assert paging is not None
+        if paging.is_held_outside():
+            return  # since the step
+        self._mode = Passthrough()
+        self._end(paging, stays=True)
+        queues = self._target.queues
+        given = None if queues is None else queues.given_bytes
+        self._mode = Resident(self._fit, self._recording, given)
+
+    def _end(self, paging: Paging, *, stays: bool = False) -> str:
+        try:
+            return paging.close(stays=stays)
+        finally:
+            if paging.loss:
+                Aftermath(self.model, self.optimizer, paging.loss)
+
+    @uninterrupted
+    def _come_back(self, resident: Resident) -> None:
+        paging = self._page()  # where it fails, the session stays resident, and says so again
+        resident.close()
+        self._fit.reset()
+        self._recording.restart()
+        paging.begun()
+        paging.count_anew()
+        self._mode = paging
+
+    @uninterrupted
+    def _close(self) -> None:
+        mode, self._mode = self._mode, Passthrough()
+        places: list[str] = []
+        with contextlib.ExitStack() as ends:  # the last first, though one of them raises
+            if os.getpid() == self._pid:
+                ends.callback(self._say_where, places)
+                ends.callback(lambda: places.append(self._homes.leave()))
+                if isinstance(mode, Paging):
+                    ends.callback(lambda: places.append(self._end(mode)))
+            if not isinstance(mode, Paging):
+                mode.close()
+            for hook in self._hooks:
+                hook.end()
+            for handle in self._handles:
+                handle.remove()
+            self._calls.abandon()
+            if os.getpid() == self._pid:  # what may take long, or is the user's
+                interruptible(self._forecast.close)()
+
+    def _say_where(self, places: list[str]) -> None:
+        where = ", ".join(place for place in places if place)
+        if where:
+            logger.warning("what does not fit in memory stays usable: %s", where)
+
+
+def _is_transformed() -> bool:
+    """Return whether this runs inside of a `torch.func` transformation, in which tensors that are
+    made, such as copies of parameters, are the transformation's and end with it."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _size_of(value: Any, depth: int = 3) -> int:
+    """Return a cheap measure of a sample's size, in elements."""
+    if isinstance(value, torch.Tensor):
+        return value.numel()
+    if depth and isinstance(value, dict):
+        return sum(_size_of(item, depth - 1) for item in value.values())
+    if depth and isinstance(value, tuple | list):
+        seen = value[:_ITEMS]
+        some = sum(_size_of(item, depth - 1) for item in seen)
+        return max(len(value), some * len(value) // max(1, len(seen)))
+    if depth and is_dataclass(value) and not isinstance(value, type):
+        return sum(_size_of(getattr(value, f.name, None), depth - 1) for f in fields(value))
+    try:
+        return len(value)
+    except TypeError:
+        return 0

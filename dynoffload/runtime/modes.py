@@ -1,0 +1,116 @@
+"""How a session keeps its model's tensors: paged, in memory within the budget, or untouched.
+
+A session holds one `Mode` at a time and swaps it: `dynoffload.runtime.paging.Paging` moves tensors,
+`dynoffload.runtime.resident.Resident` leaves them in memory while everything fits, and
+`Passthrough` does nothing, as under ``dynoffload profile``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from dynoffload.runtime.checkpoints.tensors import Memory, Ordinary
+from dynoffload.runtime.passes.calls import Saving
+
+
+class Mode(Protocol):
+    """What a session asks of the way in which tensors are kept."""
+
+    @property
+    def paging(self) -> bool:
+        """Whether tensors are paged."""
+
+    @property
+    def spill_bytes(self) -> int:
+        """Bytes of the spill file."""
+
+    @property
+    def memory(self) -> Memory:
+        """Where checkpoints find the tensors."""
+
+    @property
+    def saving(self) -> Saving | None:
+        """Takes over what autograd saves; None: autograd keeps it."""
+
+    @property
+    def site(self) -> str:
+        """The module that was visited last."""
+
+    @property
+    def gradient(self) -> str:
+        """The parameter whose gradient was made last."""
+
+    def enter(self) -> None:
+        """The root is called, to train or not.
+
+        Raises:
+            StepLostError: the last step was lost.
+        """
+
+    def follow_model(self) -> None:
+        """Adopt what has changed in the model, before a sample."""
+
+    def begin_sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A training forward begins."""
+
+    def end_sample(self, *, whole: bool) -> None:
+        """It has ended; not ``whole``: by an error."""
+
+    def leave(self) -> None:
+        """The call of the root has returned; raises as `enter` does."""
+
+    def drop_forward(self) -> None:
+        """A forward that was interrupted will not go on."""
+
+    def flush(self) -> None:
+        """Make every update that was deferred."""
+
+    def settle(self) -> None:
+        """Make every update that was deferred; raises as `enter` does."""
+
+    def loading(self, *, optimizer: bool) -> AbstractContextManager[Callable[[], None]]:
+        """Around loading a checkpoint into the model, and into the optimizer if so; yields what is
+        called before anything is changed. A load that is cut off then is a lost step."""
+
+    def close(self, *, stays: bool = False) -> str:
+        """Make all tensors ordinary; ``stays``: where operators run, as training goes on.
+
+        Returns:
+            Where what does not fit in memory lies now, or "".
+        """
+
+
+class Passthrough:
+    """Tensors are the user's own, and nothing is done; see `Mode`."""
+
+    paging = False
+    spill_bytes = 0
+    saving: Saving | None = None
+    site = gradient = ""
+
+    @property
+    def memory(self) -> Memory:
+        """See `Mode.memory`."""
+        return Ordinary()
+
+    def begin_sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See `Mode.begin_sample`."""
+
+    def end_sample(self, *, whole: bool) -> None:
+        """See `Mode.end_sample`."""
+
+    def loading(self, *, optimizer: bool) -> AbstractContextManager[Callable[[], None]]:
+        """See `Mode.loading`."""
+        return contextlib.nullcontext(lambda: None)
+
+    def close(self, *, stays: bool = False) -> str:
+        """See `Mode.close`."""
+        return ""
+
+    def _nothing(self, *args: object, **options: object) -> None:
+        """There is nothing to do."""
+
+    enter = follow_model = leave = drop_forward = flush = settle = _nothing

@@ -1,0 +1,144 @@
+"""Resident mode: everything a step takes fits the budget, so nothing is paged.
+
+`Fit` decides while a model is paged whether all would fit; `Resident` watches afterwards that it
+still does. Between those two the tensors become ordinary, which is the session's business.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from dynoffload.memory.heap import live_bytes
+from dynoffload.memory.limits import resident_bytes
+from dynoffload.memory.local import local_bytes
+from dynoffload.runtime.adoption.changes import Changes
+from dynoffload.runtime.counting import state_tensors, whole_bytes
+from dynoffload.runtime.modes import Passthrough
+from dynoffload.runtime.recording import Recording
+from dynoffload.runtime.unseen import unseen
+from dynoffload.telemetry import StepStats
+
+RESIDENT_SHARE = 0.9
+"""Of the budget: a session that needs no more than this stops paging."""
+
+_MEASURED_STEPS = 2  # steps measured before paging stops
+_GROWTH = 1.1  # a sample so much larger than those measured is paged again
+
+
+class Fit:
+    """Whether all that a step takes would fit the budget, as measured while it is paged.
+
+    Args:
+        model: the root.
+        optimizer: its optimizer, or None.
+        budget: in bytes.
+
+    Attributes:
+        largest: the size of the largest sample so far.
+        whole: bytes of a step that touches everything, without activations: the most since
+            `reset`, so what is thawed now and then does not end resident mode each time.
+        need: bytes that a step takes, the most since `reset`.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None, budget: int) -> None:
+        self.model, self.optimizer, self.budget = model, optimizer, budget
+        self.largest = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Measure anew."""
+        self.whole = self.need = self._peak = 0
+
+    def count(self) -> None:
+        """Count what there is and what is to come."""
+        self.whole = max(self.whole, whole_bytes(self.model, self.optimizer))
+
+    def holds(self, stats: StepStats, absent: Callable[[int], int]) -> bool:
+        """Return whether all fits, as far as this step and those before it show.
+
+        Args:
+            stats: of a step that was paged.
+            absent: returns the bytes of `whole` that no step has had in memory.
+        """
+        self._peak = max(self._peak, stats.peak_fast_bytes, stats.peak_allocated_bytes)
+        if stats.bytes_in or stats.bytes_out or stats.step + 1 < _MEASURED_STEPS:
+            return False
+        self.count()
+        self.need = max(self.need, self._peak + absent(self.whole))
+        return self.need <= RESIDENT_SHARE * self.budget and stats.step >= _MEASURED_STEPS
+
+
+class Resident(Passthrough):
+    """Everything is in memory, and watched so that it stays within the budget; see `Mode`.
+
+    Args:
+        fit: what was measured.
+        recording: is told of each step.
+        given: returns the bytes that an accelerator's allocator has given; None: on the CPU.
+    """
+
+    def __init__(self, fit: Fit, recording: Recording, given: Callable[[], int] | None) -> None:
+        self._fit, self._recording, self._given = fit, recording, given
+        self._before: int | None = None  # bytes in use as the first forward of a step began
+        self._too_large = False
+        self._stepped = False  # since the last sample
+        self._changes = Changes()
+        self._watch()
+        hook: Any = None if fit.optimizer is None else fit.optimizer.register_step_post_hook
+        self._handle = None if hook is None else hook(lambda *_: self._end_step())
+
+    def outgrown(self, size: int) -> str:
+        """Return why a sample of ``size`` has to be paged, "" if it fits. It reads no content."""
+        if self._too_large or size > self._fit.largest * _GROWTH:
+            return "a larger sample than any measured"
+        stepped, self._stepped = self._stepped, False
+        if not self._changes.any() and not (stepped and self._signs() != self._seen):
+            return ""
+        before = self._fit.whole
+        self._watch()
+        return "more is trained than when paging stopped" if self._fit.whole > before else ""
+
+    def _watch(self) -> None:
+        self._fit.count()
+        self._changes.begin(self._fit.model)
+        self._parameters = list(self._fit.model.parameters())
+        self._seen = self._signs()
+
+    def _signs(self) -> tuple[int, int, int]:
+        """Return what tells that there may be more: some 0.2 microseconds a parameter."""
+        optimizer = self._fit.optimizer
+        groups = [] if optimizer is None else optimizer.param_groups
+        nbytes = sum([one.nbytes for one in self._parameters])
+        return nbytes, sum(len(g["params"]) for g in groups), state_tensors(optimizer)
+
+    def _used(self) -> int:
+        """Return the bytes in use but for gradients, which are counted elsewhere."""
+        live = live_bytes() if self._given is None else self._given()
+        gradients = sum(local_bytes(p.grad) for p in self._parameters if p.grad is not None)
+        return (resident_bytes() if live is None else live) - gradients
+
+    def begin_sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See `Mode.begin_sample`."""
+        if self._before is None:
+            self._before = self._used()
+
+    def end_sample(self, *, whole: bool) -> None:
+        """See `Mode.end_sample`: what the step's forwards have left is in memory now."""
+        left = 0 if self._before is None else max(0, self._used() - self._before)
+        self._too_large = self._recording.grew(left) > self._fit.budget
+
+    @unseen
+    def _end_step(self) -> None:
+        self._stepped, self._before = True, None
+        self._recording.end_step(None, None, 0, None, (), math.nan)
+
+    def close(self, *, stays: bool = False) -> str:
+        """See `Mode.close`."""
+        if self._handle is not None:
+            self._handle.remove()
+        return ""
