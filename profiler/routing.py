@@ -68,7 +68,7 @@ def probes_of(model: nn.Module) -> dict[str, tuple[RoutingProbe, ...]]:
     Raises:
         TraceError: if what ``model.routing_probes()`` returns are no probes of its modules.
     """
-    method = getattr(model, "probes", None)
+    method = getattr(model, "routing_probes", None)
     if not callable(method) or isinstance(method, nn.Module):
         return {}
     name = f"{type(model).__name__}.routing_probes()"

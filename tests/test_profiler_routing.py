@@ -62,7 +62,7 @@ def test_the_routers_of_the_zoo_tell_more_than_chance(name: str) -> None:
 
 def test_hints_are_no_operators_and_change_no_bit() -> None:
     class Mute(MoELM):
-        probes = None  # type: ignore[assignment]
+        routing_probes = None  # type: ignore[assignment]
 
     losses = []
     counts = []
