@@ -40,7 +40,7 @@ def cached(device: MappedFile) -> int:
 
 
 @PAGES
-def test_the_page_cache_holds_no_more_than_the_account(device: MappedFile, page: int) -> None:
+def test_the_page_cache_holds_no_more_than_was_counted(device: MappedFile, page: int) -> None:
     regions = [device.allocate(2 * page) for _ in range(12)]
     for _ in range(2):
         for region in regions:
@@ -139,7 +139,7 @@ def test_a_region_wanted_while_it_is_written_stays(
     assert begun.wait(20)
     wanting = threading.Thread(target=device.acquire, args=([region],), kwargs={"pin": True})
     wanting.start()
-    assert eventually(lambda: device._account.holdings[region].pins == 1)
+    assert eventually(lambda: device._cached[region].pins == 1)
     go.set()
     wanting.join(100)
     assert device.resident() == [region]
@@ -325,7 +325,7 @@ def test_a_thread_of_its_own_that_collects_the_last_storage(
     filled(device, [region])
     held = [view(device, region)]
     names: list[str] = []
-    stop = device._transfers.stop
+    stop = device._stop
 
     def collect() -> None:
         held.clear()
@@ -335,10 +335,10 @@ def test_a_thread_of_its_own_that_collects_the_last_storage(
         names.append(threading.current_thread().name)
         stop()
 
-    monkeypatch.setattr(device._transfers, "inspect", collect)
-    monkeypatch.setattr(device._transfers, "stop", noted)
+    monkeypatch.setattr(device, "_inspect", collect)
+    monkeypatch.setattr(device, "_stop", noted)
     assert device.retire() == 1
-    threads = device._transfers._threads
+    threads = device._threads
     assert eventually(lambda: not any(thread.is_alive() for thread in threads), 20)
     assert "dynoffload-closing" in names, names
     assert any(name.startswith("dynoffload-mapped") for name in names), names

@@ -1,8 +1,8 @@
-"""The mapped-file device's transfers and the threads that make them.
+"""The mapped file's transfers and the threads that make them.
 
 The counterpart in Python of ``native/transfer.c``: first what somebody waits for, then what the
-plan says, then the reserve. Every method is called with the account's mutex held and returns with
-it held, but lets go of it while bytes move.
+plan says, then the reserve. Every method is called with the mutex held and returns with it held,
+but releases it while bytes move.
 
 [Note: interrupts]  A thread that waits lends a hand, and may be the one that Ctrl-C interrupts. A
 transfer that is cut off leaves its region in a state that is true: what was being read is absent,
@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from dynoffload.errors import SpillError
-from dynoffload.memory.account import Account, Holding, State
 from dynoffload.memory.debug import Checksums
-from dynoffload.memory.device import Cause, EventKind, called
+from dynoffload.memory.device import Cause, EventKind
+from dynoffload.memory.mapped_cache import CachedRegion, MappedCache, State
 from dynoffload.memory.mapping import Mapping
 from dynoffload.memory.spill import SpillFile, reason
 from dynoffload.planning.cursor import NEVER
@@ -30,30 +30,31 @@ _INSPECT_S = 0.1  # how long an unannounced access may stay unseen while nothing
 _ATTEMPTS = 3
 
 
-class Transfers:
-    """Moves the regions of ``account`` in and out of ``mapping``.
+class TransferQueue(MappedCache):
+    """Moves regions in and out of a mapping.
 
     Args:
-        account: says what is where.
-        mapping: moves bytes.
-        spill: the file behind it.
+        pages: of the pool.
+        page_bytes: of each.
+        spill: the file.
+        mapping: of it.
         threads: how many transfers may run at once, besides those of waiting threads.
-        names: what messages call regions.
         sums: compares what comes back with what left, in debug mode.
     """
 
+    _spill: SpillFile
+
     def __init__(
         self,
-        account: Account,
-        mapping: Mapping,
+        pages: int,
+        page_bytes: int,
         spill: SpillFile,
+        mapping: Mapping,
         threads: int,
-        names: dict[int, str],
-        sums: Checksums | None = None,
+        sums: Checksums | None,
     ) -> None:
-        self._account, self._mapping, self._spill = account, mapping, spill
-        self._names = names
-        self._sums = sums
+        super().__init__(pages, page_bytes, spill, mapping.address)
+        self._mapping, self._sums = mapping, sums
         self._stopping = False
         self._threads = [
             threading.Thread(
@@ -64,31 +65,25 @@ class Transfers:
         for thread in self._threads:
             thread.start()
 
-    def run_here(self) -> bool:
-        """Return whether the calling thread is one of the threads, which cannot end themselves."""
-        return threading.current_thread() in self._threads
-
-    def stop(self) -> None:
+    def _stop(self) -> None:
         """End the threads; called by another, without the mutex."""
-        with self._account.mutex:
+        with self._mutex:
             self._stopping = True
-            self._account.work.notify_all()
+            self._work.notify_all()
         for thread in self._threads:
             thread.join()
 
     def _run(self, inspects: bool) -> None:
-        account = self._account
-        with account.mutex:
+        with self._mutex:
             while not self._stopping:
-                if self.serve_urgent() or (not account.urgent and self._follow()):
+                if self._serve_urgent() or (not self._urgent and self._serve_plan()):
                     continue
-                woken = account.work.wait(_INSPECT_S if inspects else None)
+                woken = self._work.wait(_INSPECT_S if inspects else None)
                 if not woken and not self._stopping:
-                    self.inspect()
+                    self._inspect()
 
-    def _follow(self) -> bool:
+    def _serve_plan(self) -> bool:
         """Make one transfer of the plan or for the reserve; False if there is none now."""
-        account = self._account
         due = self._due()
         if due is not None:
             kind, h = due
@@ -97,111 +92,106 @@ class Transfers:
             else:
                 self._evict(h, Cause.PLAN)
             return True
-        if account.free + account.writing < account.reserve:
-            victim = account.victim(account.plan.position)
+        if self._free + self._writing < self._reserve:
+            victim = self._victim(self._plan.position)
             if victim is not None:
                 self._evict(victim, Cause.ROOM)
                 return True
         return False
 
-    def _due(self) -> tuple[Kind, Holding] | None:
+    def _due(self) -> tuple[Kind, CachedRegion] | None:
         """Return the planned transfer that can start now; skip what reality has overtaken."""
-        account = self._account
-        plan = account.plan
+        plan = self._plan
         while (action := plan.due()) is not None:
-            h = account.holdings.get(action.region)
+            h = self._cached.get(action.region)
             next_use = plan.next_use(action.region)
             if action.kind is Kind.EVICT:
                 plan.done()
                 if h is not None and h.may_leave() and next_use > plan.position:
                     return Kind.EVICT, h
                 continue
-            if h is None or h.state is not State.ABSENT or h.queued or next_use == NEVER:
+            if h is None or not h.left_alone() or next_use == NEVER:
                 plan.done()
                 continue
-            need = h.pages + account.reserve
-            if account.free >= need:
+            need = h.pages + self._reserve
+            if self._free >= need:
                 plan.done()
                 return Kind.FETCH, h
-            if account.free + account.writing >= need or next_use > plan.position + 1:
+            if self._free + self._writing >= need or next_use > plan.position + 1:
                 return None  # room is on its way, or there is time to wait for it
-            victim = account.victim(next_use)
+            victim = self._victim(next_use)
             return None if victim is None else (Kind.EVICT, victim)
         return None
 
-    def serve_urgent(self) -> bool:
+    def _serve_urgent(self) -> bool:
         """Do one thing for the first region that somebody waits for; False if nothing can be."""
-        account = self._account
-        if not account.urgent:
+        if not self._urgent:
             return False
-        h = account.urgent[0]
-        if h.state is State.ABSENT and account.free < h.pages:
-            if account.free + account.writing >= h.pages:
+        h = self._urgent[0]
+        if h.state is State.ABSENT and self._free < h.pages:
+            if self._free + self._writing >= h.pages:
                 return False
-            victim = account.victim(account.plan.position) or account.victim(-1)
+            victim = self._victim(self._plan.position) or self._victim(-1)
             if victim is None:
                 return False  # all is pinned or in flight: somebody will let go
             self._evict(victim, Cause.ROOM)
             return True
-        account.urgent.popleft()
+        self._urgent.popleft()
         h.queued = False
         if h.state is State.ABSENT:
             self._fetch(h, Cause.FAULT)
         else:
-            account.done.notify_all()
+            self._done.notify_all()
         return True
 
-    def hope(self) -> None:
+    def _hope(self) -> None:
         """Somebody needs room, or the file takes bytes again: what could not be written may be
         written now."""
-        if self._account.write_error is not None:
-            for h in self._account.holdings.values():
+        if self._write_error is not None:
+            for h in self._cached.values():
                 h.busy = False
 
-    def refused(self) -> tuple[int, str] | None:
+    def _refused(self) -> tuple[int, str] | None:
         """Return why nothing leaves, if that is because the file takes nothing; tried again from
         now on."""
-        account = self._account
-        holdings = account.holdings.values()
-        if account.write_error is None or account.victim(-1) is not None:
+        error, cached = self._write_error, self._cached.values()
+        if error is None or self._victim(-1) is not None:
             return None
-        if any(h.state.moving for h in holdings) or not any(h.busy for h in holdings):
+        if any(h.state.moving for h in cached) or not any(h.busy for h in cached):
             return None
-        for h in holdings:
-            h.busy = False
-        return account.write_error
+        self._hope()
+        return error
 
-    def _fetch(self, h: Holding, cause: Cause) -> None:
-        account = self._account
-        account.charge(h)
+    def _fetch(self, h: CachedRegion, cause: Cause) -> None:
+        self._charge(h)
         h.state = State.READING
         start = time.perf_counter()
         try:
             with self._unlocked():
                 failure = self._read(h)
         except BaseException:  # see [Note: interrupts]
-            account.discharge(h)
-            account.settle(h, State.ABSENT)
+            self._discharge(h)
+            self._settle(h, State.ABSENT)
             raise
         if failure:
-            account.error = failure, self.unreadable(h, failure)
+            self._error = failure, self._unreadable(h, failure)
             if h.pins:
                 h.error = failure
-            account.discharge(h)
-            account.settle(h, State.ABSENT)
+            self._discharge(h)
+            self._settle(h, State.ABSENT)
             return
         if h.content:
-            account.bytes_in += h.nbytes
-            account.note(EventKind.FETCH, cause, h.region, start, h.nbytes)
+            self._tally.bytes_in += h.nbytes
+            self._tally.note(EventKind.FETCH, cause, h.region, start, h.nbytes)
             if cause is Cause.PLAN:
                 h.prefetched = True
-                account.prefetched_bytes += h.nbytes
+                self._tally.prefetched_bytes += h.nbytes
         h.content, h.cleared = True, False
         if h.pins:
-            account.use(h)
-        account.settle(h, State.PRESENT)
+            self._use(h)
+        self._settle(h, State.PRESENT)
 
-    def _read(self, h: Holding) -> int:
+    def _read(self, h: CachedRegion) -> int:
         """Return 0, or the errno that did not pass by trying again."""
         failure = 0
         sums = self._sums
@@ -222,24 +212,22 @@ class Transfers:
                 failure = error.errno or errno.EIO
         return failure
 
-    def _evict(self, h: Holding, cause: Cause, *, charged: bool = True) -> None:
+    def _evict(self, h: CachedRegion, cause: Cause, *, charged: bool = True) -> None:
         """Send a region out; it stays if by the time it is written somebody wants it."""
-        account = self._account
         h.state = State.WRITING
-        account.writing += h.pages if charged else 0
+        self._writing += h.pages if charged else 0
         leaves = False
         try:
             leaves = self._send_out(h, cause)
         finally:  # see [Note: interrupts]
             if charged:
-                account.writing -= h.pages
+                self._writing -= h.pages
                 if leaves:
-                    account.discharge(h)
-            account.settle(h, State.ABSENT if leaves or not charged else State.PRESENT)
+                    self._discharge(h)
+            self._settle(h, State.ABSENT if leaves or not charged else State.PRESENT)
 
-    def _send_out(self, h: Holding, cause: Cause) -> bool:
+    def _send_out(self, h: CachedRegion, cause: Cause) -> bool:
         """Write a region back and drop its pages unless somebody wants it; whether they went."""
-        account = self._account
         start, failure, dirty = time.perf_counter(), 0, 0
         with self._unlocked():
             try:
@@ -252,54 +240,50 @@ class Transfers:
                 failure = error.errno or errno.EIO
         if failure:  # what could not be written stays; the owner is told
             h.busy = True
-            account.write_error = account.error = failure, self._unwritable(h, failure)
+            self._write_error = self._error = failure, self._unwritable(h, failure)
         elif dirty:
-            self.hope()
-            account.write_error = None
-            account.bytes_out += dirty
-            account.note(EventKind.EVICT, cause, h.region, start, dirty)
+            self._hope()
+            self._write_error = None
+            self._tally.bytes_out += dirty
+            self._tally.note(EventKind.EVICT, cause, h.region, start, dirty)
         leaves = not failure and not h.pins
         if leaves:
-            account.waste(h)
+            self._waste(h)
             with self._unlocked():
                 self._mapping.drop(h.offset, h.length)
         return leaves
 
-    def forget(self, h: Holding) -> None:
+    def _forget(self, h: CachedRegion) -> None:
         """Let go of a region's pages, and of the bytes in them."""
-        account = self._account
         while h.state.moving or h.queued:
-            account.done.wait()
+            self._done.wait()
         charged = h.state is State.PRESENT
-        if charged or h.content or self._mapping.cached(h.offset, h.length):
-            account.waste(h)
-            h.state = State.WRITING
-            try:
+        try:
+            if charged or h.content or self._mapping.cached(h.offset, h.length):
+                self._waste(h)
+                h.state = State.WRITING
                 with self._unlocked():
                     if self._sums is not None:
                         self._sums.forget(h.offset)
                     self._mapping.forget(h.offset, h.length)
-            except OSError as error:
-                failure = error.errno or errno.EIO
-                account.error = failure, self._unwritable(h, failure)
-            finally:
-                if charged:
-                    account.discharge(h)
-                h.content = h.busy = h.cleared = False
-                account.settle(h, State.ABSENT)
-        else:
+        except OSError as error:
+            failure = error.errno or errno.EIO
+            self._error = failure, self._unwritable(h, failure)
+        finally:
+            if charged:
+                self._discharge(h)
             h.content = h.busy = h.cleared = False
-            account.settle(h, State.ABSENT)
+            self._settle(h, State.ABSENT)
 
-    def clear(self, h: Holding) -> None:
+    def _clear(self, h: CachedRegion) -> None:
         """Let a region hold zeros, which nobody has to read or write.
 
         Raises:
             SpillError: the file refuses them.
         """
-        if self.is_clear(h):
+        if self._is_clear(h):
             return
-        self.forget(h)
+        self._forget(h)
         try:
             if self._mapping.holds_data(h.offset, h.length):
                 self._mapping.clear(h.offset, h.length)
@@ -308,7 +292,7 @@ class Transfers:
             raise SpillError(failure, self._unwritable(h, failure)) from error
         h.cleared = True
 
-    def is_clear(self, h: Holding) -> bool:
+    def _is_clear(self, h: CachedRegion) -> bool:
         """Return whether a region was cleared and no page of it written since."""
         if not h.cleared or not h.left_alone():
             return False
@@ -320,37 +304,36 @@ class Transfers:
 
     # What nobody announced
 
-    def inspect(self) -> None:
+    def _inspect(self) -> None:
         """Find absent regions with pages in memory. They were touched without notice: they stay if
         they deserve the room more than others do, else they are sent out."""
-        account = self._account
         for h in self._surprises():
             if h.busy or not h.left_alone():
                 continue  # things have moved on meanwhile
-            account.faults += 1
+            self._tally.faults += 1
             h.content, h.cleared = True, False
-            next_use = account.plan.next_use(h.region)
-            while h.left_alone() and account.free < h.pages:
-                if account.free + account.writing >= h.pages:
-                    account.done.wait()  # room is on its way
-                elif (victim := account.victim(next_use - 1)) is not None:
+            next_use = self._plan.next_use(h.region)
+            while h.left_alone() and self._free < h.pages:
+                if self._free + self._writing >= h.pages:
+                    self._done.wait()  # room is on its way
+                elif (victim := self._victim(next_use - 1)) is not None:
                     self._evict(victim, Cause.ROOM)
                 else:
                     break
             if not h.left_alone():
                 continue
-            if account.free < h.pages:
+            if self._free < h.pages:
                 self._evict(h, Cause.ROOM, charged=False)
             else:
-                account.charge(h)
-                account.use(h)
-                account.settle(h, State.PRESENT)
+                self._charge(h)
+                self._use(h)
+                self._settle(h, State.PRESENT)
 
-    def _surprises(self) -> list[Holding]:
+    def _surprises(self) -> list[CachedRegion]:
         """Return absent regions with pages in memory, asking once for each run of neighbours."""
-        absent = [h for h in self._account.holdings.values() if h.state is State.ABSENT]
+        absent = [h for h in self._cached.values() if h.state is State.ABSENT]
         absent.sort(key=lambda h: h.offset)
-        found: list[Holding] = []
+        found: list[CachedRegion] = []
         first = 0
         for index, h in enumerate(absent):
             end = h.offset + h.length
@@ -361,29 +344,25 @@ class Transfers:
                 found += [x for x in run if self._mapping.cached(x.offset, x.length)]
         return found
 
-    def unreadable(self, h: Holding, failure: int) -> str:
-        """Return the message for a region that cannot be read back."""
+    def _unreadable(self, h: CachedRegion, failure: int) -> str:
         return self._spill.unreadable(self._called(h), reason(failure))
 
-    def _unwritable(self, h: Holding, failure: int) -> str:
+    def _unwritable(self, h: CachedRegion, failure: int) -> str:
         told = self._spill.unwritable(self._called(h), reason(failure))
         return f"{told}; until then it stays in memory"
 
     @contextmanager
     def _unlocked(self) -> Iterator[None]:
-        self._account.mutex.release()
+        self._mutex.release()
         try:
             yield
         finally:
             interrupt: BaseException | None = None
             while True:
                 try:
-                    self._account.mutex.acquire()
+                    self._mutex.acquire()
                     break
                 except BaseException as error:  # raised while it waited: the mutex is not held
                     interrupt = error
             if interrupt is not None:
                 raise interrupt
-
-    def _called(self, h: Holding) -> str:
-        return called(self._names, h.region, h.nbytes)
