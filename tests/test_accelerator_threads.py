@@ -14,12 +14,13 @@ import signal
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from devices import eventually
-from emulated import DEVICE, Emulated, accelerated
+from emulated import DEVICE, Emulated, accelerated, emulated
 from exactness import (
     SMALL_PAGES,
     Loop,
@@ -41,8 +42,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import dynoffload
 from dynoffload.errors import BackendError
 from dynoffload.managed import managers
+from dynoffload.memory.accelerator.accelerator import Accelerator
+from dynoffload.memory.accelerator.pool import PAGE
 from dynoffload.memory.accelerator.storages import RegionStorage
 from dynoffload.memory.region_allocator import users_of
+from dynoffload.runtime.adoption.buffers import Buffers
 from dynoffload.runtime.adoption.relocation import Homes
 from dynoffload.runtime.passes import saved
 from dynoffload.units import KiB
@@ -415,6 +419,21 @@ def test_what_is_saved_on_another_device_notes_writes_and_keeps_no_bytes(conjuga
     assert users_of(storage) == users
     tensor.add_(1)
     assert not entry.stands_for(tensor)
+
+
+def test_buffers_go_home_to_another_device(tmp_path: Path) -> None:
+    """The meta device stands for a home whose tensors torch keeps in another way."""
+    module = nn.Linear(4, 4)
+    with emulated() as queues:
+        device = Accelerator(queues, 16 * PAGE, tmp_path)
+        buffers = Buffers(module, device, KiB, {}, enough=lambda nbytes: nbytes)
+        module.register_buffer("mask", torch.ones(PAGE))
+        mask = module.mask
+        assert device.owner(mask) >= 0
+        buffers.restore(lambda region, tensor: tensor.to("meta"))
+        assert module.mask is mask
+        assert mask.is_meta
+        device.close()
 
 
 def test_saved_tensors_come_back_on_their_own_device() -> None:

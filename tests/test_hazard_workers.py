@@ -113,6 +113,7 @@ ACCESSES: dict[str, Callable[[nn.Module, AdamW], Any]] = {
     "array": lambda model, optimizer: model.layers[0].weight.detach().numpy(),
     "gradient": lambda model, optimizer: model.layers[0].weight.grad.sum(),
     "state": lambda model, optimizer: optimizer.state[model.layers[0].weight]["exp_avg"].sum(),
+    "buffer": lambda model, optimizer: model.table.sum(),
     "state dict": lambda model, optimizer: model.state_dict(),
     "forward": lambda model, optimizer: model(batch(0)[0]),
 }
@@ -140,6 +141,7 @@ def test_every_access_in_a_forked_child_is_told(backend: str) -> None:
     model = Mlp()
     optimizer = AdamW(model.parameters(), lr=1e-2)
     with side.offload(model, optimizer):
+        model.register_buffer("table", torch.ones(64, 64))
         for step in range(2):
             side.step(loss_of(model, step), optimizer, zero=step == 0)
         for name, access in ACCESSES.items():

@@ -471,24 +471,36 @@ def test_an_update_that_has_grown_is_refused_by_step_too() -> None:
 
 
 class Wide(nn.Module):
-    """Small layers on many rows: what backward is to have is larger than any parameter."""
+    """Small layers on many rows: what backward is to have is larger than any parameter.
 
-    def __init__(self) -> None:
+    Args:
+        cache: replace a buffer in forward by one as large.
+    """
+
+    def __init__(self, *, cache: bool = False) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.cache = cache
+        self.register_buffer("seen", torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return one number for ``[rows, 32]``."""
+        if self.cache:
+            self.seen = torch.tanh(x.detach())
+            x = x[:16] + self.seen.mean()
         for layer in self.layers:
             x = torch.sigmoid(layer(x)) * torch.tanh(x)
         return x.square().mean()
 
 
+@pytest.mark.parametrize("cache", [False, True], ids=["saved", "buffer"])
 @pytest.mark.parametrize("backend", KINDS)
-def test_a_tensor_larger_than_the_pool_names_a_budget_that_has_room(backend: str) -> None:
+def test_a_tensor_larger_than_the_pool_names_a_budget_that_has_room(
+    backend: str, cache: bool
+) -> None:
     def trained(budget: str | None) -> list[Tensor]:
         torch.manual_seed(3)
-        model = Wide()
+        model = Wide(cache=cache)
         optimizer = AdamW(model.parameters(), lr=1e-2)
         block: Any = contextlib.nullcontext()
         if budget is not None:

@@ -5,7 +5,8 @@ changes, given back at the end.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -17,12 +18,12 @@ from dynoffload.memory.device import Device
 from dynoffload.memory.local import local, local_bytes
 from dynoffload.memory.pieces import pieces
 from dynoffload.memory.region_allocator import users_of
+from dynoffload.runtime.adoption.buffers import Buffers
 from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.held import held_parameters
 from dynoffload.runtime.adoption.relocation import Restoration, Room
 from dynoffload.runtime.adoption.slicing import may_slice, slices_of, sole_owners
 from dynoffload.runtime.adoption.store import Store, can_move
-from dynoffload.runtime.adoption.whole_state import WholeState
 from dynoffload.runtime.counting import (
     SCALARS,
     States,
@@ -59,7 +60,7 @@ class Adoption:
     Attributes:
         store: what is paged whole.
         rows: what is paged by slices.
-        whole_state: of an optimizer that runs whole.
+        buffers: those that come late, and the state of an optimizer that runs whole.
         allowance: bytes of saved activations that may stay in memory.
         changed: parameters were converted since `adopt_parameters` was called.
     """
@@ -70,6 +71,7 @@ class Adoption:
         optimizer: Optimizer | None,
         sizing: Sizing,
         device: Device,
+        enough: Callable[[int], int],
         *,
         heap_slack: int,
         slices: bool,
@@ -77,7 +79,7 @@ class Adoption:
         home: torch.device,
     ) -> None:
         self._model, self._optimizer, self._sizing = model, optimizer, sizing
-        self._device = device
+        self._device, self._enough = device, enough
         self._slices, self._queues = slices and may_slice(optimizer), queues
         self._begun = False
         self._seen: tuple[dict[str, int], int] = {}, 0
@@ -86,7 +88,14 @@ class Adoption:
         self.store = Store(device, sizing.min_paged_bytes, left)
         self.store.home = home
         self.rows = FusedStore(device, self.store)
-        self.whole_state = WholeState(device, sizing.min_paged_bytes, self.store.names)
+        self.buffers: Buffers
+
+    def begin_buffers(self) -> None:
+        """Page the buffers to come."""
+        # Of replicas they go to other ranks, and the system takes no absent memory everywhere.
+        least = sys.maxsize if self._sizing.bucket_bytes else self._sizing.min_paged_bytes
+        names = self.store.names
+        self.buffers = Buffers(self._model, self._device, least, names, self._enough)
 
     def begun(self) -> None:
         """All that was there is adopted; what comes now comes late, and may find no room."""
@@ -160,7 +169,9 @@ class Adoption:
                 sizes = [nbytes, *sizes, nbytes * trained]
             stays[parameter] = sum(sizes) + scalars
         for name, buffer in self._model.named_buffers():
-            stays[name] = sum(one.untyped_storage().nbytes() for one in parts_of(buffer))
+            parts = [] if buffer.is_meta else parts_of(buffer)
+            parts = [one for one in parts if self._device.owner(one) < 0]
+            stays[name] = sum(one.untyped_storage().nbytes() for one in parts)
         return stays
 
     def _make_room(
@@ -336,7 +347,7 @@ class Adoption:
         if optimizer is None or can_split(optimizer) or isinstance(optimizer, HostOptimizer):
             return
         names: dict[torch.Tensor, str] = {p: name for name, p in self._model.named_parameters()}
-        self.whole_state.adopt(state_of(optimizer, names))
+        self.buffers.adopt_state(state_of(optimizer, names))
 
     def tensors(self) -> dict[int, list[torch.Tensor]]:
         """Return the tensors of model and optimizer that lie in the device, by their first
@@ -359,7 +370,7 @@ class Adoption:
 
     def is_held(self) -> bool:
         """Return whether somebody holds memory of the device beyond what is restored at the end."""
-        return self.whole_state.is_held() or bool(self.held_by_others(self.tensors()))
+        return self.buffers.are_held() or bool(self.held_by_others(self.tensors()))
 
     def held_by_others(self, adopted: Mapping[int, Sequence[torch.Tensor]]) -> set[int]:
         """Return the first regions of what somebody holds who is none of what was ``adopted``."""
@@ -390,7 +401,7 @@ class Adoption:
         held = self.held_by_others(adopted) if self._begun else set()
         stays = place == self._device.device
         restoration = Restoration(self._device, self.store, self.rows, held, room, stays=stays)
-        where = restoration.run(self.whole_state, adopted)
+        where = restoration.run(self.buffers, adopted)
         if restoration.lost:
             raise restoration.lost[0]
         return where

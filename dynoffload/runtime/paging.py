@@ -159,6 +159,7 @@ class Paging:
             self.optimizer,
             sizing,
             self.device,
+            enough,
             heap_slack=config.heap_slack_bytes,
             slices=config.slices,
             queues=may_queue(config),
@@ -189,6 +190,7 @@ class Paging:
     def _start(self, config: OffloadConfig) -> None:
         optimizer, sizing = self.optimizer, self.sizing
         self._undo.callback(self.activations.close)
+        self.adoption.begin_buffers()
         self._undo.callback(self._restore)
         self.adoption.adopt_parameters()
         if optimizer is not None:
@@ -577,7 +579,7 @@ class Paging:
 
     def _end_step(self) -> None:
         self.activations.sweep()
-        self.adoption.whole_state.sweep()
+        self.adoption.buffers.sweep()
         self.adoption.adopt_whole_state()
         self.migrator.end_step()
         self._record_step()

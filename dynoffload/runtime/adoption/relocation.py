@@ -23,9 +23,9 @@ from dynoffload.memory.device import Device
 from dynoffload.memory.limits import available_bytes
 from dynoffload.memory.outside import mapped_copy
 from dynoffload.memory.region_allocator import users_of
+from dynoffload.runtime.adoption.buffers import Buffers
 from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.store import Store, offset_of, view_of
-from dynoffload.runtime.adoption.whole_state import WholeState
 from dynoffload.runtime.counting import tensors_of
 from dynoffload.runtime.placing import put
 from dynoffload.runtime.target import Target
@@ -218,13 +218,13 @@ class Restoration:
         self.lost: list[SpillError] = []
 
     @torch.no_grad()
-    def run(self, whole: WholeState, adopted: Mapping[int, Sequence[torch.Tensor]]) -> str:
-        """Restore everything: ``whole``, and what was ``adopted``, by its first region.
+    def run(self, buffers: Buffers, adopted: Mapping[int, Sequence[torch.Tensor]]) -> str:
+        """Restore everything: ``buffers``, and what was ``adopted``, by its first region.
 
         Returns:
             Where what does not fit in memory lies now, or "".
         """
-        whole.restore(self._ordinary)
+        buffers.restore(lambda region, tensor: self._ordinary(tensor))
         for tensors in adopted.values():
             for tensor in tensors:
                 if self._device.owner(tensor) >= 0:
