@@ -314,7 +314,7 @@ wrote this page.
 
 Networks whose path changes from sample to sample, under budgets that are shares of what their
 training keeps: parameters, gradients, optimizer state and what the largest step saves for backward.
-Each policy that `OffloadConfig.policy` has trains for real (AdamW, one thread of compute) in a
+Each policy trains for real (AdamW, one thread of compute) in a
 process of its own, in turns with plain training and the others, on the same samples. A time is the
 median of {result["steps"]} steps{runs} after warm-up, and its ratio is that to plain steps of the
 same turns. The same steps are simulated from plain ones that were recorded, with the link as
