@@ -29,7 +29,7 @@ EXPERIMENTS: dict[str, str] = {
     "memory-expansion": "dynoffload.experiments.memory_expansion:run",
     "cluster": "dynoffload.experiments.cluster:run",
     "simulation": "dynoffload.experiments.simulation:Simulated",
-    "step-time": "dynoffload.experiments.step_time:run",
+    "step-time": "dynoffload.experiments.step_time:StepTime",
     "estimates": "dynoffload.experiments.estimates:Estimates",
     "whatif": "dynoffload.experiments.whatif:WhatIf",
     "planner-optimality": "dynoffload.experiments.planner.optimality:Optimality",

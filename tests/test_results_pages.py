@@ -18,7 +18,7 @@ from dynoffload.experiments.pilot_accuracy_views import page_of as pilot_accurac
 from dynoffload.experiments.pilot_benefit_views import write_page as write_pilot_benefit
 from dynoffload.experiments.planner.optimality import Optimality
 from dynoffload.experiments.simulation import Simulated
-from dynoffload.experiments.step_time_views import page_of as step_time_page
+from dynoffload.experiments.step_time import StepTime
 from dynoffload.experiments.whatif import WhatIf
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
@@ -30,6 +30,7 @@ HARNESSED: dict[str, type[Experiment[Any]]] = {
     "whatif": WhatIf,
     "planner-optimality": Optimality,
     "simulation": Simulated,
+    "step-time": StepTime,
 }
 
 
@@ -45,11 +46,6 @@ def test_a_page_is_what_its_experiment_makes_of_its_numbers(name: str, tmp_path:
 def result_of(name: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
     return found
-
-
-def test_the_page_of_step_times_is_that_of_its_numbers() -> None:
-    page = step_time_page(result_of("step-time"), "step-time.svg")
-    assert page == (RESULTS / "step-time.md").read_text("utf-8")
 
 
 def test_the_page_of_pilots_is_that_of_its_numbers() -> None:
