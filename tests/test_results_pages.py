@@ -14,8 +14,9 @@ from dynoffload.experiments.costs import Costs
 from dynoffload.experiments.estimates import Estimates
 from dynoffload.experiments.harness import Experiment, rendered
 from dynoffload.experiments.largest import Capacity, MaxBatch, within
-from dynoffload.experiments.pilot_accuracy_views import page_of as pilot_accuracy_page
-from dynoffload.experiments.pilot_benefit_views import write_page as write_pilot_benefit
+from dynoffload.experiments.memory_expansion import MemoryExpansion
+from dynoffload.experiments.pilot_accuracy import PilotAccuracy
+from dynoffload.experiments.pilot_benefit import PilotBenefit
 from dynoffload.experiments.planner.optimality import Optimality
 from dynoffload.experiments.simulation import Simulated
 from dynoffload.experiments.step_time import StepTime
@@ -31,6 +32,9 @@ HARNESSED: dict[str, type[Experiment[Any]]] = {
     "planner-optimality": Optimality,
     "simulation": Simulated,
     "step-time": StepTime,
+    "pilot-accuracy": PilotAccuracy,
+    "memory-expansion": MemoryExpansion,
+    "pilot-benefit": PilotBenefit,
 }
 
 
@@ -46,17 +50,6 @@ def test_a_page_is_what_its_experiment_makes_of_its_numbers(name: str, tmp_path:
 def result_of(name: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
     return found
-
-
-def test_the_page_of_pilots_is_that_of_its_numbers() -> None:
-    page = pilot_accuracy_page(result_of("pilot-accuracy"), "pilot-accuracy.svg")
-    assert page == (RESULTS / "pilot-accuracy.md").read_text("utf-8")
-
-
-def test_the_page_of_what_pilots_are_worth_is_that_of_its_numbers(tmp_path: Path) -> None:
-    page = tmp_path / "pilot-benefit.md"
-    write_pilot_benefit(result_of("pilot-benefit"), page, tmp_path / "pilot-benefit.json")
-    assert page.read_text("utf-8") == (RESULTS / "pilot-benefit.md").read_text("utf-8")
 
 
 def equalities(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
