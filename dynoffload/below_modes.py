@@ -12,19 +12,21 @@ conjugate that is made within be resolved: ``hfftn`` would give the transform of
 operator itself. Outside of inference mode two others are made of products that autocast casts.
 
 [Note: whether a mode is on]  A few operators choose by that alone, which nothing below the mode can
-change. An accelerator's mode refuses them where they would choose otherwise, gradients as backward
-makes them. ``eigvalsh`` comes to the mode as
-``eigh`` does, and ``svdvals`` as a reduced ``svd``, so these are refused with them.
+change. An accelerator's mode refuses them where they would choose otherwise: gradients as backward
+makes them, tangents of dual numbers as forward does. ``eigvalsh`` comes to the mode as ``eigh``
+does, and ``svdvals`` as a reduced ``svd``, so these are refused with them.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
+from torch.autograd import forward_ad
 
 from dynoffload.errors import DynOffloadError
 
@@ -73,6 +75,9 @@ _GRADIENTS_BY_MODE = {
     "MaskedFillBackward1": ("masked_fill()'s value", "call torch.where(mask, value, x)"),
 }
 """By the node of the graph: what it is the gradient of, and what to call instead."""
+_GRAPHS_BY_MODE = {"LinalgDetBackward0": "det()", "LinalgLstsqBackward0": "lstsq()"}
+"""By the node of the graph: what it is the gradient of, where that is to have a gradient."""
+_TANGENTS_BY_MODE = re.compile(r"(batch|group|layer)_norm|^aten::prod(\.dim_int)?$")
 
 
 def refuse_by_mode(func: Any, args: tuple[Any, ...]) -> None:
@@ -82,13 +87,19 @@ def refuse_by_mode(func: Any, args: tuple[Any, ...]) -> None:
         DynOffloadError: naming it, and what to call instead.
     """
     node = torch._C._current_autograd_node()
-    if node is not None and (found := _GRADIENTS_BY_MODE.get(node.name())) is not None:
-        ends = node.next_functions
-        if len(ends) < 2 or ends[1][0] is not None:  # of masked_fill, the value's
-            _refuse(f"the gradient of {found[0]}", found[1])
-    by_mode = _choices_of(func)[2]
+    if node is not None:
+        name = node.name()
+        if (found := _GRADIENTS_BY_MODE.get(name)) is not None:
+            ends = node.next_functions
+            if len(ends) < 2 or ends[1][0] is not None:  # of masked_fill, the value's
+                _refuse(f"the gradient of {found[0]}", found[1])
+        if name in _GRAPHS_BY_MODE and torch.is_grad_enabled():
+            _refuse(f"the gradient of {_GRAPHS_BY_MODE[name]} with create_graph=True", "do without")
+    _, _, by_mode, has_tangent = _choices_of(func)
     if by_mode is not None and by_mode[1](args):
         _refuse(by_mode[0], by_mode[2])
+    if has_tangent and forward_ad._current_level >= 0:
+        _refuse(f"forward-mode differentiation of {func}", "differentiate in reverse mode")
 
 
 def _refuse(what: str, remedy: str) -> NoReturn:
@@ -100,7 +111,7 @@ def _refuse(what: str, remedy: str) -> NoReturn:
 
 def call_below(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return what ``func`` gives, called from a dispatch mode; see the notes above."""
-    composite, casts, _ = _choices_of(func)
+    composite, casts, *_ = _choices_of(func)
     whole = composite and torch.is_inference_mode_enabled()
     if not whole and not casts:
         return func(*args, **kwargs)
@@ -125,15 +136,16 @@ def noting_views(func: Any) -> Iterator[None]:
 
 
 @functools.cache
-def _choices_of(func: Any) -> tuple[bool, bool, Any]:
-    """Return whether an operator is a composite one, whether it is made of products, and when it
-    would choose by a mode."""
+def _choices_of(func: Any) -> tuple[bool, bool, Any, bool]:
+    """Return whether an operator is a composite one, whether it is made of products, when it would
+    choose by a mode, and whether its tangents do."""
     if not isinstance(func, torch._ops.OpOverload):
-        return False, False, None
+        return False, False, None, False
     name: str = func.name()  # type: ignore[no-untyped-call]
     composite = _has_kernel(func, _Key.CompositeImplicitAutograd)
     makes_views = _has_kernel(func, _Key.ADInplaceOrView)  # it would note them twice
-    return composite and not makes_views, name in _OF_PRODUCTS, _BY_MODE.get(name)
+    tangents = _TANGENTS_BY_MODE.search(name) is not None
+    return composite and not makes_views, name in _OF_PRODUCTS, _BY_MODE.get(name), tangents
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from typing import Any
 from dynoffload.errors import ConfigError
 
 EXPERIMENTS: dict[str, str] = {
-    "demo": "dynoffload.experiments.demo:run",
+    "demo": "dynoffload.experiments.demo:Demo",
     "paged": "dynoffload.experiments.paged:run",
     "breakdown": "dynoffload.experiments.breakdown:Breakdown",
     "exactness": "dynoffload.experiments.exactness:Exactness",

@@ -1,27 +1,28 @@
 """See it work: profile, train a pilot, train under one eighth of the memory, compare.
 
-What it is: the whole way in two to three minutes, with a language model of routed experts on real
-source text: record steps, learn a pilot from them, then train the same steps plain and under one
-eighth of what they take, on demand, by the last order and by the pilot; one table, one report. What
-it is not: a benchmark; the runs follow one another in one process. For figures see
-`dynoffload.experiments.paged` and `dynoffload.experiments.pilot_benefit`.
+The whole way in two to three minutes, with a language model of routed experts on real source text:
+record steps, learn a pilot from them, then train the same steps plain and under one eighth of what
+they take, on demand, by the last order and by the pilot; one table, one report. It is no benchmark:
+the runs follow one another in one process.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from dynoffload.experiments.comparing import Table
+from dynoffload.experiments.harness import Experiment, Row, option
 from dynoffload.experiments.trainer import finite
-from dynoffload.pilot.progress import Report, progress_bar
+from dynoffload.pilot.progress import Report
 from dynoffload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -43,42 +44,52 @@ _HOW = (
 )
 
 
-def run(
-    json_path: Path | None = None,
-    *,
-    preset: str = "small",
-    tokens: int = 128,
-    profiled: int = 48,
-    steps: int = 24,
-    lr: float = 3e-4,
-    out: Path = Path("out/demo.html"),
-    spill_dir: Path | None = None,
-) -> dict[str, Any]:
-    """Run the demonstration.
+@dataclass(frozen=True)
+class Params:
+    """What is trained."""
 
-    Args:
-        json_path: not used; the numbers are written by the caller.
-        preset: sizes of the MoE language model.
-        tokens: per step.
-        profiled: steps recorded for the pilot.
-        steps: steps of each of the four trainings.
-        lr: learning rate.
-        out: the page with the report of the run that the pilot steers.
-        spill_dir: where the spill files lie.
-    """
+    preset: str = option("small", "sizes of the MoE language model")
+    tokens: int = option(128, "per step")
+    profiled: int = option(48, "steps recorded for the pilot")
+    steps: int = option(24, "of each of the four trainings")
+    lr: float = option(3e-4, "learning rate")
+    out: Path = option(Path("out/demo.html"), "the report of the run that the pilot steers")
+    spill_dir: Path | None = option(None, "where the spill files lie", place=True)
+
+
+class Demo(Experiment[Params]):
+    """The one case is all of it."""
+
+    parameters = Params
+    resumes = False
+
+    def cases(self) -> Mapping[str, None]:
+        return {"demo": None}
+
+    def run(self, case: None) -> Row:
+        return demonstrate(self.params, self.report)
+
+    def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
+        return []
+
+
+def demonstrate(params: Params, report: Report) -> Row:
+    """Run the demonstration."""
     from dynoffload.experiments import make_room
     from dynoffload.reporting import Comparison, ComparisonRow, comparison_table, write_run
 
+    preset, tokens, steps, lr = params.preset, params.tokens, params.steps, params.lr
+    out, spill_dir = params.out, params.spill_dir
     make_room(out, "--out")
     begin = time.perf_counter()
     _say("six phases, which take two to three minutes on two cores without other work")
-    with progress_bar(sys.stderr.isatty()) as report, tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch:
         _say(
-            f"1/6 recording {profiled} plain steps of a language model of routed experts, and "
-            "training a pilot on them"
+            f"1/6 recording {params.profiled} plain steps of a language model of routed experts, "
+            "and training a pilot on them"
         )
         pilot, footprint_bytes, accuracy = _pilot(
-            Path(scratch), preset, tokens, profiled, lr, report
+            Path(scratch), preset, tokens, params.profiled, lr, report
         )
         budget = footprint_bytes // SHARE
         _say(

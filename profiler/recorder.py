@@ -2,8 +2,9 @@
 
 `Recorder` is a context manager around a user's own loop. It sees every ATen operator of forward,
 backward and optimizer through a dispatch mode, module calls through hooks, and the end of a step
-through the optimizer's hooks. It changes no result: it runs each operator once, as it was called,
-and keeps no tensor alive.
+through the optimizer's hooks. It runs each operator once, as it was called, and keeps no tensor
+alive. Results are those without it, but for operators that torch computes otherwise under any
+dispatch mode (docs/limits.md).
 
 Known limitations. Operators inside a compiled region are not seen one by one. Modules run by
 calling ``forward`` directly, past their hooks, count as part of their caller. Sites of backward are

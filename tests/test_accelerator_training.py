@@ -33,6 +33,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import dynoffload
+from dynoffload.errors import DynOffloadError
 from dynoffload.experiments import zoo
 from dynoffload.managed import managers
 from dynoffload.runtime.counting import ordinary_bytes
@@ -69,6 +70,19 @@ def test_a_plain_network(make: Any, share: int) -> None:
     budget = budget_for(twin, share)
     with accelerated():
         compare_runs(twin, Loop(steps=6), samples, mlp_loss, budget, device=DEVICE)
+
+
+def test_a_gradient_that_a_mode_would_change_is_refused() -> None:
+    """See docs/compatibility.md; all of its kind are in tests/test_below_modes.py."""
+    twin = Twin(mlp(), partial(SGD, lr=1e-2))
+    budget = budget_for(twin, 2)
+    with accelerated():
+        with dynoffload.offload(
+            twin.model, twin.optimizer, budget=budget, device=DEVICE, config=CONFIG
+        ):
+            loss = twin.model(torch.randn(8, 48)).prod(-1).sum()
+            with pytest.raises(DynOffloadError, match=r"the gradient of prod\(\)"):
+                loss.backward()
 
 
 LOOPS = {

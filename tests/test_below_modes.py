@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -112,6 +113,19 @@ def test_a_mode_that_calls_them_by_themselves_changes_some(name: str, mode: str)
 
 NEEDS_GRADIENT = torch.randn(4, 4, requires_grad=True)
 SYMMETRIC = torch.randn(4, 4, generator=torch.Generator().manual_seed(1)).fill_diagonal_(3)
+
+
+def tangent_of(call: Callable[[Tensor], Tensor]) -> Tensor:
+    with forward_ad.dual_level():
+        out = call(forward_ad.make_dual(SYMMETRIC, torch.ones_like(SYMMETRIC)))
+        return forward_ad.unpack_dual(out).tangent.clone()
+
+
+def gradient_with_graph(call: Callable[[Tensor], Tensor]) -> Tensor:
+    (gradient,) = torch.autograd.grad(call(NEEDS_GRADIENT).sum(), NEEDS_GRADIENT, create_graph=True)
+    return torch.autograd.grad(gradient.square().sum(), NEEDS_GRADIENT)[0]
+
+
 BY_MODE: Mapping[str, tuple[str, Callable[[], Any], str]] = {
     "prod": ("grad", lambda: NEEDS_GRADIENT.prod().backward(), r"gradient of prod\(\)"),
     "prod of rows": (
@@ -131,6 +145,18 @@ BY_MODE: Mapping[str, tuple[str, Callable[[], Any], str]] = {
     "cond": ("no_grad", lambda: torch.linalg.cond(SYMMETRIC), r"cond\(\)"),
     "nuclear norm": ("no_grad", lambda: torch.linalg.norm(SYMMETRIC, "nuc"), "nuclear norm"),
     "eigvalsh": ("no_grad", lambda: torch.linalg.eigvalsh(SYMMETRIC), r"eigvalsh\(\)"),
+    "tangent of prod": ("no_grad", lambda: tangent_of(lambda x: x.prod(-1)), "aten.prod.dim_int"),
+    "tangent of a norm": (
+        "grad",
+        lambda: tangent_of(lambda x: F.layer_norm(x, (4,))),
+        "forward-mode differentiation of aten.native_layer_norm",
+    ),
+    "det twice": ("grad", lambda: gradient_with_graph(torch.linalg.det), r"det\(\) with create_"),
+    "lstsq twice": (
+        "grad",
+        lambda: gradient_with_graph(lambda x: torch.linalg.lstsq(x, SYMMETRIC).solution),
+        r"lstsq\(\) with create_",
+    ),
     "pinv": ("autocast", lambda: torch.linalg.pinv(SYMMETRIC), r"pinv\(\) under autocast"),
 }
 
@@ -151,6 +177,9 @@ def test_what_a_mode_would_change_is_refused(name: str) -> None:
         ("grad", lambda: NEEDS_GRADIENT.prod()),
         ("grad", lambda: torch.eq(NEEDS_GRADIENT, NEEDS_GRADIENT.max())),
         ("grad", lambda: NEEDS_GRADIENT.max(0).values),
+        ("grad", lambda: tangent_of(lambda x: LINEAR(x.repeat(1, 16)).softmax(-1))),
+        ("grad", lambda: tangent_of(lambda x: torch.linalg.norm(x, dim=-1))),
+        ("grad", lambda: torch.autograd.grad(torch.linalg.det(NEEDS_GRADIENT), NEEDS_GRADIENT)[0]),
         ("grad", lambda: NEEDS_GRADIENT.masked_fill(SYMMETRIC > 0, 1.0)),
         ("grad", lambda: SYMMETRIC.prod(-1)),
         ("grad", lambda: torch.linalg.svdvals(NEEDS_GRADIENT)),

@@ -268,7 +268,9 @@ def test_steps_are_compared_on_the_same_sample() -> None:
 
 def test_demo(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "out" / "demo.html"
-    result = demo.run(preset="tiny", tokens=32, profiled=12, steps=6, out=page, spill_dir=DISK)
+    options: dict[str, Any] = {"tokens": 32, "profiled": 12, "steps": 6}
+    params = demo.Params(preset="tiny", out=page, spill_dir=DISK, **options)
+    (result,) = carry_out(demo.Demo, params)["rows"]
     assert result["losses_equal"] is True
     assert result["budget_bytes"] == result["footprint_bytes"] // demo.SHARE
     runs = result["runs"]
