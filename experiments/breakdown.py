@@ -1,12 +1,9 @@
 """Where a step under a budget spends its time, part by part, beside a plain step.
 
-What it is: the network of the paging benchmark, trained plain and then under a budget in one
-process, with the runtime's main calls timed: each part without the parts that it calls. What it is
-not: a measure of speed; the two runs do not take turns, and the timing itself costs a little.
-
-A part that runs while the other core computes is time all the same; what is left over when all
-parts are taken from the difference of the two steps is the rest: hooks' own work, colder caches,
-and cores shared with the threads that move bytes.
+The network of the paging benchmark is trained plain and then under a budget, in one process, with
+the runtime's main calls timed: each part without the parts that it calls. The two runs do not take
+turns, so this is no measure of speed. The rest is what the parts do not explain of the difference:
+hooks' own work, colder caches, and cores shared with the threads that move bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ import functools
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -28,10 +25,12 @@ import torch
 import dynoffload
 from dynoffload.datasets.text import batches
 from dynoffload.experiments import zoo
+from dynoffload.experiments.comparing import Table
+from dynoffload.experiments.harness import Experiment, Row, option
 from dynoffload.memory import heap
 from dynoffload.memory.mapped import MappedFile
 from dynoffload.memory.pager import Pager
-from dynoffload.pilot.progress import Report, progress_bar
+from dynoffload.pilot.progress import Report
 from dynoffload.runtime.adoption.store import Store
 from dynoffload.runtime.migration.migrator import Migrator
 from dynoffload.runtime.passes.activations import Activations
@@ -116,73 +115,83 @@ class _Step:
         return self.forward_s + self.backward_s + self.optimizer_s
 
 
-def run(
-    json_path: Path | None = None,
-    *,
-    preset: str = "base",
-    tokens: int = 1024,
-    budget: str = "1GB",
-    policy: str = "repeat",
-    steps: int = 6,
-    warmup: int = 4,
-    spill_dir: Path | None = None,
-) -> dict[str, Any]:
-    """Time the parts of a step.
+@dataclass(frozen=True)
+class Params:
+    """What is timed."""
 
-    Args:
-        json_path: not used; the numbers are written by the caller.
-        preset: sizes of the MoE language model.
-        tokens: per step.
-        budget: of dynoffload.
-        policy: of dynoffload.
-        steps: measured steps of each run.
-        warmup: steps before them.
-        spill_dir: where the spill file lies.
-    """
+    preset: str = option("base", "sizes of the MoE language model")
+    tokens: int = option(1024, "per step")
+    budget: str = option("1GB", "of dynoffload")
+    policy: str = option("repeat", "of dynoffload")
+    steps: int = option(6, "measured steps of each run")
+    warmup: int = option(4, "steps before them")
+    spill_dir: Path | None = option(None, "where the spill file lies", place=True)
 
-    def block(model: Any, optimizer: Any) -> contextlib.AbstractContextManager[Any]:
-        config = {"policy": policy, "step_aside": False}
-        return dynoffload.offload(
-            model, optimizer, budget=budget, pilot=None, spill_dir=spill_dir, config=config
-        )
 
-    kind = (preset, tokens, warmup, steps)
-    with progress_bar(True) as report:
-        plain, _ = _train(kind, report, "plain", lambda *_: contextlib.nullcontext())
-        ours, parts = _train(kind, report, "under a budget", block)
-    shares = {part: parts.get(part, 0.0) / steps for part in _PARTS}
-    result: dict[str, Any] = {
-        "preset": preset,
-        "tokens": tokens,
-        "budget": budget,
-        "policy": policy,
-        "losses_equal": [s.loss for s in plain] == [s.loss for s in ours],
-        "plain": _medians(plain),
-        "under_budget": _medians(ours),
-        "parts_s": shares,
-    }
-    more = result["under_budget"]["seconds"] - result["plain"]["seconds"]
-    result["more_s"] = more
-    in_place = result["plain"]["optimizer_s"]  # the plain step makes these updates too
-    result["rest_s"] = more - (sum(shares.values()) - in_place)
-    _print(result)
-    return result
+class Breakdown(Experiment[Params]):
+    """The one case is the network, plain and under the budget."""
+
+    parameters = Params
+
+    def cases(self) -> Mapping[str, str]:
+        return {"moe": "moe"}
+
+    def run(self, case: str) -> Row:
+        def block(model: Any, optimizer: Any) -> contextlib.AbstractContextManager[Any]:
+            return dynoffload.offload(
+                model,
+                optimizer,
+                budget=self.params.budget,
+                pilot=None,
+                spill_dir=self.params.spill_dir,
+                config={"policy": self.params.policy, "step_aside": False},
+            )
+
+        plain, _ = _train(self.params, self.report, "plain", lambda *_: contextlib.nullcontext())
+        ours, parts = _train(self.params, self.report, "under a budget", block)
+        shares = {part: parts.get(part, 0.0) / self.params.steps for part in _PARTS}
+        before, after = _medians(plain), _medians(ours)
+        more = after["seconds"] - before["seconds"]
+        in_place = before["optimizer_s"]  # the plain step makes these updates too
+        return {
+            "losses_equal": [s.loss for s in plain] == [s.loss for s in ours],
+            "plain": before,
+            "under_budget": after,
+            "parts_s": shares,
+            "more_s": more,
+            "rest_s": more - (sum(shares.values()) - in_place),
+        }
+
+    def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
+        (row,) = result["rows"]
+        plain, ours = row["plain"], row["under_budget"]
+        rows = [
+            [name.removesuffix("_s"), *(format_seconds(one[name]) for one in (plain, ours))]
+            for name in plain
+            if name != "page_faults"
+        ]
+        rows.append(["page faults", *(f"{int(one['page_faults']):,}" for one in (plain, ours))])
+        parts = sorted(row["parts_s"].items(), key=lambda item: -item[1])
+        rows += [[part, "", format_seconds(seconds)] for part, seconds in parts]
+        rows.append(["rest", "", f"{row['rest_s']:+.3f} s"])
+        title = "medians of a step, and means of the parts in it; CPU time is of all threads"
+        return [Table(title, ["", "plain", "under a budget"], rows)]
 
 
 def _train(
-    kind: tuple[str, int, int, int],
+    params: Params,
     report: Report,
     name: str,
     block: Callable[[Any, Any], contextlib.AbstractContextManager[Any]],
 ) -> tuple[list[_Step], dict[str, float]]:
     """Train a fresh network in ``block``; return the measured steps, and their parts' seconds."""
-    preset, tokens, warmup, steps = kind
-    model = zoo.build("moe", preset, seed=0)
+    warmup, steps = params.warmup, params.steps
+    model = zoo.build("moe", params.preset, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     clock = _Clock()
     found: list[_Step] = []
     with _timing(clock), block(model, optimizer):
-        samples = islice(batches("train", length=tokens, seed=0), warmup + steps)
+        samples = islice(batches("train", length=params.tokens, seed=0), warmup + steps)
         for number, batch in enumerate(samples):
             if number == warmup:
                 clock.seconds.clear()
@@ -217,31 +226,3 @@ def _medians(steps: list[_Step]) -> dict[str, float]:
         "seconds": median(step.seconds for step in steps),
         **{name: median(getattr(step, name) for step in steps) for name in names},
     }
-
-
-def _print(result: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(
-        title=f"a step of the MoE {result['preset']}, {result['tokens']} tokens, "
-        f"fused AdamW, under {result['budget']}",
-        caption="medians of a step, and means of the parts in it; CPU time is of all threads",
-        title_justify="left",
-        caption_justify="left",
-    )
-    table.add_column("")
-    table.add_column("plain", justify="right")
-    table.add_column("under a budget", justify="right")
-    plain, ours = result["plain"], result["under_budget"]
-    for name in ("seconds", "forward_s", "backward_s", "optimizer_s", "user_s", "system_s"):
-        label = {"seconds": "step", "user_s": "CPU, user", "system_s": "CPU, system"}.get(name)
-        table.add_row(
-            label or name.removesuffix("_s"), *(format_seconds(r[name]) for r in (plain, ours))
-        )
-    table.add_row("page faults", *(f"{int(r['page_faults']):,}" for r in (plain, ours)))
-    table.add_section()
-    for part, seconds in sorted(result["parts_s"].items(), key=lambda item: -item[1]):
-        table.add_row(part, "", format_seconds(seconds))
-    table.add_row("rest", "", f"{result['rest_s']:+.3f} s")
-    Console().print(table)

@@ -160,8 +160,8 @@ def _pilot(
     folder: Path, preset: str, tokens: int, profiled: int, lr: float, report: Report
 ) -> tuple[Path, int, float]:
     """Return the path of a trained pilot, the footprint of a step, and the pilot's accuracy."""
-    from dynoffload.experiments.pilot_accuracy import recorded
     from dynoffload.experiments.pilot_cases import Case
+    from dynoffload.experiments.pilot_recording import recorded
     from dynoffload.pilot.train import train_pilot
     from dynoffload.planning.footprint import footprint
     from dynoffload.profiler import load_trace, trace_files

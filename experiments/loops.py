@@ -1,8 +1,7 @@
 """Training loops as users write them, each with other habits.
 
-What it is: `Loop`, a loop by its habits, and `loops`, which lays optimizers, accumulation,
-clipping, autocast, checkpointing, frozen parts and half precision out so that each meets many of
-the others. What it is not: aware of offloading; the same loop trains plainly and inside a block.
+`loops` lays optimizers, accumulation, clipping, autocast, checkpointing, frozen parts and half
+precision out so that each meets many of the others. A loop trains plainly and inside a block alike.
 """
 
 from __future__ import annotations

@@ -1,23 +1,19 @@
 """Four memory-expansion designs for a 1T-parameter MoE on 256 GPUs, after Heo et al. (2023).
 
-The published setting computed from formulas, compared with what was published; its sensitivity to
-what the paper does not say; and two things that it did not ask: movement ahead of use, and pooled
-memory. Nothing is measured. Part of `SETTING` is fitted: the paper does not print it, and it was
-chosen because it gives the published figures.
-
-With ``--json PATH`` the figure is written beside it, as ``PATH`` with the suffix ``.svg``.
+The published setting is computed from formulas and compared with what was published. Beside it are
+its sensitivity to what the paper does not say, movement ahead of use, and pooled memory. Nothing is
+measured. Part of `SETTING` is fitted: the paper does not print it, and it gives the published
+figures.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dynoffload.errors import ConfigError
-from dynoffload.experiments.comparing import show
-from dynoffload.experiments.memory_expansion_views import PUBLISHED, draw, tables
+from dynoffload.experiments.comparing import Table
+from dynoffload.experiments.harness import Experiment, NoParameters, Row
 from dynoffload.simulation.designs import (
     AGGRESSIVE,
     CONSERVATIVE,
@@ -43,7 +39,28 @@ from dynoffload.simulation.movement import (
 )
 from dynoffload.simulation.roofline import Accelerator
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 GB = 1e9
+PUBLISHED: dict[str, float] = {
+    "ratio_design1": 2.82,
+    "ratio_design4": 1.48,
+    "hbm_gb.conservative": 16.3,
+    "hbm_gb.aggressive": 6.25,
+    "remote_gb.conservative": 72.9,
+    "remote_gb.aggressive": 82.9,
+    "hbm_reduction": 0.616,
+}
+"""Figures of the paper, by the key of the JSON."""
+SEGMENTS = {
+    "compute_s": ("compute", "compute"),
+    "exposed_local_s": ("exposed local", "evict"),
+    "exposed_communication_s": ("exposed communication", "optimizer"),
+    "exposed_remote_s": ("exposed remote", "fault"),
+}
+"""Key of the JSON -> label and colour, from the bottom of a bar to its top."""
+LABELS = {"conservative": "C", "aggressive": "A"}
 SETTING = MoeShard(
     MoeTransformer(layers=30, hidden=8192, heads=64, experts=128, vocabulary=51200),
     Division(tensor=16, data=16, expert=128, slices=2),
@@ -87,46 +104,44 @@ SCHEDULES: dict[str, Schedule] = {
 """By the key of the JSON; the paper's is ``serial``."""
 
 
-def run(
-    json_path: Path | None = None,
-    *,
-    sequences: int = SETTING.batch.sequences,
-    length: int = SETTING.batch.length,
-    tensor: int = SETTING.division.tensor,
-    expert: int = SETTING.division.expert,
-    slices: int = SETTING.division.slices,
-    vocabulary: int = SETTING.model.vocabulary,
-    figure: bool = True,
-) -> dict[str, Any]:
-    """Compute everything, print it, and draw it beside ``json_path``.
+class MemoryExpansion(Experiment[NoParameters]):
+    """The one case is `SETTING`."""
 
-    Args:
-        json_path: where the caller will write the numbers.
-        sequences: of each data-parallel group.
-        length: tokens of a sequence.
-        tensor: devices that divide a dense layer.
-        expert: groups that the experts are spread over.
-        slices: devices that divide an expert.
-        vocabulary: rows of the embedding.
-        figure: whether to draw.
-    """
-    for name, value in (("sequences", sequences), ("length", length), ("vocabulary", vocabulary)):
-        if value < 1:
-            raise ConfigError(f"--{name} {value} is too few: take at least 1")
-    devices = SETTING.division.devices
-    if tensor < 1 or devices % tensor:
-        raise ConfigError(f"--tensor {tensor} does not divide {devices} devices")
-    shard = MoeShard(
-        replace(SETTING.model, vocabulary=vocabulary),
-        Division(tensor, devices // tensor, expert, slices),
-        Batch(sequences, length),
-    )
-    result = computed(shard)
-    show(*tables(result))
-    if json_path is not None and figure:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        draw(result, json_path.with_suffix(".svg"))
-    return result
+    height = 5.6
+
+    def cases(self) -> Mapping[str, MoeShard]:
+        return {"setting": SETTING}
+
+    def run(self, case: MoeShard) -> Row:
+        return computed(case)
+
+    def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
+        (row,) = result["rows"]
+        makers = (_published_table, _steps, _capacity, _sensitivity, _planned_updates, _pools)
+        return [make(row) for make in makers]
+
+    def draw(self, figure: Figure, color: Mapping[str, str], result: Mapping[str, Any]) -> None:
+        (row,) = result["rows"]
+        panels = figure.subplots(2, 2).flat
+        for axes, (number, design) in zip(panels, row["designs"].items(), strict=True):
+            labels, bottoms = [], [0.0] * len(LABELS) * len(SCHEDULES)
+            for schedule in SCHEDULES:
+                labels += [f"{schedule}\n{letter}" for letter in LABELS.values()]
+            for key, (label, paint) in SEGMENTS.items():
+                heights = [
+                    design[strategy][schedule][key] * 1e3
+                    for schedule in SCHEDULES
+                    for strategy in LABELS
+                ]
+                axes.bar(labels, heights, 0.86, bottoms, color=color[paint], label=label)
+                bottoms = [low + high for low, high in zip(bottoms, heights, strict=True)]
+            for place, top in enumerate(bottoms):
+                axes.annotate(f"{top:.0f}", (place, top), ha="center", va="bottom", fontsize=7.5)
+            axes.set_title(f"({number}) {design['name']}", loc="left")
+            axes.set_ylabel("ms of a step")
+            axes.margins(y=0.1)
+            handles, named = axes.get_legend_handles_labels()
+        figure.legend(handles, named, loc="outside upper center", ncols=4, frameon=False)
 
 
 def computed(shard: MoeShard) -> dict[str, Any]:
@@ -334,3 +349,114 @@ def _at(result: Mapping[str, Any], key: str) -> float:
     for part in key.split("."):
         found = found[part]
     return float(found)
+
+
+# Tables
+
+
+def _published_table(result: Mapping[str, Any]) -> Table:
+    rows = []
+    for key, row in result["published"].items():
+        value = row["value"]
+        rows.append(
+            [key, f"{value:g}", f"{value * (1 + row['deviation']):.3g}", f"{row['deviation']:+.1%}"]
+        )
+    for key in ("order_conservative", "order_aggressive"):
+        rows.append([f"{key}, fastest first", "", _text(result[key]), ""])
+    return Table("against the paper", ("published", "paper", "computed", "deviation"), rows)
+
+
+def _steps(result: Mapping[str, Any]) -> Table:
+    columns = ("design", "strategy", "movement", "ms", *(label for label, _ in SEGMENTS.values()))
+    rows = [
+        [
+            f"{number} {design['name']}",
+            strategy,
+            name,
+            *(f"{bar[key] * 1e3:.1f}" for key in ("seconds", *SEGMENTS)),
+        ]
+        for number, design in result["designs"].items()
+        for strategy in LABELS
+        for name, bar in design[strategy].items()
+    ]
+    return Table("a step", columns, rows, (0, 1, 2))
+
+
+def _capacity(result: Mapping[str, Any]) -> Table:
+    rows = [
+        [
+            name,
+            strategy,
+            *(f"{schedule[key][strategy]:.2f}" for key in ("hbm_gb", "remote_gb", "moved_gb")),
+        ]
+        for name, schedule in result["schedules"].items()
+        for strategy in LABELS
+    ]
+    columns = ("movement", "strategy", "local GB", "remote GB", "moved GB")
+    return Table("capacity", columns, rows, (0, 1))
+
+
+def _sensitivity(result: Mapping[str, Any]) -> Table:
+    columns = ("changed", "ratio 1", "ratio 4", "order C", "order A", "local GB C", "A")
+    rows = [
+        [
+            changed(row),
+            f"{row['ratio_design1']:.2f}",
+            f"{row['ratio_design4']:.2f}",
+            _text(row["order_conservative"]),
+            _text(row["order_aggressive"]),
+            *(f"{row['hbm_gb'][strategy]:.1f}" for strategy in LABELS),
+        ]
+        for rows in result["sensitivity"].values()
+        for row in rows
+    ]
+    return Table("sensitivity, serial movement", columns, rows)
+
+
+def _planned_updates(result: Mapping[str, Any]) -> Table:
+    columns = ("optimizer I/O", "strategy", "local GB", *(f"design {n}" for n in result["designs"]))
+    rows = [
+        [
+            row["update"],
+            strategy,
+            f"{row[strategy]['hbm_gb']:.2f}",
+            *(f"{seconds * 1e3:.0f}" for seconds in row[strategy]["seconds"].values()),
+        ]
+        for row in result["planned_update"]
+        for strategy in LABELS
+    ]
+    return Table("planned movement with optimizer I/O in each step, ms", columns, rows, (0, 1))
+
+
+def _pools(result: Mapping[str, Any]) -> Table:
+    columns = ("GPUs", "strategy", "GB/s at once", "at once", "in turns", "overlapped", "planned")
+    rows = [
+        [
+            str(row["sharers"]),
+            strategy,
+            f"{row['gb_per_s_at_once']:.0f}",
+            *(f"{bar['seconds'] * 1e3:.1f}" for bar in row[strategy].values()),
+        ]
+        for row in result["pooled"]
+        for strategy in LABELS
+    ]
+    return Table("one pool for many GPUs, ms of a step", columns, rows, (1,))
+
+
+def changed(row: Mapping[str, Any]) -> str:
+    """Return what a row of the sensitivity changes, in words."""
+    if "sequences" in row:
+        count = row["sequences"]
+        return f"{count} sequence{'s' if count > 1 else ''}"
+    if "share" in row:
+        return f"{100 * row['share']:g}% of a step hides movement"
+    if "tensor" in row:
+        return f"TP{row['tensor']} DP{row['data']} EP{row['expert']}×{row['slices']}"
+    update, steps = row["update"], row["steps_per_update"]
+    if update == "none":
+        return "no optimizer I/O"
+    return update if steps == 1 else f"{update}, 1 step in {steps}"
+
+
+def _text(designs: list[int]) -> str:
+    return " ".join(map(str, designs))

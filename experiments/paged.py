@@ -1,13 +1,10 @@
 """Training in a third of its memory: plain, under a budget in a cgroup, and by the system's swap.
 
-What it is: the benchmark behind the project's main figures. One network is trained three ways, each
-in a process of its own: (a) plain PyTorch with all the memory it wants; (b) dynoffload under
-``budget`` in a cgroup of ``limit`` without swap, built on the meta device, so that it is never
-whole in memory; (c) plain PyTorch in such a cgroup with a swap file. (a) and all variants of (b)
-take turns on one machine; (c) runs after them, as nothing else could meanwhile. All make the same
-steps on the same samples, and their losses are compared bit by bit.
-
-What it is not: a judgement of other systems for offloading; (c) is what a machine does by itself.
+One network is trained three ways, each in a process of its own: (a) plain PyTorch with all the
+memory it wants; (b) dynoffload under ``budget`` in a cgroup of ``limit`` without swap, built on the
+meta device; (c) plain PyTorch in such a cgroup with a swap file. (a) and all variants of (b) take
+turns on one machine; (c) runs after them. All make the same steps on the same samples, and their
+losses are compared bit by bit.
 """
 
 from __future__ import annotations
@@ -21,6 +18,7 @@ from dynoffload.doctor import Tiers, measure_tiers
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import write_json
 from dynoffload.experiments.baselines.cgroup import LimitError, why_unavailable
+from dynoffload.experiments.comparing import Table, show
 from dynoffload.experiments.paged_rows import MAIN, ROWS, VARIANTS, Plan, Variant, measure_group
 from dynoffload.experiments.zoo import FUSED
 from dynoffload.memory.spill import default_spill_dir
@@ -126,23 +124,17 @@ def _tiers_json(tiers: Tiers) -> dict[str, float]:
 
 
 def _print(result: dict[str, Any], variants: Sequence[Variant]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(
-        title=f"MoE {result['preset']}, {result['tokens']} tokens per step, AdamW in fp32",
-        caption="medians of a step; the bound is the least time of any plan that makes updates in "
-        "forward; spread, of any plan at all",
-        title_justify="left",
-        caption_justify="left",
-    )
-    table.add_column("a step")
-    for variant in variants:
-        table.add_column(variant.key or MAIN, justify="right")
     rows = [_shown(result[variant.key] if variant.key else result) for variant in variants]
-    for header in dict.fromkeys(header for row in rows for header in row):
-        table.add_row(header, *(row.get(header, "–") for row in rows))
-    Console().print(table)
+    heads = list(dict.fromkeys(head for row in rows for head in row))
+    show(
+        Table(
+            f"MoE {result['preset']}, {result['tokens']} tokens per step, AdamW in fp32",
+            ["a step", *(variant.key or MAIN for variant in variants)],
+            [[head, *(row.get(head, "–") for row in rows)] for head in heads],
+        ),
+        "medians of a step; the bound is the least time of any plan that makes updates in forward; "
+        "spread, of any plan at all",
+    )
 
 
 def _shown(row: dict[str, Any]) -> dict[str, str]:

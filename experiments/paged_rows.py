@@ -1,9 +1,5 @@
 """The rows of the paging benchmark: a plain run, variants under a budget beside it, and swap.
 
-What it is: `measure_group`, which runs one plain training with every variant that shares its
-optimizer and tokens, each in a process and a cgroup of its own, and returns their numbers. What it
-is not: the choice of rows, or their presentation (`dynoffload.experiments.paged`).
-
 Headroom is declared before a variant runs within its limit: what a first run of the same kind took
 beyond what it had before and its budget, in a cgroup that only counts, and a margin.
 """

@@ -1,266 +1,297 @@
 """How well pilots predict block orders, over the whole zoo, on sources they have not seen.
 
-What it is: every network of the zoo whose steps differ is trained and recorded, at several seeds
-(of the weights, the samples, what is held out, and the pilots); each kind of pilot learns from
-three quarters of the sources and is scored on the rest beside the baselines it must beat; and each
-network is foretold by a model that learned from the others alone. Accuracy is 1 - Levenshtein
+Every network of the zoo whose steps differ is trained and recorded, at several seeds: of weights,
+samples, what is held out, and the pilots. Each kind of pilot learns from three quarters of the
+sources. It is scored on the rest, beside the baselines it must beat. Accuracy is 1 - Levenshtein
 distance / longer order, mean over samples.
-
-What it is not: a measure of what a prediction is worth (`dynoffload.experiments.pilot_benefit`).
-
-With ``--json PATH`` the figure is written beside it, as ``PATH`` with the suffix ``.svg``. Each
-case at each seed is a process of its own; with ``--keep DIR`` what it found stays, and a run that
-was ended goes on from there.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from functools import cache
-from itertools import islice
-from pathlib import Path
-from threading import Lock
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from dynoffload.errors import ConfigError
-from dynoffload.experiments import make_room, write_json
-from dynoffload.experiments.children import answer_of
-from dynoffload.experiments.pilot_accuracy_run import LEAST, Task
-from dynoffload.experiments.pilot_cases import CASES, Case, cases_named
-from dynoffload.experiments.pilot_verdicts import summary, verdicts
-from dynoffload.experiments.workers import WorkerError
-from dynoffload.pilot.labels import makers_version
+from dynoffload.experiments.comparing import Table
+from dynoffload.experiments.harness import Cell, Experiment, Row, option, table
+from dynoffload.experiments.pilot_cases import CASES, DATA, STRUCTURE
+from dynoffload.experiments.pilot_recording import record
+from dynoffload.experiments.pilot_scores import BASELINES, scores
 from dynoffload.pilot.models import KINDS
-from dynoffload.pilot.progress import Report, progress_bar
+from dynoffload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from dynoffload.experiments.zoo.building import ZooSample
+    from matplotlib.figure import Figure
 
-_THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-
-
-@contextlib.contextmanager
-def recorded(
-    case: Case, samples: int, lr: float, report: Report, keep: Path | None = None
-) -> Iterator[Path]:
-    """Yield a directory with the traces of ``samples`` training steps.
-
-    Args:
-        case: what to train.
-        samples: how many steps.
-        lr: learning rate; the routing of an MoE drifts by it, and pilots must live with that.
-        report: told how far it is.
-        keep: where the traces stay; by default they are removed.
-    """
-    import torch
-
-    import dynoffload
-    from dynoffload.experiments import zoo
-
-    model = zoo.build(case.network, case.preset)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
-    drawn = islice(zoo.samples(case.network, "train", **case.shape), samples)
-
-    def counted() -> Iterator[ZooSample]:
-        for number, sample in enumerate(drawn):
-            report(f"{case.key}: recording steps", number, samples)
-            yield sample
-
-    with contextlib.ExitStack() as stack:
-        folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        dynoffload.profile(model, counted(), out=folder, optimizer=optimizer, progress=False)
-        yield folder
-
-
-def run(
-    json_path: Path | None = None,
-    *,
-    only: tuple[str, ...] = (),
-    seeds: int = 3,
-    samples: int = 480,
-    kinds: tuple[str, ...] = KINDS,
-    jobs: int = 2,
-    keep: Path | None = None,
-    page: Path | None = None,
-) -> dict[str, Any]:
-    """Record, train and score.
-
-    Args:
-        json_path: the figure is written beside it.
-        only: the cases to run, by key; without it all.
-        seeds: how many, from 0.
-        samples: recorded steps of each case.
-        kinds: of pilots.
-        jobs: processes at a time, each of one thread.
-        keep: a directory in which each part's numbers stay, and the recordings; parts that this
-            code has left there are not run again.
-        page: a Markdown file to write.
-
-    Raises:
-        ConfigError: there is no such case or kind, a number is too small, or ``keep`` holds a part
-            that was run otherwise.
-        WorkerError: every part failed.
-    """
-    chosen = cases_named(only)
-    _check(seeds, samples, kinds, jobs)
-    if page is not None:
-        make_room(page, "--page")
-    with contextlib.ExitStack() as stack:
-        folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        folder.mkdir(parents=True, exist_ok=True)
-        report = stack.enter_context(progress_bar(True))
-        parts = [
-            _Part(f"{case.key}, seed {seed}", _task(folder, case, seed, samples, kinds))
-            for seed in range(seeds)
-            for case in chosen
-        ]
-        found, failed = _carry_out(parts, folder, jobs, report)
-        if not found:
-            raise WorkerError("no part could be run: " + "; ".join(failed.values()))
-    result = _result(chosen, parts, found, failed, samples)
-    _show(result, json_path, page)
-    return result
-
-
-def _check(seeds: int, samples: int, kinds: Sequence[str], jobs: int) -> None:
-    """Refuse what cannot be run, before anything is."""
-    if seeds < 1 or jobs < 1:
-        raise ConfigError(f"seeds={seeds} and jobs={jobs} must be at least 1")
-    if samples < LEAST:
-        raise ConfigError(f"samples={samples} are too few to learn from: at least {LEAST}")
-    unknown = [kind for kind in kinds if kind not in KINDS]
-    if unknown or not kinds:
-        raise ConfigError(f"there is no kind of pilot {unknown}; there are {', '.join(KINDS)}")
+_LEAST = 16  # samples of a network
+STRUCTURE_ORDER, STRUCTURE_WHOLE = 0.99, 0.95
+"""What is asked where the sample shows the structure: of block-order accuracy as the pilot steers,
+and of the share of whole orders that are right."""
+DATA_ORDER, DATA_AHEAD = 0.90, 0.97
+"""What is asked where the path follows from what the network computes: at the start of the step,
+and one block ahead."""
+LATENCY_S, ARTIFACT_BYTES = 1e-3, 5_000_000
+"""What one prediction may take, and what a stored pilot may."""
+_ORDER = ("steering", "block_order_accuracy")
+_NUMBERS = {
+    "order": _ORDER,
+    "whole_order": ("steering", "whole_order"),
+    "by_bytes": ("steering", "byte_weighted"),
+    "alone": ("block_order_accuracy",),
+    "one_ahead": ("one_ahead",),
+    "latency_s": ("latency_s",),
+    "artifact_bytes": ("artifact_bytes",),
+    "training_s": ("training_s",),
+}
+"""Number of the chosen kind -> where its scores have it."""
+_ASKED = {
+    STRUCTURE: f"structure that the sample shows: order at least {STRUCTURE_ORDER:.0%} and whole "
+    f"order at least {STRUCTURE_WHOLE:.0%}",
+    DATA: f"decided by what the network computes: order at least {DATA_ORDER:.0%} at the start and "
+    f"{DATA_AHEAD:.0%} one block ahead, with routers' decisions known",
+    "beats_baselines": "better than every baseline, before the first operator and at each seed, "
+    "where there is more than one path",
+    "costs": f"the median prediction at most {format_seconds(LATENCY_S)}, stored in at most "
+    f"{ARTIFACT_BYTES / 1e6:.0f} MB",
+}
+_SHADES = {"last_order": "fault", "most_frequent": "rss", "recorded_order": "evict"}
 
 
 @dataclass(frozen=True)
-class _Part:
-    """What one process does, and what messages call it."""
+class Params:
+    """What is scored."""
 
-    name: str
-    task: Task
+    only: tuple[str, ...] = option((), "networks, by key; all by default")
+    seeds: int = option(3, "how many, from 0")
+    samples: int = option(480, "recorded steps of each network, fewer where one takes long")
+    kinds: tuple[str, ...] = option(KINDS, "of pilots")
 
-    @property
-    def file(self) -> str:
-        """The name of the file of what it found."""
-        return f"{self.task.case}-{self.task.samples}-{self.task.seed}.scores.json"
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What its numbers depend on, beside what the file's name says."""
-        case = CASES[self.task.case]
+class PilotAccuracy(Experiment[Params]):
+    """A case is a network at a seed, in a process of its own."""
+
+    parameters = Params
+    isolated = True
+    one_thread = True
+    height = 7.0
+
+    def cases(self) -> Mapping[str, tuple[str, int]]:
+        own = self.params
+        for name, names, known in (("network", own.only, CASES), ("kind", own.kinds, KINDS)):
+            if unknown := [one for one in names if one not in known]:
+                raise ConfigError(f"there is no {name} {unknown}; there are {', '.join(known)}")
+        if not own.kinds:
+            raise ConfigError(f"no kind of pilot is given; there are {', '.join(KINDS)}")
+        if own.seeds < 1 or own.samples < _LEAST:
+            raise ConfigError(
+                f"seeds={own.seeds} and samples={own.samples} are too few: take at least 1 and "
+                f"{_LEAST}"
+            )
         return {
-            "case": asdict(case),
-            "kinds": list(self.task.kinds),
-            "code": _code(),
+            f"{key}, seed {seed}": (key, seed)
+            for seed in range(own.seeds)
+            for key in own.only or CASES
         }
 
+    def run(self, case: tuple[str, int]) -> Row:
+        key, seed = case
+        one = CASES[key]
+        samples = max(_LEAST, round(one.share * self.params.samples))
+        found = scores(record(one, samples, seed), seed, self.params.kinds)
+        return {"network": key, "seed": seed, **found}
 
-@cache
-def _code() -> str:
-    """Return a digest of the code that traces, labels and pilots are made by."""
-    from dynoffload import pilot
+    def summary(self, rows: Sequence[Row]) -> dict[str, Any]:
+        networks = {
+            key: judged(CASES[key].origin, [row for row in rows if row["network"] == key])
+            for key in dict.fromkeys(row["network"] for row in rows)
+        }
+        return {"networks": networks, "asked": asked(networks)}
 
-    digest = hashlib.sha256(makers_version().encode())
-    for folder in pilot.__path__:
-        for file in sorted(Path(folder).glob("*.py")):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
+    def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
+        found = result["summary"]
+        rows = [{"key": key, **one} for key, one in found["networks"].items()]
+        parts: list[Table | str] = [
+            table("accuracy", _ACCURACY, rows, words=("pilot", "asked")),
+            table("more samples, other moments, costs", _BESIDE, rows),
+        ]
+        for key, text in _ASKED.items():
+            one = found["asked"][key]
+            missed = ", ".join(CASES[network].title for network in one["missed"])
+            where = f"; not: {missed}" if missed else ""
+            parts.append(f"{text}: {one['held']} of {one['networks']}{where}")
+        return parts
 
-
-def _task(folder: Path, case: Case, seed: int, samples: int, kinds: Sequence[str]) -> Task:
-    recording = folder / f"{case.key}-{samples}-{seed}-{makers_version()[:12]}.recording"
-    return Task(case.key, seed, samples, str(recording.resolve()), kinds)
-
-
-def _carry_out(
-    parts: Sequence[_Part], folder: Path, jobs: int, report: Report
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what each part found, by its name, and why the others did not."""
-    found: dict[str, Any] = {}
-    failed: dict[str, str] = {}
-    done, lock = 0, Lock()
-
-    def carry_out(part: _Part) -> None:
-        nonlocal done
-        try:
-            answer = _kept(part, folder)
-        except WorkerError as error:
-            with lock:
-                failed[part.name] = str(error)
-        else:
-            with lock:
-                found[part.name] = answer
-        with lock:
-            done += 1
-            report(f"{part.name}: done", done, len(parts))
-
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(carry_out, parts))
-    return found, failed
-
-
-def _kept(part: _Part, folder: Path) -> dict[str, Any]:
-    """Return what a part found: now, or in a run before.
-
-    Raises:
-        ConfigError: it was run with other settings, or by other code.
-        WorkerError: it failed.
-    """
-    path = folder / part.file
-    if path.exists():
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept["settings"] != json.loads(json.dumps(part.settings)):
-            raise ConfigError(
-                f"{path} is of a run with other settings, or by other code ({kept['settings']}): "
-                "name another directory for --keep, or remove the file"
+    def draw(self, figure: Figure, color: Mapping[str, str], result: Mapping[str, Any]) -> None:
+        networks = result["summary"]["networks"]
+        shown = {
+            **{
+                name.replace("_", " "): (
+                    shade,
+                    [one["baselines"][name] for one in networks.values()],
+                )
+                for name, shade in _SHADES.items()
+            },
+            "pilot, at the start": ("plan", [one["pilot"]["order"] for one in networks.values()]),
+            "decision known": (
+                "optimizer",
+                [one["pilot"]["one_ahead"] for one in networks.values()],
+            ),
+        }
+        axes = figure.subplots()
+        for (label, (shade, spreads)), mark in zip(shown.items(), "vs^oD", strict=True):
+            means = [one["mean"] for one in spreads]
+            off = [
+                [abs(one[end] - one["mean"]) for one in spreads]  # over the seeds
+                for end in ("min", "max")
+            ]
+            axes.errorbar(
+                means,
+                range(len(means)),
+                xerr=off,
+                fmt=mark,
+                color=color[shade],
+                markersize=4.5,
+                linewidth=1,
+                label=label,
             )
-        answer: dict[str, Any] = kept["found"]
-        return answer
-    answer = answer_of("pilot_accuracy_run", part.task, part.name, environment=_THREADS)
-    write_json(path, {"settings": part.settings, "found": answer})
-    return answer
+        axes.set_yticks(range(len(networks)), [CASES[key].title for key in networks])
+        axes.invert_yaxis()
+        axes.grid(visible=True, axis="both")
+        axes.set_xlim(-0.02, 1.02)
+        axes.set_xlabel("block-order accuracy on held-out samples")
+        figure.legend(loc="outside upper center", ncols=5, frameon=False)
 
 
-def _result(
-    chosen: Sequence[Case],
-    parts: Sequence[_Part],
-    found: Mapping[str, Any],
-    failed: Mapping[str, str],
-    samples: int,
-) -> dict[str, Any]:
-    """Return all numbers, with their means, spreads and verdicts."""
-    cases: dict[str, Any] = {}
-    for case in chosen:
-        mine = [part for part in parts if part.task.case == case.key and part.name in found]
-        if mine:
-            of_seeds = [found[part.name] for part in mine]
-            cases[case.key] = {
-                **asdict(case),
-                "summary": summary(case.origin, of_seeds),
-                "seeds": {str(p.task.seed): one for p, one in zip(mine, of_seeds, strict=True)},
-            }
+def judged(origin: str, seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a network's numbers over its seeds, each as mean, least and most, and its verdicts.
+
+    Args:
+        origin: of the network's dynamism.
+        seeds: what `dynoffload.experiments.pilot_scores.scores` returned, at least one.
+    """
+    chosen = [one["kinds"][one["chosen"]] for one in seeds]
+    kinds = [kind for kind in seeds[0]["kinds"] if all(kind in one["kinds"] for one in seeds)]
+    orders = {kind: fmean(_at(one["kinds"][kind], _ORDER) for one in seeds) for kind in kinds}
+    best = max(orders, key=lambda kind: orders[kind], default=None)
+    pilot = {key: _spread(_at(one, path) for one in chosen) for key, path in _NUMBERS.items()}
+    whole, ahead = (
+        fmean(_at(one, _NUMBERS[key]) for one in chosen) for key in ("whole_order", "one_ahead")
+    )
+    order = fmean(_at(one, _ORDER) for one in chosen)
+    if origin == STRUCTURE:
+        reached = order >= STRUCTURE_ORDER and whole >= STRUCTURE_WHOLE
+    else:
+        reached = order >= DATA_ORDER and ahead >= DATA_AHEAD
+    beats = [
+        _at(own, _ORDER) > max(one["baselines"][name]["block_order_accuracy"] for name in BASELINES)
+        for one, own in zip(seeds, chosen, strict=True)
+    ]
     return {
-        "samples": samples,
-        "seeds": len({part.task.seed for part in parts}),
-        "cases": cases,
-        "failed": dict(failed),
-        "verdicts": verdicts(cases),
+        "chosen": [one["chosen"] for one in seeds],
+        "paths": _spread(one["paths"] for one in seeds),
+        "pilot": pilot,
+        "best_kind": None if best is None else {"kind": best, "order": orders[best]},
+        "baselines": {
+            name: _spread(one["baselines"][name]["block_order_accuracy"] for one in seeds)
+            for name in BASELINES
+        },
+        "curve": [
+            {
+                "samples": fmean(one["samples"] for one in points),
+                "order": _spread(_at(one, _ORDER) for one in points),
+            }
+            for points in zip(*(one["curve"] for one in seeds), strict=True)
+        ],
+        "again": {
+            key: _spread(
+                one["again"][key]["block_order_accuracy"] for one in seeds if one["again"][key]
+            )
+            for key in ("near", "far")
+        },
+        "reached": reached,
+        "beats_baselines": all(beats) if max(one["paths"] for one in seeds) > 1 else None,
+        "costs": max(one["latency_s"] for one in chosen) <= LATENCY_S
+        and max(one["artifact_bytes"] for one in chosen) <= ARTIFACT_BYTES,
     }
 
 
-def _show(result: Mapping[str, Any], json_path: Path | None, page: Path | None) -> None:
-    from dynoffload.experiments.pilot_accuracy_views import page_of, show, write_figure
+def asked(networks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return for how many networks what is asked holds, and for which it does not."""
+    held: dict[str, dict[str, bool]] = {
+        origin: {
+            key: one["reached"] for key, one in networks.items() if CASES[key].origin == origin
+        }
+        for origin in (STRUCTURE, DATA)
+    }
+    for what in ("beats_baselines", "costs"):
+        held[what] = {key: one[what] for key, one in networks.items() if one[what] is not None}
+    return {
+        what: {
+            "networks": len(found),
+            "held": sum(found.values()),
+            "missed": [key for key, one in found.items() if not one],
+        }
+        for what, found in held.items()
+    }
 
-    show(result)
-    figure = None if json_path is None else json_path.with_suffix(".svg")
-    if figure is not None:
-        write_figure(result, figure)
-    if page is not None:
-        page.write_text(page_of(result, "" if figure is None else figure.name), encoding="utf-8")
+
+def _at(found: Mapping[str, Any], path: Iterable[str]) -> Any:
+    value: Any = found
+    for key in path:
+        value = value[key]
+    return value
+
+
+def _spread(values: Iterable[float | None]) -> dict[str, float] | None:
+    """Return mean, least and most; None where there is no number."""
+    there = [value for value in values if value is not None]
+    return {"mean": fmean(there), "min": min(there), "max": max(there)} if there else None
+
+
+def _share(found: Mapping[str, float] | None) -> str:
+    """Return a mean share in percent, with half of its range over the seeds where there is one."""
+    if found is None:
+        return "–"
+    half = (found["max"] - found["min"]) / 2
+    return f"{found['mean']:.1%}" + (f" ±{100 * half:.1f}" if half > 5e-4 else "")
+
+
+def _asked(row: Mapping[str, Any]) -> str:
+    lost = ", no better than a baseline at some seed" if row["beats_baselines"] is False else ""
+    return ("reached" if row["reached"] else "missed") + lost
+
+
+def _best(row: Mapping[str, Any]) -> str:
+    best = row["best_kind"]
+    return "–" if best is None else f"{best['kind']} {best['order']:.1%}"
+
+
+_ACCURACY: dict[str, Cell] = {
+    "network": lambda row: CASES[row["key"]].title,
+    "pilot": lambda row: "/".join(dict.fromkeys(row["chosen"])),
+    "paths": lambda row: f"{row['paths']['mean']:.0f}",
+    "order": lambda row: _share(row["pilot"]["order"]),
+    "whole order": lambda row: _share(row["pilot"]["whole_order"]),
+    "by bytes": lambda row: _share(row["pilot"]["by_bytes"]),
+    "alone": lambda row: _share(row["pilot"]["alone"]),
+    "decision known": lambda row: _share(row["pilot"]["one_ahead"]),
+    "last order": lambda row: _share(row["baselines"]["last_order"]),
+    "most frequent": lambda row: _share(row["baselines"]["most_frequent"]),
+    "recorded order": lambda row: _share(row["baselines"]["recorded_order"]),
+    "best kind": _best,
+    "asked": _asked,
+}
+_BESIDE: dict[str, Cell] = {
+    "network": lambda row: CASES[row["key"]].title,
+    "1/8": lambda row: f"{row['curve'][0]['order']['mean']:.1%}",
+    "1/4": lambda row: f"{row['curve'][1]['order']['mean']:.1%}",
+    "1/2": lambda row: f"{row['curve'][2]['order']['mean']:.1%}",
+    "all": lambda row: f"{row['curve'][3]['order']['mean']:.1%}",
+    "itself, nearer": lambda row: _share(row["again"]["near"]),
+    "itself, farther": lambda row: _share(row["again"]["far"]),
+    "prediction": lambda row: format_seconds(row["pilot"]["latency_s"]["max"]),
+    "stored": lambda row: format_bytes(int(row["pilot"]["artifact_bytes"]["max"])),
+    "training": lambda row: format_seconds(row["pilot"]["training_s"]["mean"]),
+}

@@ -1,13 +1,10 @@
 """What a prediction is worth: waiting, waste and time in real runs at an eighth of the footprint.
 
-What it is: dynamic networks trained on files that their pilot has not seen, plain and under one
-eighth of what they take (more where one update alone takes more), on demand, by the order recorded
-first, by the last order, by the pilot, and by a clairvoyant that knows what will run, in processes
-that take turns on the same samples. The first steps, in which a session that waits long tries
-whether prefetch pays (`dynoffload.runtime.migration.gates`), are not measured; in how many of those
-that are nothing was fetched ahead is told.
-
-What it is not: the pilot's score, which `dynoffload.experiments.pilot_accuracy` takes.
+Dynamic networks train on files that their pilot has not seen: plain, on demand, by the order
+recorded first, by the last order, by the pilot, and by a clairvoyant, which knows what will run.
+Their processes take turns on the same samples. The budget is an eighth of what they take, more
+where one update alone takes more. The first steps are not measured: a session tries then whether
+prefetch pays (`dynoffload.runtime.migration.gates`).
 """
 
 from __future__ import annotations
@@ -15,18 +12,19 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from dynoffload.errors import ConfigError
-from dynoffload.experiments import make_room
 from dynoffload.experiments.baselines import REPLAY
-from dynoffload.experiments.harness import turns
-from dynoffload.experiments.pilot_accuracy import recorded
-from dynoffload.experiments.pilot_benefit_views import show, write_figure, write_page
+from dynoffload.experiments.comparing import Table
+from dynoffload.experiments.harness import Cell, Experiment, Row, option, table, turns
 from dynoffload.experiments.pilot_cases import Case
+from dynoffload.experiments.pilot_recording import recorded
 from dynoffload.experiments.trainer import BUDGETED, Spec
 from dynoffload.experiments.workers import (
     Worker,
@@ -36,10 +34,34 @@ from dynoffload.experiments.workers import (
     median_stat,
     worker,
 )
-from dynoffload.pilot.progress import Report, progress_bar
 from dynoffload.runtime.migration.gates import SETTLING, TRIED, WATCHED
+from dynoffload.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _LEAD = 1
+_LR = 3e-4
+_MODEL = "lightgbm"  # kind of pilot
+SHARE = 0.125
+"""Of the footprint, that a budget is."""
+WARMUP = SETTLING + WATCHED + SETTLING + TRIED + SETTLING
+"""Steps until the first trial of prefetch is over, if there is one."""
+ASKED: dict[str, tuple[float, str]] = {
+    "stall_over_on_demand": (0.25, "stall over on demand"),
+    "stall_over_recorded": (0.5, "stall over recorded"),
+    "step_over_clairvoyant": (1.05, "step over clairvoyant"),
+    "wasted": (0.10, "wasted prefetch"),
+}
+"""The most that each ratio of the pilot's run is asked to be, and what tables call it."""
+
+_SHADES = {
+    "on_demand": "fault",
+    "recorded": "evict",
+    "repeat": "rss",
+    "pilot": "plan",
+    "clairvoyant": "optimizer",
+}
 
 
 @dataclass(frozen=True)
@@ -61,14 +83,23 @@ POLICIES: dict[str, Policy] = {
 }
 """By the key of the JSON."""
 
-WARMUP = SETTLING + WATCHED + SETTLING + TRIED + SETTLING
-"""Steps until the first trial of prefetch is over, if there is one."""
-SHARE = 0.125
-"""Of the footprint, that a budget is."""
+
+@dataclass(frozen=True)
+class Params:
+    """What is compared."""
+
+    only: tuple[str, ...] = option((), "networks, by key; all by default")
+    size: str = option("small", "preset of the networks: tiny or small")
+    samples: int = option(160, "recorded steps that a pilot learns from")
+    steps: int = option(40, "measured steps of each run, at least")
+    warmup: int = option(WARMUP, "steps before them")
+    per_turn: int = option(4, "measured steps of a turn")
+    share: float = option(SHARE, "of the footprint that a budget is, at least")
+    spill_dir: Path | None = option(None, "where the spill files lie", place=True)
 
 
-def cases(size: str) -> dict[str, tuple[Case, float, int]]:
-    """Return the cases by key, each with its least share of the footprint, and its threads.
+def networks(size: str) -> dict[str, tuple[Case, float, int]]:
+    """Return the networks by key, each with its least share of the footprint, and its threads.
 
     oneDNN's convolutions with several threads are not the same from one run of plain PyTorch to the
     next, so nothing could be compared with them: networks of convolutions get one thread.
@@ -89,94 +120,154 @@ def cases(size: str) -> dict[str, tuple[Case, float, int]]:
     return {case.key: (case, share, threads) for case, share, threads in found}
 
 
-def run(
-    json_path: Path | None = None,
-    *,
-    only: tuple[str, ...] = (),
-    size: str = "small",
-    samples: int = 240,
-    steps: int = 24,
-    warmup: int = WARMUP,
-    per_turn: int = 4,
-    share: float = SHARE,
-    lr: float = 3e-4,
-    model: str = "lightgbm",
-    page: Path | None = None,
-    spill_dir: Path | None = None,
-) -> dict[str, Any]:
-    """Record, train the pilots, and run each case.
+class PilotBenefit(Experiment[Params]):
+    """A case is a network with its pilot and a budget."""
 
-    Args:
-        json_path: the figure is written beside it.
-        only: which cases; without it all.
-        size: preset of the networks: ``tiny`` or ``small``.
-        samples: recorded steps that a pilot learns from.
-        steps: measured steps of each run, at least.
-        warmup: steps before them.
-        per_turn: measured steps of a turn.
-        share: of the footprint that a budget is, at least; some networks take more.
-        lr: learning rate.
-        model: kind of pilot.
-        page: a Markdown file to write.
-        spill_dir: where the spill files lie.
+    parameters = Params
+    height = 7.4
 
-    Raises:
-        ConfigError: there is no such case.
-    """
-    known = cases(size)
-    if unknown := [name for name in only if name not in known]:
-        raise ConfigError(f"no case is named {unknown}; there are {', '.join(known)}")
-    if page is not None:
-        make_room(page, "--page")
-    told = {"size": size, "samples": samples, "model": model, "steps": steps, "warmup": warmup}
-    result: dict[str, Any] = {**told, "only": list(only), "cases": {}}
-    with progress_bar(True) as report:
-        for case, least, threads in (known[name] for name in only or known):
-            part = max(share, least)
-            with contextlib.ExitStack() as stack:
-                scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-                pilot = scratch / "case.pilot"
-                footprint_bytes = _prepare(case, samples, lr, model, pilot, report)
-                spec = Spec(
-                    case.network,
-                    case.preset,
-                    shape=case.shape,
-                    split="held-out",
-                    data_seed=1,
-                    lr=lr,
-                    budget=int(part * footprint_bytes),
-                    threads=threads,
-                    spill_dir=None if spill_dir is None else str(spill_dir),
+    def cases(self) -> Mapping[str, tuple[Case, float, int]]:
+        known = networks(self.params.size)
+        if unknown := [name for name in self.params.only if name not in known]:
+            raise ConfigError(f"no case is named {unknown}; there are {', '.join(known)}")
+        return {name: known[name] for name in self.params.only or known}
+
+    def run(self, case: tuple[Case, float, int]) -> Row:
+        one, least, threads = case
+        share = max(self.params.share, least)
+        with tempfile.TemporaryDirectory() as folder:
+            pilot = Path(folder) / "case.pilot"
+            footprint = self._prepare(one, pilot)
+            directory = self.params.spill_dir
+            spec = Spec(
+                one.network,
+                one.preset,
+                shape=one.shape,
+                split="held-out",
+                data_seed=1,
+                lr=_LR,
+                budget=int(share * footprint),
+                threads=threads,
+                spill_dir=None if directory is None else str(directory),
+            )
+            return {
+                "title": one.title,
+                "share": share,
+                "footprint_bytes": footprint,
+                "budget_bytes": spec.budget,
+                **self._compare(one, spec, pilot),
+            }
+
+    def _prepare(self, case: Case, path: Path) -> int:
+        """Train a pilot into ``path`` and return the footprint of a step, the largest recorded."""
+        from dynoffload.pilot.train import train_pilot
+        from dynoffload.planning.footprint import footprint
+        from dynoffload.profiler import load_trace, trace_files
+
+        with recorded(case, self.params.samples, _LR, self.report) as traces:
+            self.report(f"{case.key}: learning a pilot")
+            train_pilot(traces, model=_MODEL, progress=False).pilot.save(path)
+            found = trace_files(traces)
+            # Optimizer state appears with a parameter's first gradient: late steps have most.
+            return max(footprint(load_trace(trace)).total for trace in found[-32:])
+
+    def _compare(self, case: Case, spec: Spec, pilot: Path) -> dict[str, Any]:
+        """Return the numbers of all runs of one case."""
+        per_turn, warmup = self.params.per_turn, self.params.warmup
+        rounds = -(-self.params.steps // per_turn)
+        each = warmup + rounds * (_LEAD + per_turn)
+        orders, watched = self._looked_ahead(case, spec, each)
+        with contextlib.ExitStack() as stack:
+
+            def started(key: str, policy: Policy) -> _Run:
+                own = replace(
+                    spec,
+                    mode=BUDGETED,
+                    config=policy.config,
+                    baseline=policy.baseline,
+                    pilot=str(pilot) if policy.piloted else None,
+                    clairvoyant=policy.clairvoyant,
                 )
-                rounds = -(-steps // per_turn)
-                found = _compare(case, spec, pilot, warmup, rounds, per_turn, report)
-                result["cases"][case.key] = {
-                    "title": case.title,
-                    "share": part,
-                    "footprint_bytes": footprint_bytes,
-                    "budget_bytes": spec.budget,
-                    **found,
-                }
-    show(result)
-    if json_path is not None:
-        write_figure(result, json_path.with_suffix(".svg"))
-    if page is not None:
-        write_page(result, page, json_path)
-    return result
+                one = stack.enter_context(worker(key, own))
+                return _Run(one, iter(orders) if policy.clairvoyant else None)
 
+            plain = _Run(stack.enter_context(worker("plain", spec)))
+            runs = {key: started(key, policy) for key, policy in POLICIES.items()}
+            stepping = turns(
+                [plain, *runs.values()],
+                warmup=warmup,
+                rounds=rounds,
+                per_turn=per_turn,
+                lead=_LEAD,
+            )
+            for number, (run, measured) in enumerate(stepping):
+                self.report(f"{case.key}: {run.worker.name}", number, (1 + len(runs)) * each)
+                run.step(measured=measured)
+            numbers: dict[str, Any] = {"plain": {"step_s": median_seconds(plain.worker.measured)}}
+            numbers |= {key: _numbers(plain.worker, ran.worker) for key, ran in runs.items()}
+            return {
+                "paths": len({tuple(order) for order in orders}),
+                "steps": each,
+                "largest_update_bytes": _largest_update(case, orders),
+                "repeatable": losses_equal(plain.worker, watched),
+                "runs": numbers,
+            }
 
-def _prepare(case: Case, samples: int, lr: float, model: str, path: Path, report: Report) -> int:
-    """Train a pilot into ``path`` and return the footprint of a step, the largest recorded."""
-    from dynoffload.pilot.train import train_pilot
-    from dynoffload.planning.footprint import footprint
-    from dynoffload.profiler import load_trace, trace_files
+    def _looked_ahead(self, case: Case, spec: Spec, steps: int) -> tuple[list[list[str]], Worker]:
+        """Return what each step visits, and the plain run that told, of which no time is taken."""
+        orders = []
+        with worker("watched", replace(spec, watched=True)) as watched:
+            for number in range(steps):
+                self.report(f"{case.key}: looking ahead", number, steps)
+                orders.append(watched.step()["visited"])
+        return orders, watched
 
-    with recorded(case, samples, lr, report) as traces:
-        report(f"{case.key}: learning a pilot")
-        train_pilot(traces, model=model, progress=False).pilot.save(path)
-        found = trace_files(traces)
-        # The optimizer's state appears with a parameter's first gradient: late steps have most.
-        return max(footprint(load_trace(trace)).total for trace in found[-32:])
+    def summary(self, rows: Sequence[Row]) -> dict[str, Any]:
+        return {row["case"]: ratios(row) for row in rows}
+
+    def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
+        rows, every = result["rows"], result["summary"]
+        runs = [
+            {**row, "run": key, **row["runs"][key]} for row in rows for key in ("plain", *POLICIES)
+        ]
+        beside = [{**row, **every[row["case"]]} for row in rows]
+        parts: list[Table | str] = [
+            table("the pilot against the others", _RATIOS, beside),
+            table("runs", _RUNS, runs, words=("run", "losses")),
+        ]
+        for key, (most, title) in ASKED.items():
+            known = [row for row in beside if row[key] is not None]
+            missed = [row["title"] for row in known if row[key] > most]
+            where = f"; missed: {', '.join(missed)}" if missed else ""
+            parts.append(f"{title} ≤ {most:g}: {len(known) - len(missed)} of {len(known)}{where}")
+        return parts
+
+    def draw(self, figure: Figure, color: Mapping[str, str], result: Mapping[str, Any]) -> None:
+        rows = result["rows"]
+        thick = 0.8 / len(_SHADES)
+        panels = figure.subplots(1, 2, sharey=True)
+        labels = {
+            "stall_total_s": "stall over on demand, sums",
+            "step_s": "step over on demand, medians",
+        }
+        for axes, (what, label) in zip(panels, labels.items(), strict=True):
+            for number, (key, shade) in enumerate(_SHADES.items()):
+                runs = [row["runs"] for row in rows]
+                axes.barh(
+                    [place + (number - 2) * thick for place in range(len(rows))],
+                    [one[key][what] / (one["on_demand"][what] or 1.0) for one in runs],
+                    height=thick,
+                    color=color[shade],
+                    label=key.replace("_", " "),
+                )
+            axes.set_xlabel(label)
+            axes.grid(visible=True, axis="x")
+        panels[0].set_yticks(range(len(rows)), [row["title"] for row in rows])
+        panels[0].invert_yaxis()
+        most = ASKED["stall_over_on_demand"][0]
+        panels[0].axvline(most, color=color["budget"], linewidth=1, zorder=0)
+        handles, names = panels[0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside upper center", ncols=5, frameon=False)
 
 
 @dataclass(frozen=True)
@@ -192,64 +283,6 @@ class _Run:
         self.worker.step(*order, measured=measured)
 
 
-def _compare(
-    case: Case,
-    spec: Spec,
-    pilot: Path,
-    warmup: int,
-    rounds: int,
-    per_turn: int,
-    report: Report,
-) -> dict[str, Any]:
-    """Return the numbers of all runs of one case."""
-    each = warmup + rounds * (_LEAD + per_turn)
-    orders, watched = _looked_ahead(case, spec, each, report)
-    with contextlib.ExitStack() as stack:
-        report(f"{case.key}: starting", 0, None)
-
-        def started(key: str, policy: Policy) -> _Run:
-            own = replace(
-                spec,
-                mode=BUDGETED,
-                config=policy.config,
-                baseline=policy.baseline,
-                pilot=str(pilot) if policy.piloted else None,
-                clairvoyant=policy.clairvoyant,
-            )
-            one = stack.enter_context(worker(key, own))
-            return _Run(one, iter(orders) if policy.clairvoyant else None)
-
-        plain = _Run(stack.enter_context(worker("plain", spec)))
-        runs = {key: started(key, policy) for key, policy in POLICIES.items()}
-        total = (1 + len(runs)) * each
-        done = 0
-
-        def tell(stepped: _Run) -> None:
-            nonlocal done
-            done += 1
-            report(f"{case.key}: {stepped.worker.name}", done, total)
-
-        for run, measured in turns(
-            [plain, *runs.values()],
-            warmup=warmup,
-            rounds=rounds,
-            per_turn=per_turn,
-            lead=_LEAD,
-        ):
-            run.step(measured=measured)
-            tell(run)
-        numbers: dict[str, Any] = {"plain": {"step_s": median_seconds(plain.worker.measured)}}
-        for key, ran in runs.items():
-            numbers[key] = _numbers(plain.worker, ran.worker)
-        return {
-            "paths": len({tuple(order) for order in orders}),
-            "steps": each,
-            "largest_update_bytes": _largest_update(case, orders),
-            "repeatable": losses_equal(plain.worker, watched),
-            "runs": numbers,
-        }
-
-
 def _largest_update(case: Case, orders: Iterable[Iterable[str]]) -> int:
     """Return what the largest update of one visited module uses at once, in bytes: weights,
     gradients and the two moments of AdamW."""
@@ -259,18 +292,6 @@ def _largest_update(case: Case, orders: Iterable[Iterable[str]]) -> int:
     visited = {path for order in orders for path in order}
     weights = (modules[path].parameters(recurse=False) for path in visited)
     return 4 * max(sum(int(p.nbytes) for p in own) for own in weights)
-
-
-def _looked_ahead(
-    case: Case, spec: Spec, steps: int, report: Report
-) -> tuple[list[list[str]], Worker]:
-    """Return what each step visits, and the plain run that told, of which no time is taken."""
-    orders = []
-    with worker("watched", replace(spec, watched=True)) as watched:
-        for number in range(steps):
-            report(f"{case.key}: looking ahead", number, steps)
-            orders.append(watched.step()["visited"])
-    return orders, watched
 
 
 def _numbers(plain: Worker, ran: Worker) -> dict[str, Any]:
@@ -292,3 +313,116 @@ def _numbers(plain: Worker, ran: Worker) -> dict[str, Any]:
         "losses_equal": losses_equal(plain, ran),
         "steps": len(steps),
     }
+
+
+# What comes of it
+
+
+def ratios(case: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the pilot's run is compared by; None where there is nothing to divide by.
+
+    Times are medians over steps, or medians of ratios on the same sample. Stalls are sums over all
+    steps, by which the aims were set.
+    """
+    runs = case["runs"]
+    pilot = runs["pilot"]
+
+    def stalls(key: str, run: Mapping[str, Any] = pilot) -> float | None:
+        stalled: float = runs[key]["stall_total_s"]
+        return run["stall_total_s"] / stalled if stalled else None
+
+    over = {key: paired(pilot, runs[key]) for key in ("repeat", "on_demand")}
+    clairvoyant = paired(pilot, runs["clairvoyant"], both=True)
+    fetched = pilot["prefetched_bytes"]
+    return {
+        "step_over_plain": pilot["step_s"] / runs["plain"]["step_s"],
+        **{f"step_over_{key}": None if one is None else one[0] for key, one in over.items()},
+        "step_over_clairvoyant": None if clairvoyant is None else clairvoyant[0],
+        "step_over_clairvoyant_range": None if clairvoyant is None else clairvoyant[1:],
+        **{f"stall_over_{key}": stalls(key) for key in ("repeat", "on_demand", "recorded")},
+        "clairvoyant_stall_over_on_demand": stalls("on_demand", runs["clairvoyant"]),
+        "wasted": pilot["wasted_bytes"] / fetched if fetched else None,
+        "largest_update": case["largest_update_bytes"] / case["budget_bytes"],
+    }
+
+
+def paired(
+    run: dict[str, Any], other: dict[str, Any], *, both: bool = False
+) -> tuple[float, float, float] | None:
+    """Return how much longer the steps of one run took, each over the other's on the same sample.
+
+    Args:
+        run: the one.
+        other: the other.
+        both: leave out the samples on which one of them fetched nothing ahead, as in a trial.
+
+    Returns:
+        The median, which samples of many sizes leave alone, and the range in which nine of ten
+        medians lie when the samples are drawn anew (bootstrap); None if all are left out.
+    """
+    ratios = np.array(run["each_step_s"]) / np.array(other["each_step_s"])
+    if both:
+        ahead = np.array(run["each_prefetched"]) * np.array(other["each_prefetched"], float)
+        ratios = ratios[ahead > 0]
+    if not len(ratios):
+        return None
+    drawn = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
+    low, high = np.quantile(np.median(drawn, axis=1), (0.05, 0.95))
+    return float(np.median(ratios)), float(low), float(high)
+
+
+def _ratio(key: str) -> Cell:
+    """Return the text of a ratio, with its range, and whether its aim was missed."""
+
+    def text(row: Mapping[str, Any]) -> str:
+        if row[key] is None:
+            return "–"
+        around = row.get(f"{key}_range")
+        within = "" if around is None else f" [{around[0]:.2f}, {around[1]:.2f}]"
+        missed = key in ASKED and row[key] > ASKED[key][0]
+        return f"{row[key]:.2f}{within}" + (" (missed)" if missed else "")
+
+    return text
+
+
+def _wasted(row: Mapping[str, Any]) -> str:
+    fetched = row.get("prefetched_bytes")
+    return f"{row['wasted_bytes'] / fetched:.1%}" if fetched else "–"
+
+
+def _unfetched(row: Mapping[str, Any]) -> str:
+    if row["run"] in ("plain", "on_demand"):
+        return "–"
+    return f"{row['steps_on_demand']} of {row['runs'][row['run']]['steps']}"
+
+
+def _losses(row: Mapping[str, Any]) -> str:
+    if row["run"] == "plain":
+        return "–"
+    if not row["repeatable"]:
+        return "plain differs from plain"
+    return "equal" if row["losses_equal"] else "NOT EQUAL"
+
+
+_RATIOS: dict[str, Cell] = {
+    "network": lambda row: row["title"],
+    "step over plain": _ratio("step_over_plain"),
+    "step over repeat-last": _ratio("step_over_repeat"),
+    "step over on demand": _ratio("step_over_on_demand"),
+    "stall over repeat-last": _ratio("stall_over_repeat"),
+    "clairvoyant's stall over on demand": _ratio("clairvoyant_stall_over_on_demand"),
+    **{title: _ratio(key) for key, (_, title) in ASKED.items()},
+    "largest update over the budget": _ratio("largest_update"),
+}
+_RUNS: dict[str, Cell] = {
+    "network": lambda row: row["title"],
+    "paths": lambda row: str(row["paths"]),
+    "budget": lambda row: f"{format_bytes(row['budget_bytes'])}, {row['share']:.1%}",
+    "run": lambda row: row["run"].replace("_", " "),
+    "step": lambda row: format_seconds(row["step_s"]),
+    "stall": lambda row: format_seconds(row["stall_s"]) if "stall_s" in row else "–",
+    "wasted": _wasted,
+    "on demand": _unfetched,
+    "order": lambda row: "–" if row.get("accuracy") is None else f"{row['accuracy']:.1%}",
+    "losses": _losses,
+}

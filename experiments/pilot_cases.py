@@ -1,22 +1,13 @@
 """The networks that pilots are scored on: which, at which size, on which samples.
 
-What it is: `Case`, one network of the zoo with one shape of samples, and `CASES`, all of those
-whose steps differ. What it is not: a recording of one (`dynoffload.experiments.pilot_recording`),
-nor a score.
-
-Sizes are the smallest of the zoo's: a pilot is told codes and sites, and their number is what makes
-a network hard to foretell. What is recorded costs time by the operator, not by the byte.
-
+Sizes are the smallest of the zoo's: the number of codes and sites makes a network hard to foretell.
 The Mixtral of transformers is not among them: its experts are one fused parameter behind one
 module, so that every step of it runs the same blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-from dynoffload.errors import ConfigError
 
 STRUCTURE, DATA = "structure", "data"
 """Where a step's path comes from: what the sample shows before it, or what the network computes."""
@@ -90,15 +81,3 @@ CASES: dict[str, Case] = {
     )
 }
 """All networks of the zoo whose steps differ, by key."""
-
-
-def cases_named(names: Sequence[str]) -> list[Case]:
-    """Return the cases of ``names``, in their order; of none, all.
-
-    Raises:
-        ConfigError: there is no such case.
-    """
-    unknown = [name for name in names if name not in CASES]
-    if unknown:
-        raise ConfigError(f"no case is named {unknown}; there are {', '.join(CASES)}")
-    return [CASES[name] for name in names or CASES]

@@ -1,36 +1,29 @@
 """Recorded training steps of a case, as a pilot learns from them, and the same samples run again.
 
-What it is: `record`, which trains a network of the zoo, traces its steps and keeps of them what a
-pilot sees (`Recording`: a vocabulary, and an `Example` for each step), some kilobytes a step. Now
-and then the training holds still, and held-out samples of the steps around are run through the
-network as it is at that moment: how far such an order agrees with the one the sample's own step ran
-tells what is left to anybody who sees the sample, and knows the network exactly, but as of another
-moment. What it is not: a score.
-
-`Recording.save` writes one file, and `Recording.load` executes nothing of it.
+`record` trains a network of the zoo, traces its steps and keeps of them what a pilot sees. Now and
+then the training holds still. Held-out samples of the steps around are then run through the network
+as it is at that moment. How far such an order agrees with the one of the sample's own step tells
+what is left to anybody who knows sample and network, but as of another moment.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
+import contextlib
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from dynoffload.experiments.pilot_cases import Case
-from dynoffload.pilot.features import BlockHint, Example
+from dynoffload.pilot.features import Example
 from dynoffload.pilot.labels import Label, encode_example, label_traces
+from dynoffload.pilot.progress import Report
 from dynoffload.pilot.sources import split_by_source
 from dynoffload.pilot.train import HOLDOUT
 from dynoffload.planning.blocks import Vocabulary
 from dynoffload.planning.cutting import build_vocabulary
-from dynoffload.profiler.input_features import InputFeatures
 
 if TYPE_CHECKING:
     import torch
@@ -82,29 +75,6 @@ class Recording:
     def scored(self) -> list[Example]:
         """The steps that scores are taken on."""
         return [self.examples[step] for step in self.held_out]
-
-    def save(self, path: Path) -> None:
-        """Write the recording to one file, whole or not at all."""
-        document = {
-            "vocabulary": self.vocabulary.to_json(),
-            "examples": [_plain(example) for example in self.examples],
-            "held_out": list(self.held_out),
-            "again": [asdict(one) for one in self.again],
-        }
-        partial = path.with_name(path.name + ".partial")
-        partial.write_bytes(gzip.compress(json.dumps(document).encode(), 6, mtime=0))
-        partial.replace(path)
-
-    @classmethod
-    def load(cls, path: Path) -> Recording:
-        """Read what `save` wrote."""
-        document = json.loads(gzip.decompress(path.read_bytes()))
-        return cls(
-            Vocabulary.from_json(document["vocabulary"]),
-            [_example(one) for one in document["examples"]],
-            document["held_out"],
-            [Again(one["step"], one["apart"], tuple(one["blocks"])) for one in document["again"]],
-        )
 
 
 def record(case: Case, samples: int, seed: int) -> Recording:
@@ -179,20 +149,34 @@ def _train(
     return found
 
 
-def _plain(example: Example) -> dict[str, Any]:
-    return {
-        "values": example.sample.values,
-        "elements": example.sample.elements.tolist(),
-        "blocks": list(example.blocks),
-        "source": example.source,
-        "hints": [[h.place, list(h.blocks), list(h.values)] for h in example.hints],
-    }
+@contextlib.contextmanager
+def recorded(
+    case: Case, samples: int, lr: float, report: Report, keep: Path | None = None
+) -> Iterator[Path]:
+    """Yield a directory with the traces of ``samples`` training steps.
 
+    Args:
+        case: what to train.
+        samples: how many steps.
+        lr: learning rate; the routing of an MoE drifts by it, and pilots must live with that.
+        report: told how far it is.
+        keep: where the traces stay; by default they are removed.
+    """
+    import torch
 
-def _example(plain: dict[str, Any]) -> Example:
-    return Example(
-        InputFeatures(plain["values"], np.array(plain["elements"], dtype=np.int64)),
-        plain["blocks"],
-        plain["source"],
-        [BlockHint(place, tuple(blocks), tuple(told)) for place, blocks, told in plain["hints"]],
-    )
+    from dynoffload.experiments import zoo
+    from dynoffload.profiler.profiling import profile
+
+    model = zoo.build(case.network, case.preset)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+    drawn = islice(zoo.samples(case.network, "train", **case.shape), samples)
+
+    def counted() -> Iterator[ZooSample]:
+        for number, sample in enumerate(drawn):
+            report(f"{case.key}: recording steps", number, samples)
+            yield sample
+
+    with contextlib.ExitStack() as stack:
+        folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        profile(model, counted(), out=folder, optimizer=optimizer, progress=False)
+        yield folder

@@ -1,17 +1,12 @@
 """Scores of pilots and baselines on one recording.
 
-What it is: `scores`, everything that is said of a case at one seed: each kind of model, learned
-once and scored on the held-out steps; the baselines there; how the chosen kind does with fewer
-samples; and how far the network agrees with itself. What it is not: the recording, nor the mean
-over seeds.
-
 The kind that is chosen is the one that ``model="auto"`` would take: the best by cross-validation
 over the steps that are learned from, whose scores a pilot brings along. Held-out steps choose
 nothing.
 
-Baselines see every step of the training, those that pilots learn from too, as they would in it, and
-are scored on the held-out ones. So does a pilot *as it steers*: after each step it is corrected by
-what that ran, as a session's is, held-out or not. *Alone*, it knows the sample only.
+Baselines see every step of the training and are scored on the held-out ones. So does a pilot *as it
+steers*: after each step it is corrected by what that ran, as a session's is. *Alone*, it knows the
+sample only.
 """
 
 from __future__ import annotations

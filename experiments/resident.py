@@ -7,130 +7,85 @@ steps. That of plain over plain is the control: a ratio within its distance from
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from dynoffload.experiments.harness import turns
+from dynoffload.experiments.harness import Cell, Experiment, Row, option, turns
 from dynoffload.experiments.trainer import BUDGETED, Spec
-from dynoffload.experiments.workers import (
-    Worker,
-    losses_equal,
-    median_seconds,
-    worker,
-)
-from dynoffload.pilot.progress import Report, progress_bar
+from dynoffload.experiments.workers import Worker, losses_equal, median_seconds, worker
 from dynoffload.units import format_seconds, parse_bytes
 
-NETWORKS = ("moe", "tree")
+COLUMNS: dict[str, Cell] = {
+    "network": lambda row: row["case"],
+    "plain": lambda row: format_seconds(row["plain_s"]),
+    "dynoffload": lambda row: format_seconds(row["offload_s"]),
+    "ratio": lambda row: f"{row['ratio']:.3f}×",
+    "plain/plain": lambda row: f"{row['control_ratio']:.3f}×",
+    "resident": lambda row: "yes" if row["stepped_aside"] else "no",
+    "losses equal": lambda row: "yes" if row["losses_equal"] else "NO",
+}
 
 
-def run(
-    json_path: Path | None = None,
-    *,
-    preset: str = "small",
-    moe_tokens: int = 256,
-    moe_steps: int = 40,
-    tree_steps: int = 150,
-    warmup: int = 12,
-    moe_budget: str = "2GiB",
-    tree_budget: str = "512MiB",
-    spill_dir: Path | None = None,
-) -> dict[str, Any]:
-    """Measure both networks.
+@dataclass(frozen=True)
+class Params:
+    """What is measured."""
 
-    Args:
-        json_path: not used; the numbers are written by the caller.
-        preset: sizes of both.
-        moe_tokens: tokens per step of the MoE language model.
-        moe_steps: its measured steps.
-        tree_steps: measured steps of the Tree-LSTM; one tree each.
-        warmup: steps before them, in which paging finds that it is not needed.
-        moe_budget: of the MoE; must hold parameters, gradients, state and activations.
-        tree_budget: of the Tree-LSTM; the same.
-        spill_dir: where the spill files of the first steps lie.
-    """
-    directory = None if spill_dir is None else str(spill_dir)
-    specs = {
-        "moe": (
-            Spec("moe", preset, shape={"length": moe_tokens}, spill_dir=directory),
-            moe_steps,
-            parse_bytes(moe_budget),
-        ),
-        "tree": (Spec("tree", preset, spill_dir=directory), tree_steps, parse_bytes(tree_budget)),
-    }
-    result: dict[str, Any] = {"preset": preset, "moe_tokens": moe_tokens}
-    with progress_bar(True) as report:
-        for name in NETWORKS:
-            spec, steps, budget = specs[name]
-            result |= _measure(name, spec, budget, steps, warmup, report)
-    _print(result)
-    return result
+    preset: str = option("small", "sizes of both networks")
+    moe_tokens: int = option(256, "per step of the MoE language model")
+    moe_steps: int = option(40, "its measured steps")
+    tree_steps: int = option(150, "measured steps of the Tree-LSTM; one tree each")
+    warmup: int = option(12, "steps before them, in which paging finds that it is not needed")
+    moe_budget: str = option("2GiB", "of the MoE, for all that its training keeps")
+    tree_budget: str = option("512MiB", "of the Tree-LSTM; the same")
+    spill_dir: Path | None = option(None, "where spill files of the first steps lie", place=True)
 
 
-def _measure(
-    name: str, spec: Spec, budget: int, steps: int, warmup: int, report: Report
-) -> dict[str, Any]:
-    """Return the numbers of one network, each key beginning with its name."""
-    budgeted = Spec(**{**vars(spec), "mode": BUDGETED, "budget": budget})
-    done = 0
+class Resident(Experiment[Params]):
+    """A case is a network."""
 
-    def tell(stepped: Worker) -> None:
-        nonlocal done
-        done += 1
-        report(f"{name}: {stepped.name}", done, 3 * (steps + warmup))
+    parameters = Params
+    title = "a budget that holds everything; ratios: medians over pairs of steps on the same sample"
+    columns = COLUMNS
 
-    report(f"{name}: starting", 0, None)
-    with (
-        worker("plain", spec) as plain,
-        worker("plain again", spec) as again,
-        worker("dynoffload", budgeted) as ours,
-    ):
-        everyone = [plain, again, ours]
-        for each, measured in turns(everyone, warmup=warmup, rounds=steps):
-            each.step(measured=measured)
-            tell(each)
-        pairs = _pairs(plain, ours)
-        state = ours.ask("state")
+    def cases(self) -> Mapping[str, tuple[Spec, int]]:
+        own = self.params
+        directory = None if own.spill_dir is None else str(own.spill_dir)
+        moe = Spec("moe", own.preset, shape={"length": own.moe_tokens}, spill_dir=directory)
+        tree = Spec("tree", own.preset, spill_dir=directory)
         return {
-            f"{name}_ratio": median(pairs),
-            f"{name}_control_ratio": median(_pairs(plain, again)),
-            f"{name}_plain_s": median_seconds(plain.measured),
-            f"{name}_offload_s": median_seconds(ours.measured),
-            f"{name}_budget_bytes": budget,
-            f"{name}_peak_fast_bytes": state["peak_fast_bytes"],
-            f"{name}_stepped_aside": not state["paging"],
-            f"{name}_losses_equal": losses_equal(plain, ours),
-            f"{name}_pairs": pairs,
+            "moe": (replace(moe, budget=parse_bytes(own.moe_budget)), own.moe_steps),
+            "tree": (replace(tree, budget=parse_bytes(own.tree_budget)), own.tree_steps),
         }
+
+    def run(self, case: tuple[Spec, int]) -> Row:
+        spec, steps = case
+        warmup = self.params.warmup
+        with (
+            worker("plain", spec) as plain,
+            worker("plain again", spec) as again,
+            worker("dynoffload", replace(spec, mode=BUDGETED)) as ours,
+        ):
+            stepping = turns([plain, again, ours], warmup=warmup, rounds=steps)
+            for number, (each, measured) in enumerate(stepping):
+                self.report(f"{spec.network}: {each.name}", number, 3 * (steps + warmup))
+                each.step(measured=measured)
+            pairs = _pairs(plain, ours)
+            state = ours.ask("state")
+            return {
+                "ratio": median(pairs),
+                "control_ratio": median(_pairs(plain, again)),
+                "plain_s": median_seconds(plain.measured),
+                "offload_s": median_seconds(ours.measured),
+                "budget_bytes": spec.budget,
+                "peak_fast_bytes": state["peak_fast_bytes"],
+                "stepped_aside": not state["paging"],
+                "losses_equal": losses_equal(plain, ours),
+                "pairs": pairs,
+            }
 
 
 def _pairs(plain: Worker, other: Worker) -> list[float]:
     """Return how much longer each step of ``other`` took than the plain one on its sample."""
     return [b.seconds / a.seconds for a, b in zip(plain.measured, other.measured, strict=True)]
-
-
-def _print(result: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(
-        title=f"a budget that holds everything, preset {result['preset']}",
-        caption="ratios: medians over pairs of steps on the same sample",
-        title_justify="left",
-        caption_justify="left",
-    )
-    table.add_column("network")
-    for header in ("plain", "dynoffload", "ratio", "plain/plain", "resident", "losses equal"):
-        table.add_column(header, justify="right")
-    for name in NETWORKS:
-        table.add_row(
-            name,
-            format_seconds(result[f"{name}_plain_s"]),
-            format_seconds(result[f"{name}_offload_s"]),
-            f"{result[f'{name}_ratio']:.3f}×",
-            f"{result[f'{name}_control_ratio']:.3f}×",
-            "yes" if result[f"{name}_stepped_aside"] else "no",
-            "yes" if result[f"{name}_losses_equal"] else "NO",
-        )
-    Console().print(table)

@@ -1,49 +1,45 @@
 """Time per training step over budgets, for every policy: measured beside simulated.
 
-What it is: dynamic networks under budgets from all of what their training keeps down to a
-sixteenth; each policy trains for real, in a process of its own, in turns with plain training and
-the other policies on the same samples, and the same steps are simulated from plain ones. A policy
-that can only be measured, or only be simulated, is shown by that side. What it is not: a search for
-what fits (`capacity`, `max-batch`), nor the validation of the simulation (`simulation`), from which
-it takes the fit of this machine. A budget that a policy cannot run under is reported with its
-reason.
-
-Processes compute with one thread, so that transfers have a core of their own where there are two.
-With ``--json PATH`` the figure is written beside it, as ``PATH`` with the suffix ``.svg``.
+Dynamic networks train under shares of what their training keeps. Each policy has a process of its
+own and takes turns with plain training, on the same samples. The same steps are simulated from
+plain ones. A budget that a policy cannot run under is reported with its reason.
 """
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dynoffload.errors import ConfigError
-from dynoffload.experiments import make_room, write_json
+from dynoffload.experiments.comparing import Table
+from dynoffload.experiments.harness import Experiment, Row, option
 from dynoffload.experiments.simulation import PILOT_NAME, TRACES, material
-from dynoffload.experiments.simulation_fit import Fit
+from dynoffload.experiments.simulation_fit import Fit, Material
 from dynoffload.experiments.step_time_policies import (
+    BOUND,
     PILOT,
     POLICIES,
-    described,
+    Side,
     replayed,
     simulated,
 )
-from dynoffload.experiments.step_time_rows import merged, plain_row, row_of, summary
-from dynoffload.experiments.step_time_runs import LEAST_S, Measured, Turns, measure
+from dynoffload.experiments.step_time_runs import Turns, measure
 from dynoffload.experiments.trainer import Spec
 from dynoffload.experiments.zoo import TRUNK
 from dynoffload.memory.spill import default_spill_dir
-from dynoffload.pilot.progress import Report, progress_bar
+from dynoffload.simulation import Workload
+from dynoffload.units import format_bytes, format_seconds
 
-FASTER = 1.38
-"""The most by which prediction is faster than the other policies, as published for this way of
-offloading: than unified memory and rematerialisation."""
-BUDGETS = ("1", "1/2", "1/4", "1/8", "1/16")
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 _FOLDS = {"min_length": 16, "max_length": 24, "min_depth": 4, "max_depth": 8, "max_cycles": 3}
 PRESETS: dict[str, dict[str, Spec]] = {
     "tiny": {
@@ -68,260 +64,380 @@ PRESETS: dict[str, dict[str, Spec]] = {
     },
 }
 """Networks by preset and name."""
-_LEAST_STEPS, _THREADS = 5, 1
+_LEARNED = 32  # recorded steps that the pilot learns from
+_LEAST_STEPS = 5
+_TIE = 1.1
+"""Times that differ by less are equal: single steps of one policy differ by more."""
+_SIDES = "measured", "simulated"
+_NUMBER = re.compile(r"\d[\d.]*( [KMG]?i?B)?")
 _UNDIVIDED = "no measured policy says how the runtime would divide the budget: ask for one, too"
 _ALL_REFUSED = "no measured policy runs under this budget, so none says how it would be divided"
+_MARKS = dict(zip(POLICIES, "os^vDP<>*", strict=True))
+_COLORS = ("plan", "optimizer", "backward", "fault", "stall", "ink", "rss", "evict", "compute")
+_SHADES = dict(zip(POLICIES, _COLORS, strict=True))
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What one call of `run` compares."""
+class Params:
+    """What is compared."""
 
-    policies: tuple[str, ...]
-    budgets: tuple[Fraction, ...]
-    turns: Turns
-    repeat: int
-    learned: int
-    spill_dir: str
+    network: tuple[str, ...] = option(tuple(PRESETS["small"]), "networks of the zoo")
+    preset: str = option("small", "of all of them: tiny or small")
+    budgets: tuple[str, ...] = option(
+        ("1", "1/2", "1/4", "1/8", "1/16"),
+        "shares of parameters, gradients, optimizer state and what a step saves",
+    )
+    policies: tuple[str, ...] = option(
+        tuple(POLICIES), "of which intervals, capuchin and clairvoyant are simulated only"
+    )
+    steps: int = option(
+        6, "of each run that count, three to a turn; from the eleventh on a session may change"
+    )
+    calibration: Path | None = option(
+        None, "what `experiment simulation --json` wrote on this machine; else that as shipped"
+    )
+    spill_dir: Path | None = option(None, "where spill and swap files lie", place=True)
+
+    def __post_init__(self) -> None:
+        if self.preset not in PRESETS:
+            raise ConfigError(f"no preset {self.preset!r}; there are {', '.join(PRESETS)}")
+        _check("network", self.network, PRESETS[self.preset])
+        _check("policies", self.policies, POLICIES)
+        if not self.shares:
+            raise ConfigError("there are no budgets: give shares such as 1,1/2,1/4")
+        if self.steps < _LEAST_STEPS:
+            raise ConfigError(f"steps={self.steps} is too few: take at least {_LEAST_STEPS}")
 
     @property
-    def measured(self) -> list[str]:
-        """The policies that can be."""
-        return [key for key in self.policies if POLICIES[key].runs]
+    def shares(self) -> list[Fraction]:
+        """The budgets, from the largest."""
+        return sorted({_share(text) for text in self.budgets}, reverse=True)
+
+    @property
+    def turns(self) -> Turns:
+        """How each policy makes its steps."""
+        return Turns(-(-self.steps // Turns.per_turn))
 
 
-def run(
-    json_path: Path | None = None,
-    *,
-    network: tuple[str, ...] = tuple(PRESETS["small"]),
-    preset: str = "small",
-    budgets: tuple[str, ...] = BUDGETS,
-    policies: tuple[str, ...] = tuple(POLICIES),
-    steps: int = 6,
-    repeat: int = 1,
-    slowest: float = 60.0,
-    learned: int = 32,
-    calibration: Path | None = None,
-    page: Path | None = None,
-    spill_dir: Path | None = None,
-) -> dict[str, Any]:
-    """Measure and simulate every policy under every budget.
+def _check(name: str, asked: Sequence[str], known: Mapping[str, Any]) -> None:
+    strange = [one for one in asked if one not in known]
+    if strange or not asked:
+        named = ", ".join(map(repr, strange)) or "nothing"
+        raise ConfigError(f"{name} names {named}; there are {', '.join(known)}")
 
-    Args:
-        json_path: where the numbers so far are written after each budget; the figure beside it.
-        network: networks of the zoo; there are no others than by default.
-        preset: of all of them: tiny or small.
-        budgets: shares of parameters, gradients, optimizer state and what a step saves, as ``1/4``.
-        policies: of which the last three are simulated only; there are no others than by default.
-        steps: of each run that count, three to a turn, at least 5. From the eleventh step on a
-            session may try to do without prefetch, which is not simulated; 6 are ten in all.
-        repeat: runs of each.
-        slowest: times what a plain step takes, at which a policy is stopped; never below 10 s.
-        learned: recorded steps that the pilot learns from.
-        calibration: what ``experiment simulation --json`` wrote on this machine, for what the
-            runtime takes itself; without it that is as shipped.
-        page: where a page with the table and the figure is written.
-        spill_dir: where spill and swap files lie.
 
-    Raises:
-        ConfigError: an option names nothing that there is, or a number is too small.
-        WorkerError: plain training failed.
+def _share(text: str) -> Fraction:
+    try:
+        share = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        share = Fraction(0)
+    if share <= 0:
+        raise ConfigError(f"{text!r} in budgets is no share above 0: write 1/4, or 0.25")
+    return share
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """What plain training of a network shows.
+
+    Attributes:
+        spec: what plain training runs.
+        material: of it.
+        work: the same, operator by operator.
+        pilot: the file of the pilot.
+        operators: of the last step.
     """
-    if page is not None:
-        make_room(page, "--page")
-    specs = _networks(network, preset)
-    asked = _Asked(
-        _policies(policies),
-        _budgets(budgets),
-        Turns(-(-steps // Turns.per_turn), slowest=slowest),
-        repeat,
-        learned,
-        str(spill_dir or default_spill_dir()),
-    )
-    for name, value, least in (
-        ("steps", steps, _LEAST_STEPS),
-        ("repeat", repeat, 1),
-        ("learned", learned, 2),
-    ):
-        if value < least:
-            raise ConfigError(f"{name}={value} is too few: take at least {least}")
-    if slowest <= 1:
-        raise ConfigError(f"slowest={slowest} stops every policy: take a factor above 1")
-    result: dict[str, Any] = {
-        "preset": preset,
-        "steps": len(asked.turns.counted),
-        "repeat": repeat,
-        "warmup": asked.turns.warmup,
-        "slowest": slowest,
-        "learned": learned,
-        "calibration": None if calibration is None else str(calibration),
-        "published": FASTER,
-        "policies": {key: one for key, one in described().items() if key in asked.policies},
-        "networks": {},
-        "rows": [],
-    }
-    with progress_bar(True) as report, tempfile.TemporaryDirectory() as folder:
-        fit = _fit(calibration, asked.spill_dir, report)
-        result |= {
+
+    spec: Spec
+    material: Material
+    work: Workload
+    pilot: Path
+    operators: int
+
+
+class StepTime(Experiment[Params]):
+    """A case is a network under a budget."""
+
+    parameters = Params
+    one_thread = True
+    height = 4.2
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params)
+        self._known: dict[str, _Recorded] = {}
+        self._spill_dir = str(params.spill_dir or default_spill_dir())
+
+    @cached_property
+    def fit(self) -> Fit:
+        """The machine, and what the runtime takes on it."""
+        from dynoffload.estimation import Calibration
+
+        self.report("the link")
+        known = Calibration.of(self._spill_dir, self.params.calibration)
+        return Fit(known.machine, known.work, known.pace_s)
+
+    def cases(self) -> Mapping[str, tuple[str, Fraction]]:
+        return {
+            f"{name}, {share}": (name, share)
+            for name in self.params.network
+            for share in self.params.shares
+        }
+
+    def run(self, case: tuple[str, Fraction]) -> Row:
+        name, share = case
+        turns, found = self.params.turns, self._recorded(name)
+        known = found.material
+        keys = [key for key in POLICIES if key in self.params.policies]
+        budget = int(share * known.footprint)
+        plain = [sum(known.steps[number].seconds) for number in turns.counted]
+        beside, own = measure(
+            found.spec,
+            [key for key in keys if POLICIES[key].runs],
+            budget,
+            turns,
+            found.pilot,
+            lambda key: self.report(f"{name}, {share}: {key}"),
+            footprint=known.footprint,
+        )
+        sides: dict[str, Any] = {}
+        for key in keys:
+            self.report(f"{name}, {share}: {key}, simulated")
+            division = _division(own, key)
+            other = simulated(key, known, found.work, budget, *division, self.fit, turns.counted)
+            sides[key] = {
+                "measured": _plain(own[key]) if key in own else None,
+                "simulated": _plain(other),
+                "losses_equal": own[key].losses_equal if key in own else None,
+            }
+        return {
+            "network": name,
+            "budget": str(share),
+            "budget_bytes": budget,
+            "footprint_bytes": known.footprint,
+            "operators": found.operators,
+            "plain_s": {"measured": median(beside), "simulated": median(plain)},
+            "policies": sides,
+        }
+
+    def _recorded(self, name: str) -> _Recorded:
+        if name in self._known:
+            return self._known[name]
+        from dynoffload.profiler import load_trace, trace_files
+
+        spec = PRESETS[self.params.preset][name]
+        folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
+        known = material(
+            name,
+            self.params.turns.steps,
+            folder,
+            self.report,
+            learn=PILOT in self.params.policies,
+            zoo={key: getattr(spec, key) for key in ("network", "preset", "sizes", "shape")},
+            learned=_LEARNED,
+        )
+        traces = [load_trace(path) for path in trace_files(folder / name / TRACES)]
+        self._known[name] = _Recorded(
+            replace(spec, split="held-out", threads=1, spill_dir=self._spill_dir),
+            known,
+            replayed(known, traces),
+            folder / name / PILOT_NAME,
+            len(traces[-1].operators),
+        )
+        return self._known[name]
+
+    def summary(self, rows: Sequence[Row]) -> dict[str, Any]:
+        fit = self.fit
+        return {
             "link": asdict(fit.machine.link),
             "interference": fit.machine.interference,
             "work": asdict(fit.work),
             "pace_s": fit.pace_s,
+            "standings": {
+                row["case"]: {side: standing(row, side) for side in _SIDES} for row in rows
+            },
+            "errors": errors(rows),
         }
-        for name, spec in specs.items():
-            found = _compare(name, spec, asked, fit, Path(folder), report)
-            for described_as, rows in found:
-                result["networks"][name] = described_as
-                result["rows"] += rows
-                result["summary"] = summary(result["rows"])
-                if json_path is not None:
-                    write_json(json_path, result)
-    _present(result, json_path, page)
-    return result
 
-
-def _fit(calibration: Path | None, spill_dir: str, report: Report) -> Fit:
-    import torch
-
-    from dynoffload.estimation import Calibration
-
-    report("the link", 0, None)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(_THREADS)  # a pace is that of so many, as what is measured beside it is
-    try:
-        known = Calibration.of(spill_dir, calibration)
-    finally:
-        torch.set_num_threads(threads)
-    return Fit(known.machine, known.work, known.pace_s)
-
-
-def _present(result: Mapping[str, Any], json_path: Path | None, page: Path | None) -> None:
-    from dynoffload.experiments.step_time_views import page_of, show, write_figure
-
-    show(result)
-    beside = json_path or page
-    if beside is not None:
-        write_figure(result, beside.with_suffix(".svg"))
-    if page is not None and beside is not None:
-        figure = beside.with_suffix(".svg")
-        near = figure.name if figure.parent.resolve() == page.parent.resolve() else str(figure)
-        page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(page_of(result, near), encoding="utf-8")
-
-
-# What is asked
-
-
-def _networks(names: Sequence[str], preset: str) -> dict[str, Spec]:
-    if preset not in PRESETS:
-        raise ConfigError(f"no preset {preset!r}; there are {', '.join(PRESETS)}")
-    known = PRESETS[preset]
-    unknown = [name for name in names if name not in known]
-    if unknown or not names:
-        named = ", ".join(map(repr, unknown)) or "nothing"
-        raise ConfigError(f"network names {named}; there are {', '.join(known)}")
-    return {name: known[name] for name in names}
-
-
-def _policies(names: Sequence[str]) -> tuple[str, ...]:
-    unknown = [name for name in names if name not in POLICIES]
-    if unknown or not names:
-        named = ", ".join(map(repr, unknown)) or "nothing"
-        raise ConfigError(f"policies names {named}; there are {', '.join(POLICIES)}")
-    return tuple(key for key in POLICIES if key in names)
-
-
-def _budgets(texts: Sequence[str]) -> tuple[Fraction, ...]:
-    found = []
-    for text in texts:
-        try:
-            share = Fraction(text)
-        except (ValueError, ZeroDivisionError):
-            share = Fraction(0)
-        if share <= 0:
-            raise ConfigError(f"{text!r} in budgets is no share above 0: write 1/4, or 0.25")
-        found.append(share)
-    if not found:
-        raise ConfigError("there are no budgets: give shares such as 1,1/2,1/4")
-    return tuple(sorted(set(found), reverse=True))
-
-
-# One network
-
-
-def _compare(
-    name: str, spec: Spec, asked: _Asked, fit: Fit, folder: Path, report: Report
-) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Yield what is known of a network, and its rows, budget by budget."""
-    from dynoffload.profiler import load_trace, trace_files
-
-    spec = replace(spec, split="held-out", threads=_THREADS, spill_dir=asked.spill_dir)
-    zoo = {key: getattr(spec, key) for key in ("network", "preset", "sizes", "shape")}
-    known = material(
-        name,
-        asked.turns.steps,
-        folder,
-        report,
-        learn=PILOT in asked.policies,
-        zoo=zoo,
-        learned=asked.learned,
-    )
-    traces = [load_trace(path) for path in trace_files(folder / name / TRACES)]
-    work = replayed(known, traces)
-    plain = tuple(sum(known.steps[number].seconds) for number in asked.turns.counted)
-    pilot = folder / name / PILOT_NAME
-    about = {
-        **zoo,
-        "footprint_bytes": known.footprint,
-        "operators": len(traces[-1].operators),
-        "plain_s": median(plain),
-    }
-    total = len(asked.budgets) * asked.repeat * (1 + len(asked.measured)) * asked.turns.steps
-    done = 0
-    for share in asked.budgets:
-        budget = int(share * known.footprint)
-
-        def tell(policy: str, share: Fraction = share) -> None:
-            nonlocal done
-            done += 1
-            report(f"{name}, {share}: {policy}", min(done, total), total)
-
-        runs = [
-            measure(
-                spec, asked.measured, budget, asked.turns, pilot, tell, footprint=known.footprint
-            )
-            for _ in range(asked.repeat)
+    def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
+        rows = result["rows"]
+        heads = ["network, budget", "policy", "measured", "times plain", "simulated", "times plain"]
+        heads += ["MB in", "out", "losses equal"]
+        cells = [line for row in rows for line in _cells(row)]
+        parts: list[Table | str] = [
+            _standings(result["summary"]["standings"]),
+            Table("step times", heads, cells, words=(0, 1)),
         ]
-        beside = tuple(second for seconds, _ in runs for second in seconds)
-        rows = [plain_row(name, share, budget, beside, plain)]
-        for key in asked.policies:
-            report(f"{name}, {share}: {key}, simulated", min(done, total), total)
-            own = merged([found[key] for _, found in runs]) if POLICIES[key].runs else None
-            sizing, refused = _division(runs, key)
-            other = simulated(
-                key,
-                known,
-                work,
-                budget,
-                sizing,
-                refused,
-                fit,
-                asked.turns.counted,
-                max(LEAST_S, asked.turns.slowest * median(plain)),
-            )
-            rows.append(row_of(name, key, share, budget, own, other, beside, plain))
-        yield about, rows
+        first = {row["network"]: row for row in reversed(rows)}
+        parts += [
+            f"{name} keeps {format_bytes(row['footprint_bytes'])} in {row['operators']} operators, "
+            f"a plain step takes {format_seconds(row['plain_s']['simulated'])}"
+            for name, row in sorted(first.items())
+        ]
+        parts += [
+            f"{POLICIES[key].title}: simulated times over plain are off by {one['median']:.0%} in "
+            f"the median of {one['cells']} cases, by {one['worst']:.0%} at worst"
+            for key, one in result["summary"]["errors"].items()
+        ]
+        return parts + reasons(rows)
+
+    def draw(self, figure: Figure, color: Mapping[str, str], result: Mapping[str, Any]) -> None:
+        _draw(figure, color, result["rows"])
 
 
-def _division(
-    runs: Sequence[tuple[Sequence[float], Mapping[str, Measured]]], key: str
-) -> tuple[Mapping[str, int] | None, str]:
+def _division(own: Mapping[str, Side], key: str) -> tuple[Mapping[str, int] | None, str]:
     """Return how the runtime divides the budget under a policy, and why it does not; what is not
     measured has the division of what is."""
-    found = runs[0][1]
-    own = found.get(key)
-    if own is None and POLICIES[key].strategy is None:
-        own = next((one for one in found.values() if one.sizing is not None), None)
-    if own is None:
-        return None, _ALL_REFUSED if found else _UNDIVIDED
-    return own.sizing, own.side.why
+    found = own.get(key)
+    if found is None and POLICIES[key].strategy is None:
+        found = next((one for one in own.values() if one.sizing is not None), None)
+    if found is None:
+        return None, _ALL_REFUSED if own else _UNDIVIDED
+    return found.sizing, found.why
+
+
+def _plain(side: Side) -> dict[str, Any]:
+    known = asdict(side)
+    known["seconds"] = side.seconds
+    del known["losses_equal"], known["sizing"]
+    return known
+
+
+# What comes of it
+
+
+def over_plain(row: Mapping[str, Any], key: str, side: str) -> float | None:
+    """Return the time of a step of ``key`` over that of a plain one; None if it has none."""
+    found = row["policies"][key][side]
+    if found is None or found["seconds"] is None:
+        return None
+    return float(found["seconds"] / row["plain_s"][side])
+
+
+def standing(row: Mapping[str, Any], side: str) -> dict[str, Any]:
+    """Return the fastest policy, and how many times as fast as the best other one the pilot is.
+
+    What knows every step is no policy. Simulated, only what is simulated as the runtime is ranked.
+    """
+    times = {
+        key: times
+        for key in row["policies"]
+        if (times := over_plain(row, key, side)) is not None
+        and key != BOUND
+        and (side == "measured" or POLICIES[key].strategy is None)
+    }
+    others = [value for key, value in times.items() if key != PILOT]
+    ranked = sorted(times, key=lambda key: times[key])
+    return {
+        "fastest": [key for key in ranked if times[key] < _TIE * times[ranked[0]]],
+        "pilot_over_best": min(others) / times[PILOT] if others and PILOT in times else None,
+    }
+
+
+def errors(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return how far simulated times over plain ones are from measured ones, by policy."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        for key in row["policies"]:
+            own, other = (over_plain(row, key, side) for side in _SIDES)
+            if own is not None and other is not None:
+                found.setdefault(key, []).append(abs(other / own - 1))
+    return {
+        key: {"cells": len(each), "median": median(each), "worst": max(each)}
+        for key, each in found.items()
+    }
+
+
+def reasons(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return why what cannot run cannot, and other notes. Policies and budgets whose reasons differ
+    by no more than their numbers share a line."""
+    told: dict[tuple[str, str], dict[str, list[str]]] = {}
+    first: dict[tuple[str, str], str] = {}
+    for row in rows:
+        for key, policy in row["policies"].items():
+            for side in _SIDES:
+                why = policy[side] and (policy[side]["why"] or policy[side]["note"])
+                if why:
+                    about = row["network"], _NUMBER.sub("", why)
+                    first.setdefault(about, why)
+                    who = f"{POLICIES[key].title} ({side})"
+                    told.setdefault(about, {}).setdefault(who, []).append(row["budget"])
+    lines = []
+    for about, budgets in told.items():
+        same: dict[str, list[str]] = {}
+        for who, under in budgets.items():
+            same.setdefault(", ".join(under), []).append(who)
+        lines += [
+            f"{about[0]}, {under}: {', '.join(who)}: {first[about]}" for under, who in same.items()
+        ]
+    return lines
+
+
+def _standings(found: Mapping[str, Any]) -> Table:
+    heads = [head for side in _SIDES for head in (f"fastest, {side}", "pilot against best other")]
+    rows = []
+    for case, sides in found.items():
+        cells = [case]
+        for side in _SIDES:
+            own = sides[side]
+            ratio = own["pilot_over_best"]
+            cells += [
+                ", ".join(POLICIES[key].title for key in own["fastest"]) or "none runs",
+                "" if ratio is None else f"{ratio:.2f} times as fast",
+            ]
+        rows.append(cells)
+    return Table("who is fastest", ["network, budget", *heads], rows, words=(0, 1, 3))
+
+
+def _cells(row: Mapping[str, Any]) -> Iterator[list[str]]:
+    for key, policy in row["policies"].items():
+        cells = [row["case"], POLICIES[key].title]
+        for side in _SIDES:
+            ratio = over_plain(row, key, side)
+            if ratio is not None:
+                cells += [format_seconds(policy[side]["seconds"]), f"{ratio:.2f}"]
+            else:
+                why = policy[side] and policy[side]["why"]
+                cells += ["cannot run" if why else f"not {side}", ""]
+        shown = next((one for side in _SIDES if (one := policy[side]) and one["seconds"]), None)
+        moved = ("bytes_in", "bytes_out")
+        cells += ["" if shown is None else f"{shown[one] / 1e6:.1f}" for one in moved]
+        yield [*cells, {True: "yes", False: "NO", None: ""}[policy["losses_equal"]]]
+
+
+def _draw(figure: Figure, color: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> None:
+    names = list(dict.fromkeys(row["network"] for row in rows))
+    panels = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
+    for axes, name in zip(panels, names, strict=True):
+        own = [row for row in rows if row["network"] == name]
+        shares = [float(Fraction(row["budget"])) for row in own]
+        for key in own[0]["policies"]:
+            for side, style in zip(_SIDES, ("-", "--"), strict=True):
+                times = [over_plain(row, key, side) for row in own]
+                if any(times):
+                    axes.plot(
+                        shares,
+                        [float("nan") if time is None else time for time in times],
+                        style,
+                        marker=_MARKS[key],
+                        markersize=5,
+                        markerfacecolor=color[_SHADES[key] if side == "measured" else "paper"],
+                        color=color[_SHADES[key]],
+                        label=f"{POLICIES[key].title}, {side}",
+                    )
+        axes.axhline(1.0, color=color["muted"], linewidth=0.8, linestyle=":")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_xticks(shares, [row["budget"] for row in own])
+        axes.invert_xaxis()
+        axes.minorticks_off()
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.set_xlabel("budget, of what training keeps")
+        axes.set_title(name, loc="left")
+    panels[0].set_ylabel("step, times plain in memory")
+    labels: dict[str, Any] = {}
+    for axes in panels:
+        lines, told = axes.get_legend_handles_labels()
+        labels |= dict(zip(told, lines, strict=True))
+    figure.legend(
+        labels.values(), labels, loc="outside upper center", ncols=4, frameon=False, fontsize=7
+    )

@@ -1,21 +1,15 @@
-"""The measured side of `dynoffload.experiments.step_time`: all policies under one budget, in turns.
+"""The measured side of `step_time`: plain training and all policies under one budget, in turns.
 
-What it is: `measure`, which starts plain training and a process for each policy, lets them take
-turns on the same samples, and returns each one's steps, or why it made none. What it is not: a
-simulation; see `dynoffload.experiments.step_time_policies`.
+A policy that refuses a budget or a step, whose process dies, or whose step takes more than
+`SLOWEST` times a plain one leaves the turns. What it said is its result; the others go on.
 
-[Note: what cannot run]  A policy may refuse a budget when it begins, or a step in the middle, the
-kernel may end its process, or a step may take more than `Turns.slowest` times what a plain one
-takes. It then leaves the turns, and what it said, or did, is its result; the others go on.
-
-[Note: paged by the system]  Plain training in a memory group whose limit is the budget and what a
-process takes before there is a network, with a swap file for the rest. What is swapped is counted
-by the system for all processes.
+Paging by the system is plain training in a memory group with a swap file. Its limit is the budget
+and what a process takes before there is a network. Swapped bytes are those of all processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,6 +39,8 @@ from dynoffload.memory.spill import default_spill_dir
 _START_S = 120.0  # to come to the block
 _PLAIN_S = 600.0  # of a plain step
 LEAST_S = 10.0  # that a step may take, however short a plain one is
+SLOWEST = 60.0
+"""Times what a plain step takes, that a step may take."""
 _SAID = 400
 _SPARE = 2.0  # of swap: pages stay in it after they were read back
 _STARVED = ", as the kernel does where what it may reclaim in a memory group is less than is wanted"
@@ -59,14 +55,12 @@ class Turns:
         rounds: turns of each.
         per_turn: steps of a turn that count, ...
         lead: ... after so many that do not.
-        slowest: times what a plain step takes, that a step may take.
     """
 
     rounds: int
     warmup: int = 2
     per_turn: int = 3
     lead: int = 1
-    slowest: float = 60.0
 
     @property
     def steps(self) -> int:
@@ -80,24 +74,8 @@ class Turns:
         return [n for n in range(self.warmup, self.steps) if (n - self.warmup) % turn >= self.lead]
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One policy's run.
-
-    Attributes:
-        side: its times and bytes.
-        losses_equal: whether its losses are those of plain training, bit by bit, as far as it came;
-            None if it made no step.
-        sizing: how the budget was divided; None if it was refused.
-    """
-
-    side: Side
-    losses_equal: bool | None = None
-    sizing: Mapping[str, int] | None = None
-
-
 class Contestant:
-    """A worker that may drop out; see [Note: what cannot run].
+    """A worker that may drop out.
 
     Attributes:
         name: of the policy.
@@ -137,27 +115,28 @@ class Contestant:
 
     def _leave(self, error: WorkerError) -> None:
         lines = str(error).strip().splitlines()
-        self.why = lines[-1].rpartition("ended with code 1: ")[2][-_SAID:]
+        self.why = lines[-1].removeprefix(f"{self.name!r} failed: ")[-_SAID:]
         if self.name == SYSTEM and "was killed by signal 9" in self.why:
             self.why += _STARVED
 
-    def result(self, plain: Worker) -> Measured:
+    def result(self, plain: Worker) -> Side:
         """Return what it did, beside ``plain``."""
         own = self._worker
-        steps = own.measured if own is not None and not self.why else []
         equal = losses_equal(plain, own) if own is not None and own.steps else None
         sizing = self.state.get("sizing") if self.state.get("paging") else None
         if self.why or own is None:
-            return Measured(Side(self.why), equal, sizing)
+            return Side(self.why, losses_equal=equal, sizing=sizing)
+        steps = own.measured
         aside = self.state.get("paging") and not own.ask("state")["paging"]
         moved = self._swapped or [(s.stats["bytes_in"], s.stats["bytes_out"]) for s in steps]
-        side = Side(
+        return Side(
             steps_s=tuple(step.seconds for step in steps),
             bytes_in=fmean(read for read, _ in moved),
             bytes_out=fmean(wrote for _, wrote in moved),
             note="paging stepped aside, as everything fits" if aside else "",
+            losses_equal=equal,
+            sizing=sizing,
         )
-        return Measured(side, equal, sizing)
 
 
 def measure(
@@ -169,7 +148,7 @@ def measure(
     on_step: Callable[[str], None],
     *,
     footprint: int,
-) -> tuple[tuple[float, ...], dict[str, Measured]]:
+) -> tuple[tuple[float, ...], dict[str, Side]]:
     """Let plain training and ``policies`` take turns under ``budget``.
 
     Args:
@@ -193,7 +172,7 @@ def measure(
 
         def patience() -> float:
             known = plain.steps[1:] or plain.steps
-            return max(LEAST_S, turns.slowest * median_seconds(known))
+            return max(LEAST_S, SLOWEST * median_seconds(known))
 
         everyone = [Contestant(name, patience) for name in policies]
         for one in everyone:
@@ -219,7 +198,7 @@ def measure(
 def _start_paged(
     stack: ExitStack, one: Contestant, spec: Spec, budget: int, footprint: int
 ) -> None:
-    """Start plain training where the system pages it; see [Note: paged by the system]."""
+    """Start plain training where the system pages it."""
     bare, directory = replace(spec, meta=True), spec.spill_dir or default_spill_dir()
     try:
         with memory_group(None) as group, worker("before", bare, group) as before:
