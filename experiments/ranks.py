@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 import dynoffload
+from dynoffload.distributed.replicas import bucket_bytes, replicas_of
 from dynoffload.errors import ConfigError
 from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.harness import Experiment, Row, option, table
 from dynoffload.experiments.processes import ONE_THREAD, at_once
 from dynoffload.numerics import settle_kernels
 from dynoffload.runtime.counting import whole_bytes
-from dynoffload.runtime.ranks.replicas import bucket_bytes, replicas_of
 from dynoffload.units import format_bytes, format_seconds
 
 _TOKENS = 64

@@ -24,8 +24,8 @@ from ranks_worker import Dropped, adamw, all_layers
 from torch.nn.parallel import DistributedDataParallel
 
 import dynoffload
+from dynoffload.distributed import watchdog
 from dynoffload.errors import RankError
-from dynoffload.runtime.ranks import watchdog
 
 AT, TIMEOUT_S, HANGS_S = 3, 4, 60
 

@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import dynoffload
+from dynoffload.distributed.replicas import bucket_bytes, replicas_of
 from dynoffload.experiments.bits import first_difference, state_of
-from dynoffload.runtime.ranks.replicas import bucket_bytes, replicas_of
 
 STEPS = 6
 TIMEOUT_S = 30

@@ -26,8 +26,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import dynoffload
+from dynoffload.distributed.sharded import reshard
 from dynoffload.memory.local import local
-from dynoffload.runtime.ranks.sharded import reshard
 
 WIDTH, BLOCKS, EXPERTS, CLASSES, TOKENS = 96, 4, 6, 10, 24
 NETWORKS = ("dense", "layerdrop", "moe")

@@ -34,11 +34,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 import dynoffload
+from dynoffload.distributed.sharded import beside_bytes, groups_of
 from dynoffload.errors import DynOffloadError
 from dynoffload.memory import heap
 from dynoffload.memory.limits import resident_bytes
 from dynoffload.memory.local import local, local_bytes
-from dynoffload.runtime.ranks.sharded import beside_bytes, groups_of
 
 
 def main() -> None:

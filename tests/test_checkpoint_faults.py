@@ -25,15 +25,15 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 import dynoffload
+from dynoffload.checkpoint.saving import save
+from dynoffload.checkpoint.tensors import Ordinary
 from dynoffload.errors import CheckpointError, StepLostError
-from dynoffload.runtime.checkpoints.saving import save
-from dynoffload.runtime.checkpoints.tensors import Ordinary
 
 KILLED = """
 import errno, os, signal
 from torch import nn
 import dynoffload
-from dynoffload.runtime.checkpoints import publishing
+from dynoffload.checkpoint import publishing
 model = nn.Linear(6, 6)
 optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
 for parameter in model.parameters():
@@ -386,7 +386,7 @@ def test_an_error_while_it_is_read_back_is_told(tmp_path: Path) -> None:
         def held(self, tensor: torch.Tensor) -> Any:
             raise OSError(errno.EIO, "Input/output error")
 
-    from dynoffload.runtime.checkpoints.loading import load
+    from dynoffload.checkpoint.loading import load
 
     model = nn.Linear(2, 2)
     optimizer = SGD(model.parameters(), lr=0.1)

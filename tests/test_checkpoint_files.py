@@ -26,8 +26,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
 import dynoffload
+from dynoffload.checkpoint.values import decode, encode
 from dynoffload.errors import CheckpointError, ConfigError
-from dynoffload.runtime.checkpoints.values import decode, encode
 
 Net = Callable[[], nn.Module]
 

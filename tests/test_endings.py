@@ -15,11 +15,11 @@ from torch.optim import SGD
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dynoffload
+from dynoffload.distributed.status import RankStatus, StatusStore
 from dynoffload.errors import ConfigError
 from dynoffload.managed import is_managed
 from dynoffload.runtime.adoption.relocation import Homes
 from dynoffload.runtime.paging import Paging
-from dynoffload.runtime.ranks.status import RankStatus, StatusStore
 
 CONFIG: dict[str, Any] = {**SMALL_PAGES, "step_aside": False}
 

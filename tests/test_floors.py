@@ -11,7 +11,8 @@ ROOT = Path(__file__).resolve().parents[1]
 WINGS = ("profiler", "pilot", "datasets", "experiments")
 FLOORS = """
     errors version units config termination launch numerics around below_modes managed telemetry
-    profiler planning pilot memory host_optimizer reporting runtime moe tiling dynoffload
+    profiler planning pilot memory host_optimizer distributed checkpoint
+    reporting runtime moe tiling dynoffload
     datasets simulation doctor integrations estimation experiments cli __main__
 """.split()
 """Packages and single modules, ground first; ``dynoffload`` is the surface, its ``__init__``."""

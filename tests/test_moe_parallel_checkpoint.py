@@ -30,11 +30,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import dynoffload
+from dynoffload.checkpoint import loading
+from dynoffload.checkpoint.extents import agreed_extents
+from dynoffload.checkpoint.peers import Peers
 from dynoffload.errors import CheckpointError
 from dynoffload.moe.parallel import ExpertParallel
-from dynoffload.runtime.checkpoints import loading
-from dynoffload.runtime.checkpoints.extents import agreed_extents
-from dynoffload.runtime.checkpoints.peers import Peers
 
 KINDS = {"plain": (False, False), "paged": (True, False), "replicas": (True, True)}
 

@@ -29,9 +29,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dynoffload
+from dynoffload.distributed.replicas import bucket_bytes, replicas_of
 from dynoffload.errors import BudgetError, ConfigError
 from dynoffload.runtime import target
-from dynoffload.runtime.ranks.replicas import bucket_bytes, replicas_of
 from dynoffload.units import parse_bytes
 
 HERE = Path(__file__).parent

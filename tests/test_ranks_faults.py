@@ -19,8 +19,8 @@ from gloo_ranks import run_ranks
 from ranks_faults import AT, HANGS_S, TIMEOUT_S, waiting
 
 from dynoffload.config import OffloadConfig
+from dynoffload.distributed.watchdog import ENDED
 from dynoffload.errors import ConfigError
-from dynoffload.runtime.ranks.watchdog import ENDED
 
 HERE = Path(__file__).parent
 _MOMENT_S = 12.0  # beyond the timeout, on a busy machine

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dynoffload.runtime.ranks import watchdog
-from dynoffload.runtime.ranks.status import RankStatus, key
-from dynoffload.runtime.ranks.watchdog import RankWatchdog, watch_ranks
+from dynoffload.distributed import watchdog
+from dynoffload.distributed.status import RankStatus, key
+from dynoffload.distributed.watchdog import RankWatchdog, watch_ranks
 
 
 @pytest.fixture

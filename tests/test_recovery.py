@@ -29,9 +29,9 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 import dynoffload
+from dynoffload.checkpoint.reading import Opened
 from dynoffload.errors import BudgetError, CheckpointError, SpillError, StepLostError
 from dynoffload.runtime.adopting import Adoption
-from dynoffload.runtime.checkpoints.reading import Opened
 from dynoffload.units import MiB
 
 pytestmark = pytest.mark.timeout(120)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dynoffload.distributed.sharded import aliases_of
 from dynoffload.errors import BudgetError, ConfigError
 from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.device import Device
@@ -33,7 +34,6 @@ from dynoffload.runtime.counting import (
     tensors_of,
 )
 from dynoffload.runtime.interrupts import let_come
-from dynoffload.runtime.ranks.sharded import aliases_of
 from dynoffload.runtime.sizing import Sizing, update_bytes
 from dynoffload.runtime.updates.kept_state import state_of
 from dynoffload.runtime.updates.update import can_split

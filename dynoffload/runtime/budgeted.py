@@ -17,6 +17,10 @@ from torch.optim import Optimizer
 
 from dynoffload.around import Handle, after_call, before_call, choosing
 from dynoffload.config import OffloadConfig
+from dynoffload.distributed.replicas import beside, is_known, unknown
+from dynoffload.distributed.sharded import groups_of, said_of
+from dynoffload.distributed.status import RankStatus
+from dynoffload.distributed.watchdog import RankWatchdog, watch_ranks
 from dynoffload.launch import launched_rank
 from dynoffload.memory.device import Device
 from dynoffload.memory.limits import resident_bytes
@@ -33,10 +37,6 @@ from dynoffload.runtime.overrun import largest_outside
 from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.passes.calls import Calls
 from dynoffload.runtime.passes.hooks import Hook
-from dynoffload.runtime.ranks.replicas import beside, is_known, unknown
-from dynoffload.runtime.ranks.sharded import groups_of, said_of
-from dynoffload.runtime.ranks.status import RankStatus
-from dynoffload.runtime.ranks.watchdog import RankWatchdog, watch_ranks
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.resident import Fit, Resident
 from dynoffload.runtime.session import Session

@@ -9,14 +9,14 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from dynoffload.checkpoint.contents import tensors_of
+from dynoffload.checkpoint.loading import load
+from dynoffload.checkpoint.peers import peers_of
+from dynoffload.checkpoint.saving import save
+from dynoffload.checkpoint.tensors import Ordinary
+from dynoffload.distributed.replicas import unwrapped
 from dynoffload.errors import CheckpointError, ConfigError
 from dynoffload.managed import managers
-from dynoffload.runtime.checkpoints.contents import tensors_of
-from dynoffload.runtime.checkpoints.loading import load
-from dynoffload.runtime.checkpoints.peers import peers_of
-from dynoffload.runtime.checkpoints.saving import save
-from dynoffload.runtime.checkpoints.tensors import Ordinary
-from dynoffload.runtime.ranks.replicas import unwrapped
 from dynoffload.runtime.session import Session
 from dynoffload.runtime.updates.failure import Aftermath
 

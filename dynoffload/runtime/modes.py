@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from dynoffload.runtime.checkpoints.tensors import Memory, Ordinary
+from dynoffload.checkpoint.tensors import Memory, Ordinary
 from dynoffload.runtime.passes.calls import Saving
 
 

@@ -22,6 +22,13 @@ from torch.optim import Optimizer
 
 from dynoffload import memory, runtime
 from dynoffload.config import ACCELERATOR, Defaults, OffloadConfig, defaults, no_budget
+from dynoffload.distributed import sharded
+from dynoffload.distributed.replicas import (
+    bucket_bytes,
+    check_replicas,
+    replicas_of,
+    unwrapped,
+)
 from dynoffload.errors import ConfigError, PilotError
 from dynoffload.launch import own_file
 from dynoffload.managed import managers
@@ -38,13 +45,6 @@ from dynoffload.runtime.interrupts import admit, hold
 from dynoffload.runtime.meta_init import Init, check_parts, place_of, remember
 from dynoffload.runtime.migration.forecast import Predictor
 from dynoffload.runtime.profiled import profiled
-from dynoffload.runtime.ranks import sharded
-from dynoffload.runtime.ranks.replicas import (
-    bucket_bytes,
-    check_replicas,
-    replicas_of,
-    unwrapped,
-)
 from dynoffload.runtime.session import Session
 from dynoffload.runtime.sizing import sizing_of
 from dynoffload.runtime.target import target_of

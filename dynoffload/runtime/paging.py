@@ -24,7 +24,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dynoffload.checkpoint.tensors import Memory
 from dynoffload.config import OffloadConfig
+from dynoffload.distributed.replicas import as_backward_ends
+from dynoffload.distributed.sharded import Gathered, groups_of, reshard
 from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.pager import Pager
 from dynoffload.runtime.adopting import Adoption
@@ -33,7 +36,6 @@ from dynoffload.runtime.adoption.held import has_its_own
 from dynoffload.runtime.adoption.relocation import Homes, Room
 from dynoffload.runtime.adoption.slots import Fused, Slot
 from dynoffload.runtime.adoption.units import Unit, units_of
-from dynoffload.runtime.checkpoints.tensors import Memory
 from dynoffload.runtime.counting import (
     images_bytes,
     ordinary_bytes,
@@ -53,8 +55,6 @@ from dynoffload.runtime.passes.calls import Saving
 from dynoffload.runtime.passes.hooks import Hooks
 from dynoffload.runtime.passes.saved import Chunk
 from dynoffload.runtime.placing import is_held, leave_for_meta
-from dynoffload.runtime.ranks.replicas import as_backward_ends
-from dynoffload.runtime.ranks.sharded import Gathered, groups_of, reshard
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.residency import Residence
 from dynoffload.runtime.sizing import Sizing, enough_for, may_queue
@@ -84,7 +84,7 @@ class Paging:
         forecast: what will probably run; it watches while paging is at work.
         recording: is told of phases, steps and memory.
         on_step: called with the numbers of each optimizer step.
-        replicated: gradients are changed as backward ends; see `dynoffload.runtime.ranks.replicas`.
+        replicated: gradients are changed as backward ends; see `dynoffload.distributed.replicas`.
     """
 
     paging = True

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from dynoffload.runtime.checkpoints.loading import load
-from dynoffload.runtime.checkpoints.peers import peers_of
-from dynoffload.runtime.checkpoints.saving import save
+from dynoffload.checkpoint.loading import load
+from dynoffload.checkpoint.peers import peers_of
+from dynoffload.checkpoint.saving import save
 from dynoffload.runtime.modes import Mode, Passthrough
 from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.sizing import Sizing

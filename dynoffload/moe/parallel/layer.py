@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dynoffload.distributed.replicas import Rows
 from dynoffload.errors import ConfigError
 from dynoffload.moe.indices import Routing
 from dynoffload.moe.layer import MoE
@@ -25,7 +26,6 @@ from dynoffload.moe.parallel.pipeline import Call, pipelined
 from dynoffload.moe.parallel.step_timer import TimedStep
 from dynoffload.moe.parallel.tiers import Tier, tier_for
 from dynoffload.planning.strategies import Strategy, strategy_of
-from dynoffload.runtime.ranks.replicas import Rows
 from dynoffload.units import format_bytes, parse_bytes
 
 AUTO = "auto"

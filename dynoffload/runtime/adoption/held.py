@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from dynoffload.distributed.sharded import aliases_of
 from dynoffload.memory.local import local
 from dynoffload.memory.region_allocator import users_of
 from dynoffload.memory.reused import is_reused
-from dynoffload.runtime.ranks.sharded import aliases_of
 
 _OF_STATE = 2  # references to a tensor of state: its dict, and the update's copy
 

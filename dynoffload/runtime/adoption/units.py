@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from dynoffload.distributed.sharded import Group
 from dynoffload.runtime.adoption.slots import Fused, Slot
-from dynoffload.runtime.ranks.sharded import Group
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class Unit:
         slots: its paged parameters, or one slice of each that is paged by slices.
         number: of the slices, or None.
         gathers: its parameters are read before anything in it runs, by a hook of the module; see
-            `dynoffload.runtime.ranks.sharded`.
+            `dynoffload.distributed.sharded`.
     """
 
     index: int

@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 
+from dynoffload.distributed.sharded import Gathered
 from dynoffload.errors import BudgetError, StepLostError
 from dynoffload.memory.device import Device
 from dynoffload.memory.pieces import is_dense
@@ -54,7 +55,6 @@ from dynoffload.runtime.passes.saved import (
     memory_of,
     name_of_kind,
 )
-from dynoffload.runtime.ranks.sharded import Gathered
 from dynoffload.runtime.unseen import unseen
 from dynoffload.units import format_bytes
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dynoffload.distributed.sharded import spread_like
 from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.device import Device
 from dynoffload.memory.local import local
@@ -25,7 +26,6 @@ from dynoffload.memory.pager import Pager
 from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.slots import Slot
 from dynoffload.runtime.adoption.store import Store, offset_of, view_of
-from dynoffload.runtime.ranks.sharded import spread_like
 from dynoffload.runtime.unseen import unseen
 from dynoffload.runtime.updates.slices import SliceUpdate, SliceUpdates
 from dynoffload.runtime.updates.undo_log import UndoLog

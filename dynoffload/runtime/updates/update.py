@@ -18,11 +18,11 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
+from dynoffload.distributed.sharded import replica_beside
 from dynoffload.errors import ConfigError
 from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.device import Device
 from dynoffload.memory.local import is_spread
-from dynoffload.runtime.ranks.sharded import replica_beside
 from dynoffload.runtime.updates.torch_context import TorchContext
 
 logger = logging.getLogger(__name__)

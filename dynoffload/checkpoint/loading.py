@@ -20,13 +20,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dynoffload.errors import CheckpointError, DynOffloadError
-from dynoffload.host_optimizer import HostOptimizer
-from dynoffload.memory.local import is_spread
-from dynoffload.runtime.checkpoints import randomness
-from dynoffload.runtime.checkpoints.contents import names_of, stateful_modules, tensors_of
-from dynoffload.runtime.checkpoints.extents import Extents, Held, extents_of
-from dynoffload.runtime.checkpoints.matching import (
+from dynoffload.checkpoint import randomness
+from dynoffload.checkpoint.contents import names_of, stateful_modules, tensors_of
+from dynoffload.checkpoint.extents import Extents, Held, extents_of
+from dynoffload.checkpoint.matching import (
     OptimizerPlan,
     is_tensor_like,
     match_extra,
@@ -34,11 +31,14 @@ from dynoffload.runtime.checkpoints.matching import (
     match_optimizer,
     place_of,
 )
-from dynoffload.runtime.checkpoints.peers import Peers, peers_of
-from dynoffload.runtime.checkpoints.reading import Opened, Stored, opened
-from dynoffload.runtime.checkpoints.saving import state_of, things_of
-from dynoffload.runtime.checkpoints.tensors import Memory
-from dynoffload.runtime.ranks.sharded import drop_gradients, reshard
+from dynoffload.checkpoint.peers import Peers, peers_of
+from dynoffload.checkpoint.reading import Opened, Stored, opened
+from dynoffload.checkpoint.saving import state_of, things_of
+from dynoffload.checkpoint.tensors import Memory
+from dynoffload.distributed.sharded import drop_gradients, reshard
+from dynoffload.errors import CheckpointError, DynOffloadError
+from dynoffload.host_optimizer import HostOptimizer
+from dynoffload.memory.local import is_spread
 
 logger = logging.getLogger(__name__)
 

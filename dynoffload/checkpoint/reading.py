@@ -17,18 +17,18 @@ from typing import Any
 
 import torch
 
+from dynoffload.checkpoint import files, manifest
+from dynoffload.checkpoint.extents import Held
+from dynoffload.checkpoint.files import Place
+from dynoffload.checkpoint.manifest import File, Manifest
+from dynoffload.checkpoint.peers import Peers
+from dynoffload.checkpoint.publishing import OURS, located, target_of
+from dynoffload.checkpoint.tensors import Memory, Ordinary
+from dynoffload.checkpoint.values import decode
+from dynoffload.distributed.sharded import spread_like
 from dynoffload.errors import CheckpointError, DynOffloadError
 from dynoffload.memory.local import local
 from dynoffload.memory.pieces import Buffer
-from dynoffload.runtime.checkpoints import files, manifest
-from dynoffload.runtime.checkpoints.extents import Held
-from dynoffload.runtime.checkpoints.files import Place
-from dynoffload.runtime.checkpoints.manifest import File, Manifest
-from dynoffload.runtime.checkpoints.peers import Peers
-from dynoffload.runtime.checkpoints.publishing import OURS, located, target_of
-from dynoffload.runtime.checkpoints.tensors import Memory, Ordinary
-from dynoffload.runtime.checkpoints.values import decode
-from dynoffload.runtime.ranks.sharded import spread_like
 
 _MALFORMED = (
     ValueError,

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dynoffload.distributed.replicas import has_part_of_experts
+from dynoffload.distributed.sharded import groups_of
 from dynoffload.errors import CheckpointError
-from dynoffload.runtime.ranks.replicas import has_part_of_experts
-from dynoffload.runtime.ranks.sharded import groups_of
 
 
 class Peers:
@@ -26,7 +26,7 @@ class Peers:
     Args:
         group: of `torch.distributed`; None: this process alone.
         compares: whether only the user's loop keeps equal what they have in common, so that a save
-            compares it first (`dynoffload.runtime.checkpoints.replicated`).
+            compares it first (`dynoffload.checkpoint.replicated`).
 
     Attributes:
         rank: of this process.

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from dynoffload.checkpoint.peers import Peers
+from dynoffload.distributed.replicas import rows_of_experts
 from dynoffload.errors import CheckpointError
 from dynoffload.memory.local import is_spread, local
-from dynoffload.runtime.checkpoints.peers import Peers
-from dynoffload.runtime.ranks.replicas import rows_of_experts
 
 
 class Extent(NamedTuple):

@@ -10,10 +10,10 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from dynoffload.checkpoint.extents import check_spread
 from dynoffload.errors import CheckpointError
 from dynoffload.memory.local import is_spread, local
 from dynoffload.memory.pieces import Holder, pieces
-from dynoffload.runtime.checkpoints.extents import check_spread
 
 
 class Memory(Holder, Protocol):

@@ -15,9 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dynoffload.errors import CheckpointError
-from dynoffload.memory.local import is_spread
-from dynoffload.runtime.checkpoints.contents import (
+from dynoffload.checkpoint.contents import (
     groups_of,
     hyperparameters,
     names_of,
@@ -25,10 +23,12 @@ from dynoffload.runtime.checkpoints.contents import (
     tensors_of,
     type_of,
 )
-from dynoffload.runtime.checkpoints.extents import UNPLACED, Extents
-from dynoffload.runtime.checkpoints.files import Place, kind_of
-from dynoffload.runtime.checkpoints.reading import Opened, Stored
-from dynoffload.runtime.checkpoints.values import is_tensor
+from dynoffload.checkpoint.extents import UNPLACED, Extents
+from dynoffload.checkpoint.files import Place, kind_of
+from dynoffload.checkpoint.reading import Opened, Stored
+from dynoffload.checkpoint.values import is_tensor
+from dynoffload.errors import CheckpointError
+from dynoffload.memory.local import is_spread
 
 _TILE = re.compile(r"\.tiles\.\d+\.")  # of a layer that `dynoffload.tile` has split
 

@@ -29,8 +29,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from dynoffload.distributed.status import RankStatus, StatusStore, awaited
 from dynoffload.errors import ExchangeError, RankError
-from dynoffload.runtime.ranks.status import RankStatus, StatusStore, awaited
 
 logger = logging.getLogger(__name__)
 

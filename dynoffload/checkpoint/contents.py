@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dynoffload.checkpoint.extents import Extents, Held
+from dynoffload.checkpoint.tensors import check_savable
+from dynoffload.checkpoint.values import KIND, TENSOR, encode
 from dynoffload.errors import CheckpointError
 from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.accelerator.storages import place_of
 from dynoffload.memory.local import is_spread
-from dynoffload.runtime.checkpoints.extents import Extents, Held
-from dynoffload.runtime.checkpoints.tensors import check_savable
-from dynoffload.runtime.checkpoints.values import KIND, TENSOR, encode
 
 _PARAM_NAMES = "param_names"  # of a group: torch's own record, which the model's names replace
 

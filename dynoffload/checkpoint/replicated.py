@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from dynoffload.checkpoint.extents import Held
+from dynoffload.checkpoint.files import bytes_of
+from dynoffload.checkpoint.peers import Peers
+from dynoffload.checkpoint.tensors import Memory
 from dynoffload.errors import CheckpointError
 from dynoffload.memory.local import local
 from dynoffload.memory.pieces import Buffer
-from dynoffload.runtime.checkpoints.extents import Held
-from dynoffload.runtime.checkpoints.files import bytes_of
-from dynoffload.runtime.checkpoints.peers import Peers
-from dynoffload.runtime.checkpoints.tensors import Memory
 
 logger = logging.getLogger(__name__)
 

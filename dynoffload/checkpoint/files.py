@@ -16,11 +16,11 @@ from math import prod
 
 import torch
 
+from dynoffload.checkpoint.extents import Held
+from dynoffload.checkpoint.manifest import File
+from dynoffload.checkpoint.tensors import Memory
 from dynoffload.errors import CheckpointError
 from dynoffload.memory.pieces import Buffer
-from dynoffload.runtime.checkpoints.extents import Held
-from dynoffload.runtime.checkpoints.manifest import File
-from dynoffload.runtime.checkpoints.tensors import Memory
 
 _NAMES = {
     torch.float64: "F64",

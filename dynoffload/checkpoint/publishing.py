@@ -26,8 +26,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from dynoffload.checkpoint import manifest
 from dynoffload.errors import CheckpointError, DynOffloadError
-from dynoffload.runtime.checkpoints import manifest
 from dynoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)

@@ -21,25 +21,25 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dynoffload.errors import CheckpointError, ConfigError, DynOffloadError
-from dynoffload.memory.pieces import Buffer
-from dynoffload.runtime.checkpoints import files, manifest, randomness
-from dynoffload.runtime.checkpoints.contents import (
+from dynoffload.checkpoint import files, manifest, randomness
+from dynoffload.checkpoint.contents import (
     Kept,
     encode_optimizer,
     names_of,
     stateful_modules,
     tensors_of,
 )
-from dynoffload.runtime.checkpoints.extents import Extents, Held, agreed_extents, unlike
-from dynoffload.runtime.checkpoints.files import Shard
-from dynoffload.runtime.checkpoints.manifest import File, Manifest
-from dynoffload.runtime.checkpoints.peers import Peers, peers_of
-from dynoffload.runtime.checkpoints.publishing import replacing, target_of
-from dynoffload.runtime.checkpoints.replicated import check_replicated
-from dynoffload.runtime.checkpoints.tensors import Memory, check_savable
-from dynoffload.runtime.checkpoints.values import encode
-from dynoffload.runtime.ranks.sharded import reshard
+from dynoffload.checkpoint.extents import Extents, Held, agreed_extents, unlike
+from dynoffload.checkpoint.files import Shard
+from dynoffload.checkpoint.manifest import File, Manifest
+from dynoffload.checkpoint.peers import Peers, peers_of
+from dynoffload.checkpoint.publishing import replacing, target_of
+from dynoffload.checkpoint.replicated import check_replicated
+from dynoffload.checkpoint.tensors import Memory, check_savable
+from dynoffload.checkpoint.values import encode
+from dynoffload.distributed.sharded import reshard
+from dynoffload.errors import CheckpointError, ConfigError, DynOffloadError
+from dynoffload.memory.pieces import Buffer
 from dynoffload.units import format_bytes, parse_bytes
 from dynoffload.version import __version__
 
