@@ -106,7 +106,7 @@ def _transformers(layer: Layer, implementation: str) -> Way:
     except ImportError as error:
         raise ConfigError(
             f"transformers' experts cannot be compared with ({error}): "
-            "pip install 'dynoffload[transformers]'"
+            "in a checkout of dynoffload, pip install '.[transformers]'"
         ) from error
     count, width, hidden = layer.down.shape
     module: Any

@@ -168,7 +168,7 @@ def test_without_protobuf_the_remedy_is_said(
     trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "google.protobuf.proto", None)
-    with pytest.raises(ClientError, match=r"pip install 'dynoffload\[chakra\]'"):
+    with pytest.raises(ClientError, match=r"pip install '\.\[chakra\]'"):
         write_chakra(trace, tmp_path / "step.et")
     assert not list(tmp_path.iterdir())
 

@@ -26,5 +26,5 @@ def test_a_missing_client_is_named_with_its_remedy() -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["transformers", "lightning"]
-    assert lines[0].endswith("pip install 'dynoffload[transformers]'")
-    assert lines[1].endswith("pip install 'dynoffload[lightning]'")
+    assert lines[0].endswith("pip install '.[transformers]'")
+    assert lines[1].endswith("pip install '.[lightning]'")

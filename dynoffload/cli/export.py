@@ -28,7 +28,7 @@ def export(
     """Write a trace as other tools read it.
 
     A Chakra execution trace has one node per operator, with its dependencies, its time and its
-    bytes; its simulators replay it. Needs `pip install 'dynoffload[chakra]'`.
+    bytes; its simulators replay it. Needs `pip install '.[chakra]'` in a checkout.
 
     Example:
 

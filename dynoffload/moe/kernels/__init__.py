@@ -30,7 +30,7 @@ def available() -> bool:
     if not found:
         logger.warning(
             "triton is not installed, so experts on a GPU go one by one; "
-            "pip install 'dynoffload[triton]'"
+            "in a checkout of dynoffload, pip install '.[triton]'"
         )
     return found
 
