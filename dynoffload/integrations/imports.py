@@ -23,5 +23,6 @@ def importing(client: str, extra: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise ClientError(
-            f"{client} cannot be imported ({error}): in a checkout of dynoffload, pip install '.[{extra}]'"
+            f"{client} cannot be imported ({error}): in a checkout of dynoffload, "
+            f"pip install '.[{extra}]'"
         ) from error
