@@ -88,6 +88,9 @@ class Exactness(Experiment[Params]):
             found = {"exact": False, "why": str(error)}
         return {**row, **found}
 
+    def settled(self, row: Row) -> bool:
+        return bool(row["exact"])
+
     _started: Process | None = None
 
     def _process(self) -> Process:

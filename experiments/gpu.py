@@ -215,6 +215,9 @@ class Gpu(Experiment[Params]):
         except WorkerError as error:
             return {"state": NOT_MEASURED, "why": str(error)}
 
+    def settled(self, row: Row) -> bool:
+        return all(one["state"] != NOT_MEASURED for one in row["rows"])
+
     def summary(self, rows: Sequence[Row]) -> dict[str, Any]:
         return {"environment": about(accelerator()), "verdicts": judge(_flat({"rows": rows}))}
 

@@ -208,12 +208,15 @@ def at_once(
 
         pool = stack.enter_context(ThreadPoolExecutor(len(given)))
         calls = [pool.submit(outcome, *pair) for pair in zip(processes, given, strict=True)]
-        for done in as_completed(calls):
-            error = done.result().error
-            if well and error is not None:
-                for process in processes:
-                    process.kill()
-                raise error
+        try:
+            for done in as_completed(calls):
+                error = done.result().error
+                if well and error is not None:
+                    raise error
+        except BaseException:  # before the pool waits for what they do
+            for process in processes:
+                process.kill()
+            raise
         return [call.result() for call in calls]
 
 

@@ -36,15 +36,17 @@ def commit() -> str:
     if not (root / ".git").exists():
         return __version__
 
-    def git(*words: str) -> str:
+    def git(*words: str) -> str | None:
         done = subprocess.run(
             ["git", *words], cwd=root, capture_output=True, text=True, check=False
         )
-        return done.stdout.strip()
+        return None if done.returncode else done.stdout.strip()
 
     described = git("describe", "--always", "--abbrev=12", "--exclude=*")
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{_WRITTEN}")
-    return (described or __version__) + ("-dirty" if changed else "")
+    if described is None or changed is None:
+        return f"{__version__}-dirty"  # git says not which code this is
+    return described + ("-dirty" if changed else "")
 
 
 def machine() -> dict[str, Any]:

@@ -565,7 +565,7 @@ class Machine:
         elif name == "clear" and not self.pins[i]:
             device.clear([region])
             self.content[i] = torch.zeros(self.sizes[i], dtype=torch.uint8)
-            assert device.is_clear([region]) == [True]
+            self.check(i)
         elif name == "renew" and not self.pins[i]:
             device.release(region)
             self.content[i] = None

@@ -150,7 +150,7 @@ def test_the_chosen_kind_is_the_one_that_auto_takes(
     depths: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kinds = ("markov", "lightgbm")
-    monkeypatch.setattr(fit, "KINDS", kinds)
+    monkeypatch.setattr(fit, "AUTO_KINDS", kinds)
     found = scores(depths, 0, kinds)
     assert found["chosen"] == fit_pilot(depths.vocabulary, depths.learned, seed=0).kind
     assert chosen_kind(found["kinds"]) == found["chosen"]

@@ -281,13 +281,12 @@ def test_demo(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         assert runs[name]["bytes_in"] > 0
     text = page.read_text()
     assert text.startswith("<!DOCTYPE html>")
-    for name in ("plain", "on-demand", "repeat-last", "pilot"):
-        assert f"<tr><td>{name}</td>" in text
-    assert text.count('<td class="good">yes</td>') == 3
     assert page.with_suffix(".perfetto.json.gz").exists()
     json.dumps(result, allow_nan=False)
     shown = capfd.readouterr()
     assert "same losses" in shown.out
+    for name in ("plain", "on-demand", "repeat-last", "pilot"):
+        assert name in shown.out
     lines = shown.err.splitlines()
     phases = [line for line in lines if re.match(r"\d/6 ", line)]
     assert [line[0] for line in phases] == list("123456")

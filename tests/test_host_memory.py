@@ -20,6 +20,7 @@ from dynoffload.errors import BudgetError
 from dynoffload.experiments.baselines.cgroup import memory_group, why_unavailable
 from dynoffload.memory import limits
 from dynoffload.runtime import host
+from dynoffload.runtime.target import Target
 from dynoffload.units import GiB, MiB
 
 PIB = 1 << 50
@@ -112,7 +113,7 @@ def test_where_memory_is_little_less_freed_heap_is_kept(monkeypatch: pytest.Monk
         (64 * GiB, 8 * GiB, 512 * MiB),  # as the user wants it
     ):
         monkeypatch.setattr(host, "available_bytes", lambda have=have: have - 80)
-        with host.within_host(budget, 512 * MiB, model, None) as possible:
+        with host.within(Target(), budget, 512 * MiB, model, None) as possible:
             assert possible.slack == kept
             assert possible.budget == min(budget, most_of(have))
 

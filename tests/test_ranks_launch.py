@@ -108,4 +108,4 @@ def test_a_rank_that_is_no_number_is_none(
 )
 def test_what_the_experiment_refuses(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        ranks.run(**options)
+        ranks.Params(**options)

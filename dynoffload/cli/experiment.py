@@ -75,6 +75,13 @@ def experiment(
         _list(experiments.EXPERIMENTS, experiments.summary)
         return
     if name == "all":
+        if show_help or show_options:
+            typer.echo(ctx.get_help())
+            return
+        if ctx.args:
+            raise ConfigError(
+                f"experiment all has no option {ctx.args[0]!r}: it takes --json, --restart, --render"
+            )
         _run_all(json_path or Path("docs/results"), ["--restart"] * restart + ["--render"] * render)
         return
     found = experiments.load(name)
@@ -86,6 +93,8 @@ def experiment(
     options = parse_options(name, ctx.args, accepted)
     to_stdout = json_path is not None and str(json_path) == "-"
     written = None if to_stdout else json_path
+    if (restart or render) and not isinstance(found, type):
+        raise ConfigError(f"experiment {name} measures at each run, without --restart or --render")
     with ended_by_signal():
         if isinstance(found, type):
             result = _carry_out(found, options, written, restart=restart, render=render)
@@ -146,7 +155,12 @@ def _run_all(folder: Path, more: Sequence[str]) -> None:
         command += ["--json", str(folder / f"{stem}.json")]
         typer.echo(f"dynoffload experiment {' '.join(command)}", err=True)
         started = [sys.executable, "-P", "-m", "dynoffload", "experiment", *command]
-        if subprocess.run(started, check=False).returncode:
+        with ended_by_signal(), subprocess.Popen(started) as child:
+            try:
+                child.wait()
+            finally:
+                child.terminate()
+        if child.returncode:
             failed.append(stem)
     if failed:
         raise ConfigError(f"failed: {', '.join(failed)}; the same command goes on with them")

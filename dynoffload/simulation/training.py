@@ -133,7 +133,6 @@ class Training:
         self._drafted: dict[Slot, None] = {}
         self._spent: list[Slot] = []
         self._chosen: dict[Slot, dict[int, int]] = {}
-        self._tried = False  # whether a draft has shown that gradients are not written
         self._visits: list[tuple[Unit, list[int]]] = []
         self._order: list[Unit] = []
         self._outstanding: list[Visit[Slot]] = []
@@ -356,19 +355,11 @@ class Training:
                 return
             copied += states
         made = [*twins.values()]
-        trial = None
-        if not self._tried:  # on a copy of the gradient, to see whether it is written
-            trial = pager.twin(slot.gradient)
-            made.append(trial)
-            copied.append(slot.gradient)
         pinned = list({*copied, slot.gradient, *made})
         pager.acquire(pinned, pin=True)
         self._work(Counts(drafts=1, copied=sum(map(pager.size, copied))))
         pager.work(slot.nbytes * self._update_rate)
         pager.unpin(pinned)
-        if trial is not None:
-            pager.discard(trial)
-        self._tried = True
         pager.withdraw([slot.region, *states, slot.gradient])
         self._drafted[slot] = None
 
