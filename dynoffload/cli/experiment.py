@@ -80,7 +80,7 @@ def experiment(
             return
         if ctx.args:
             raise ConfigError(
-                f"experiment all has no option {ctx.args[0]!r}: it takes --json, --restart, --render"
+                f"experiment all has no option {ctx.args[0]!r}, only --json, --restart, --render"
             )
         _run_all(json_path or Path("docs/results"), ["--restart"] * restart + ["--render"] * render)
         return
