@@ -6,6 +6,7 @@ way, and the bits stay those of plain PyTorch, also over the moment in which it 
 
 from __future__ import annotations
 
+import errno
 import time
 from itertools import pairwise
 from typing import Any
@@ -29,7 +30,8 @@ from torch.optim import AdamW
 
 import dynoffload
 from dynoffload.around import is_around
-from dynoffload.errors import BudgetError
+from dynoffload.errors import BudgetError, SpillError
+from dynoffload.runtime.adopting import Adoption
 from dynoffload.runtime.session import Session
 from dynoffload.units import MiB, format_bytes
 
@@ -486,3 +488,39 @@ def test_it_comes_back_for_what_is_thawed() -> None:
     assert away[4]
     assert not any(away[5:]), away
     pair.assert_same()
+
+
+def test_a_session_whose_stepping_aside_fails_is_watched_as_one_that_is_aside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    optimizer = AdamW(model.parameters())
+    config = {"page_bytes": 4096, "min_paged_bytes": 1024}
+
+    def step() -> None:
+        model(torch.ones(4, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    whole = Adoption.restore
+
+    def cut_off(self: Adoption, *args: Any) -> Any:
+        whole(self, *args)
+        raise SpillError(errno.EIO, "cut off")
+
+    with dynoffload.offload(model, optimizer, budget=8 * MiB, config=config) as session:
+        for _ in range(3):
+            step()
+        weights = {name: one.clone() for name, one in model.state_dict().items()}
+        state = optimizer.state_dict()
+        monkeypatch.setattr(Adoption, "restore", cut_off)
+        step()
+        with pytest.raises(SpillError, match="cut off"):
+            step()
+        monkeypatch.setattr(Adoption, "restore", whole)
+        optimizer.load_state_dict(state)
+        model.load_state_dict(weights)
+        before = len(session.log.steps)
+        for _ in range(3):
+            step()
+        assert len(session.log.steps) == before + 3

@@ -290,3 +290,25 @@ def test_scaler_generator_and_objects_with_state(tmp_path: Path) -> None:
     assert_same(loaded["counts"].values, saved["counts"].values, "counts")
     drawn = [torch.rand(4, generator=one["generator"]) for one in (loaded, saved)]
     assert_same(drawn[0], drawn[1], "drawn")
+
+
+def test_state_that_lies_otherwise_than_its_parameter_does_so_after_loading(
+    tmp_path: Path,
+) -> None:
+    """A model whose memory format changes after its first step: fused kernels go by strides."""
+    model = nn.Conv2d(8, 8, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step() -> None:
+        model(torch.ones(2, 8, 9, 9)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    model.to(memory_format=CHANNELS)  # type: ignore[call-overload]
+    dynoffload.save_checkpoint(model, optimizer, tmp_path / "run")
+    before = optimizer.state[model.weight]["exp_avg"].stride()
+    assert before != model.weight.stride()
+    optimizer.state.clear()
+    dynoffload.load_checkpoint(model, optimizer, tmp_path / "run")
+    assert optimizer.state[model.weight]["exp_avg"].stride() == before

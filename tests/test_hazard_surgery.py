@@ -289,3 +289,34 @@ def test_a_lazy_module_is_told_the_remedy(kind: Callable[..., nn.Module]) -> Non
         model(batch(0)[0])
     with dynoffload.offload(model, budget="1 MiB"):
         model(batch(0)[0]).sum().backward()
+
+
+class Tables(nn.Module):
+    """Has sixteen buffers over one storage of 64 KiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        for number, part in enumerate(torch.zeros(16, 1024).unbind(0)):
+            self.register_buffer(f"table{number}", part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[rows, 64]`` for the same."""
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def test_buffers_of_one_storage_are_counted_once_when_a_layer_is_added() -> None:
+    model = Tables()
+    optimizer = AdamW(model.parameters())
+    config = {"page_bytes": 4096, "min_paged_bytes": 1024, "step_aside": False}
+    with dynoffload.offload(model, optimizer, budget=420 * 1024, config=config) as session:
+        for step in range(4):
+            if step == 2:
+                model.layers.append(nn.Linear(64, 64))
+                optimizer.add_param_group({"params": model.layers[-1].parameters()})
+            model(torch.ones(4, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert session.stats["peak_fast_bytes"].max() <= 420 * 1024

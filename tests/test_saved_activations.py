@@ -505,3 +505,72 @@ def test_a_chunk_that_gets_no_memory_is_not_lost(
             assert set(paging.device._places) == regions
             assert len(paging.activations.next_indices()) == len(paging.activations) == chunks
     twin.assert_same()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_columns_of_what_is_larger_than_the_pool(backend: str) -> None:
+    """They alone are saved: what they were cut from is gone when forward is over, and no step takes
+    more than the budget. Backward has the bits of the strides that they had."""
+    twin = pair(wide)
+    config = {**CONFIG, "backend": backend}
+    budget, _ = least_budget(twin.model, twin.optimizer, 128 * 1024, config)
+    with twin.paged(budget, pilot=None, config=config) as session:
+        for step in range(3):
+            x = torch.randn(128, 32, generator=torch.Generator().manual_seed(step))
+            assert x.nbytes * 32 > 2 * budget
+            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+                loss = model(x).square().mean()
+                assert LAST[-1]() is None or model is twin.reference
+                loss.backward(retain_graph=True)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert all(step.peak_fast_bytes <= budget for step in session.log.steps)
+        lie = [
+            [(one.stride(), one.data_ptr() % 64) for one in saved_by(model(x), "_saved_self")]
+            for model in (twin.model, twin.reference)
+        ]
+        assert lie[0] == lie[1]
+        assert any(len(stride) == 2 and stride[0] == 1024 for stride, _ in lie[0])
+    twin.assert_same()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_columns_that_are_written_after_they_were_saved(backend: str) -> None:
+    """It is an error as ever, whether what they were cut from is held or not."""
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        y = m.a(x).repeat(1, 64)
+        z = y[:, :32]
+        product = (z * z).sum()
+        y.mul_(2)
+        return product
+
+    twin = pair(body)
+    config = {**CONFIG, "backend": backend}
+    budget, _ = least_budget(twin.model, twin.optimizer, 64 * 1024, config)
+    with twin.paged(budget, pilot=None, config=config):
+        for model in (twin.model, twin.reference):
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                model(torch.randn(128, 32)).backward()
+
+
+def test_columns_of_a_table_that_fits_are_not_copied_with_it() -> None:
+    """What is saved of it is some columns, and not the table."""
+    twin = pair(lambda m, x: m.c(torch.tanh(m.b(torch.tanh(m.a(x))))))
+    table = torch.randn(400, 80, generator=torch.Generator().manual_seed(0))
+    with twin.paged(1 << 20, pilot=None, config=CONFIG) as session:
+        twin.model(table[:8, :32]).square().mean().backward()
+        assert session._paging is not None
+        assert 0 < session._paging.activations.saved_bytes < table.nbytes // 4
+
+
+def wide(m: Any, x: Tensor) -> Tensor:
+    """A network whose intermediate is wider than what autograd saves of it, by far."""
+    y = torch.tanh(m.a(x)).repeat(1, 32)
+    LAST.append(weakref.ref(y.untyped_storage()))
+    z = y[:, 3:35]  # not aligned
+    complex_ = torch.view_as_complex(y[:, 40:56].unflatten(1, (8, 2)))
+    bits = (complex_.conj() * complex_).imag + complex_.conj().real
+    rows = z[:, None, 5:9].expand(-1, 3, -1)
+    return m.c(z * z) + m.b(z.exp()) + bits.sum() + (rows * rows).sum() + torch.mm(z, z.T).sum()

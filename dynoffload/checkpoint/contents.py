@@ -17,6 +17,7 @@ from dynoffload.errors import CheckpointError
 from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.accelerator.storages import place_of
 from dynoffload.memory.local import is_spread
+from dynoffload.memory.pieces import is_dense
 
 _PARAM_NAMES = "param_names"  # of a group: torch's own record, which the model's names replace
 
@@ -162,6 +163,9 @@ class Kept(dict[str, Held]):
             name += "'"
         self[name], tensor = held, held.tensor
         said: dict[str, Any] = {KIND: TENSOR, "name": name}
+        part = held.extent is not None and not is_spread(tensor)
+        if not part and not tensor.is_contiguous() and is_dense(tensor):
+            said["stride"] = list(tensor.stride())
         if tensor.dtype == torch.complex128:
             said["pairs"] = True
         if tensor.device.type != "cpu":

@@ -236,7 +236,7 @@ def _fill_state(
             state[key] = item
         elif isinstance(known, torch.Tensor) and item.fits(held(item, known)):
             state[key] = known
-        elif item.shape == extents.held(parameter).shape:
+        elif of_all is not None and item.shape == of_all.shape:
             state[key] = item.part(parameter)
         else:
             state[key] = item.empty(parameter.device)

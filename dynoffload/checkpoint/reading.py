@@ -27,8 +27,8 @@ from dynoffload.checkpoint.tensors import Memory, Ordinary
 from dynoffload.checkpoint.values import decode
 from dynoffload.distributed.sharded import spread_like
 from dynoffload.errors import CheckpointError, DynOffloadError
-from dynoffload.memory.local import local
-from dynoffload.memory.pieces import Buffer
+from dynoffload.memory.local import is_spread, local
+from dynoffload.memory.pieces import Buffer, is_dense
 
 _MALFORMED = (
     ValueError,
@@ -43,33 +43,35 @@ _MALFORMED = (
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor among values: where its bytes are, and what it was."""
+    """A tensor among values: where its bytes are, and how it lay in memory."""
 
     place: Place
     dtype: torch.dtype
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     device: str
 
     def empty(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Return a tensor of its kind without content; on ``device`` if it was not on the CPU."""
+        """Return a tensor like it, without content; on ``device`` if it was not on the CPU."""
         place = "cpu" if self.device == "cpu" else device
-        return torch.empty(self.shape, dtype=self.dtype, device=place)
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=place)
 
     def part(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of its kind without content, in the memory format of what is here of the
-        parameter ``like``, whose shape it has as a whole."""
+        """Return a tensor of its kind without content, for what is here of the parameter ``like``,
+        whose shape it has as a whole."""
         part = local(like)
         place = "cpu" if self.device == "cpu" and part is like else part.device
-        made = torch.empty_like(part, dtype=self.dtype, device=place, requires_grad=False)
+        made = torch.empty(part.shape, dtype=self.dtype, device=place)
         return spread_like(like, made)  # type: ignore[no-any-return]
 
     def fits(self, held: Held) -> bool:
         """Return whether what is here of it may be read into what is ``held``."""
-        on_cpu = held.tensor.device.type == "cpu"
-        return (held.tensor.dtype, held.shape, on_cpu) == (
-            self.dtype,
-            self.shape,
-            self.device == "cpu",
+        tensor = held.tensor
+        is_part = held.extent is not None and not is_spread(tensor)
+        return (
+            (tensor.dtype, held.shape) == (self.dtype, self.shape)
+            and (is_part or tensor.stride() == self.stride)
+            and (tensor.device.type == "cpu") == (self.device == "cpu")
         )
 
 
@@ -179,7 +181,14 @@ class Opened:
             if dtype != torch.float64 or shape[-1:] != (2,):
                 raise ValueError(f"tensor {said['name']!r} is of no complex numbers")
             dtype, shape = torch.complex128, shape[:-1]
-        return Stored(place, dtype, shape, str(said.get("device", "cpu")))
+        usual = torch.empty(shape, dtype=dtype, device="meta")
+        stride = tuple(said.get("stride", usual.stride()))
+        if stride != usual.stride():
+            if len(stride) != len(shape):
+                raise ValueError(f"tensor {said['name']!r} has {len(stride)} strides")
+            if not is_dense(torch.empty_strided(shape, stride, device="meta")):
+                raise ValueError(f"tensor {said['name']!r} has gaps")
+        return Stored(place, dtype, shape, stride, str(said.get("device", "cpu")))
 
     def read(self, place: Place, held: Held, memory: Memory) -> None:
         """Fill in place what is here of a tensor."""

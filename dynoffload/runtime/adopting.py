@@ -168,10 +168,15 @@ class Adoption:
             else:
                 sizes = [nbytes, *sizes, nbytes * trained]
             stays[parameter] = sum(sizes) + scalars
+        storages: dict[int, str] = {}  # of buffers, each counted once
         for name, buffer in self._model.named_buffers():
-            parts = [] if buffer.is_meta else parts_of(buffer)
-            parts = [one for one in parts if self._device.owner(one) < 0]
-            stays[name] = sum(one.untyped_storage().nbytes() for one in parts)
+            for part in () if buffer.is_meta else parts_of(buffer):
+                storage = part.untyped_storage()
+                if (
+                    self._device.owner(part) < 0
+                    and storages.setdefault(storage._cdata, name) == name
+                ):
+                    stays[name] = stays.get(name, 0) + storage.nbytes()
         return stays
 
     def _make_room(

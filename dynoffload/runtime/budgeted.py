@@ -250,7 +250,7 @@ class BudgetedSession(Session):
         if self._in_sample:
             self._in_sample = False
             around, self._around = self._around, None
-            self._mode.end_sample(whole=sys.exception() is around)
+            self._mode.end_sample(output, whole=sys.exception() is around)
         if output is not None:  # else by an error, mostly
             self._mode.leave()  # what was computed may be of a value that lacks its update
 
@@ -312,10 +312,12 @@ class BudgetedSession(Session):
         if paging.is_held_outside():
             return  # since the step
         self._mode = Passthrough()
-        self._end(paging, stays=True)
-        queues = self._target.queues
-        given = None if queues is None else queues.given_bytes
-        self._mode = Resident(self._fit, self._recording, given)
+        try:
+            self._end(paging, stays=True)
+        finally:  # watched, also where the end has lost a step
+            queues = self._target.queues
+            given = None if queues is None else queues.given_bytes
+            self._mode = Resident(self._fit, self._recording, given)
 
     def _end(self, paging: Paging, *, stays: bool = False) -> str:
         try:

@@ -56,8 +56,8 @@ class Mode(Protocol):
     def begin_sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A training forward begins."""
 
-    def end_sample(self, *, whole: bool) -> None:
-        """It has ended; not ``whole``: by an error."""
+    def end_sample(self, output: Any, *, whole: bool) -> None:
+        """It has ended with ``output``; not ``whole``: by an error."""
 
     def leave(self) -> None:
         """The call of the root has returned; raises as `enter` does."""
@@ -99,7 +99,7 @@ class Passthrough:
     def begin_sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See `Mode.begin_sample`."""
 
-    def end_sample(self, *, whole: bool) -> None:
+    def end_sample(self, output: Any, *, whole: bool) -> None:
         """See `Mode.end_sample`."""
 
     def loading(self, *, optimizer: bool) -> AbstractContextManager[Callable[[], None]]:

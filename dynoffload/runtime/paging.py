@@ -453,7 +453,7 @@ class Paging:
 
     @uninterrupted
     @unseen
-    def end_sample(self, *, whole: bool = True) -> None:
+    def end_sample(self, output: Any = None, *, whole: bool = True) -> None:
         """See `Mode.end_sample`."""
         self.activations.end_forward()
         self.migrator.end_forward()

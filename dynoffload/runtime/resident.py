@@ -13,11 +13,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from dynoffload.memory.heap import live_bytes
-from dynoffload.memory.limits import resident_bytes
-from dynoffload.memory.local import local_bytes
 from dynoffload.runtime.adoption.changes import Changes
 from dynoffload.runtime.counting import state_tensors, whole_bytes
+from dynoffload.runtime.growth import Growth
 from dynoffload.runtime.modes import Passthrough
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.unseen import unseen
@@ -83,8 +81,8 @@ class Resident(Passthrough):
     """
 
     def __init__(self, fit: Fit, recording: Recording, given: Callable[[], int] | None) -> None:
-        self._fit, self._recording, self._given = fit, recording, given
-        self._before: int | None = None  # bytes in use as the first forward of a step began
+        self._fit, self._recording = fit, recording
+        self._growth = Growth(fit.model, given)
         self._too_large = False
         self._stepped = False  # since the last sample
         self._changes = Changes()
@@ -116,25 +114,19 @@ class Resident(Passthrough):
         nbytes = sum([one.nbytes for one in self._parameters])
         return nbytes, sum(len(g["params"]) for g in groups), state_tensors(optimizer)
 
-    def _used(self) -> int:
-        """Return the bytes in use but for gradients, which are counted elsewhere."""
-        live = live_bytes() if self._given is None else self._given()
-        gradients = sum(local_bytes(p.grad) for p in self._parameters if p.grad is not None)
-        return (resident_bytes() if live is None else live) - gradients
-
     def begin_sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See `Mode.begin_sample`."""
-        if self._before is None:
-            self._before = self._used()
+        self._growth.begin()
 
-    def end_sample(self, *, whole: bool) -> None:
+    def end_sample(self, output: Any, *, whole: bool) -> None:
         """See `Mode.end_sample`: what the step's forwards have left is in memory now."""
-        left = 0 if self._before is None else max(0, self._used() - self._before)
+        left = self._growth.finish(output)
         self._too_large = self._recording.grew(left) > self._fit.budget
 
     @unseen
     def _end_step(self) -> None:
-        self._stepped, self._before = True, None
+        self._stepped = True
+        self._growth.end()
         self._recording.end_step(None, None, 0, None, (), math.nan)
 
     def close(self, *, stays: bool = False) -> str:

@@ -15,8 +15,8 @@ so what is saved of it has bytes of its own.
 
 [Note: parts]  Of a storage of which less than half is saved, that part is moved if its elements lie
 in one stretch. One with gaps, such as some columns of a table, is moved as its whole storage, whose
-strides kernels go by. Where that is the user's own, as of a sample, it stays where it is, and is
-not counted.
+strides kernels go by, unless that is larger than the pool, or what the user called the model with:
+then `Columns` has the elements alone. What is saved never keeps more bytes than are counted.
 
 [Note: cast weights]  Autocast keeps the low-precision copy that it makes of a weight until its
 block ends: half of all weights, beside what autograd saves. The cache must stay, as it decides how
@@ -45,6 +45,7 @@ from dynoffload.runtime.passes.finalization import Endings, Keeping
 from dynoffload.runtime.passes.saved import (
     ALIGNMENT,
     Chunk,
+    Columns,
     Entry,
     InPlace,
     Packed,
@@ -299,19 +300,18 @@ class Activations:
             return self._keep(tensor)
         key: Hashable = storage._cdata
         used = tensor.numel() * tensor.element_size()
-        part = nbytes > 2 * used
-        if part and used and not is_dense(tensor):  # see [Note: parts]
-            if key in self._inputs:
-                return InPlace(tensor)
-            part = False
-        if part:
+        whole, gaps = nbytes <= 2 * used, used > 0 and not is_dense(tensor)
+        if not whole and gaps:
+            most = self.device.capacity - self.chunk_bytes  # bytes that can be saved as one
+            whole = key not in self._inputs and self.device.padded(nbytes) <= most
+        if not whole:
             nbytes = used
             key = (key, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
-        place = 0 if part else offset_of(tensor)
+        form, place = (Packed, offset_of(tensor)) if whole else (Columns if gaps else Packed, 0)
         known = self._entries.get(key)
         entry = known() if known is not None else None
         if entry is not None and entry.stands_for(tensor):
-            return Packed(tensor, entry, place)
+            return form(tensor, entry, place)
         chunk, offset = self._place(nbytes)
         ours = self.device.storage(chunk.region)
         entry = Entry(chunk, offset, storage, tensor)
@@ -319,17 +319,17 @@ class Activations:
         chunk.live += 1
         self._entered.watch(entry, chunk)
         # As it lies before a cast moves: the tensor may be that cast.
-        packed = Packed(tensor, entry, place)
+        packed = form(tensor, entry, place)
         try:
             with torch.no_grad():
-                if part:
-                    packed.lying_in(ours).copy_(as_it_lies(tensor))
-                else:
+                if whole:
                     bytes_of(ours, offset, nbytes).copy_(bytes_of(storage))
                     cast = cast_that_autocast_keeps(tensor)
                     if cast is not None:
                         begin = offset // cast.element_size() + offset_of(cast)
                         cast.data = view_of(ours, cast, begin)
+                else:
+                    packed.lying_in(ours).copy_(as_it_lies(tensor))
         finally:
             if chunk.index < 0:
                 self._shut(chunk)
