@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dynoffload.errors import ConfigError
-from dynoffload.experiments import make_room
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,27 +65,6 @@ def show(*parts: Table | str) -> None:
         console.print(table)
 
 
-def check_page(page: Path | None) -> None:
-    """Refuse a page without marks, or that must not be written, before anything is measured.
-
-    Raises:
-        ConfigError: it cannot be read or written, or does not have them.
-    """
-    if page is not None:
-        _parted(page)
-        make_room(page, "--page")
-
-
-def write_between(page: Path, lines: Sequence[str]) -> None:
-    """Write what stands between the marks of a page anew.
-
-    Raises:
-        ConfigError: as for `check_page`.
-    """
-    before, after = _parted(page)
-    page.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{after}", encoding="utf-8")
-
-
 def fill_page(page: Path, parts: Sequence[Table | str]) -> None:
     """Write what stands between the marks of a page anew.
 
@@ -132,20 +110,6 @@ def marks_of(page: Path) -> list[str]:
     if "" not in found:
         raise ConfigError(f"{page} has no {BEGIN} ... {END}: put these lines where the table goes")
     return found
-
-
-def _parted(page: Path) -> tuple[str, str]:
-    """Return what stands before and after the marks."""
-    try:
-        text = page.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot read {page}, whose table is to be written: {why}") from error
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ConfigError(f"{page} has no {BEGIN} ... {END}: put these lines where the table goes")
-    return before, after
 
 
 def marked(error: float, most: float) -> str:

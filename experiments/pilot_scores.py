@@ -50,7 +50,7 @@ class RecordedOrder:
     nothing is known of it in advance; those after it are foretold by the record. The first that
     departs from it, earlier or later, loses its prefetch from there on, and the record; the sample
     after it is recorded anew. So it pays two samples for each change, where `LastOrder` pays one.
-    The same rule, visit by visit, forward and backward, is `dynoffload.runtime.migration.replay`.
+    The same rule, visit by visit, is `dynoffload.experiments.baselines.replay`.
     """
 
     def __init__(self) -> None:

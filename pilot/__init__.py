@@ -2,8 +2,8 @@
 
 What a model sees: `features`, `codes`. What all orders have in common: `template`, `loops`.
 What each sample decides: `boosting` (with `association` and `trees`), `sequence`, `markov`, behind
-`models`; corrected within the step by `correction` and `following`. `pilot` is the predictor and
-`artifact` its file. Training: `labels` and `labelling` of traces, `fit` and `trials`, `train`;
+`models`; corrected within the step by `correction` and `tracking`. `pilot` is the predictor and
+`artifact` its file. Training: `labels` of traces, `fit`, `train`;
 within a run, `online`. How good it is: `evaluate`, `baselines`, `model_card`.
 
 LightGBM, safetensors and rich are imported by the functions that use them.

@@ -14,8 +14,6 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
 from pathlib import Path
 
 from dynoffload.errors import DynOffloadError, TraceError
@@ -33,7 +31,6 @@ NAMED = 3
 """Traces that cannot be read and are named, each with its reason."""
 FEW = 24
 """Traces that this process labels itself: sooner done than workers are started."""
-_MAKERS = ("dynoffload.planning", "dynoffload.profiler")  # packages of which labels are made
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,19 +53,6 @@ class Label:
     def source(self) -> str:
         """Which file or document the sample came from."""
         return self.calls.source
-
-
-@cache
-def makers_version() -> str:
-    """Return a digest of the code that makes labels."""
-    digest = hashlib.sha256()
-    folders = [folder for name in _MAKERS for folder in import_module(name).__path__]
-    for file in [
-        Path(__file__),
-        *(f for folder in folders for f in sorted(Path(folder).glob("*.py"))),
-    ]:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
 
 
 def label_traces(traces: str | Path, jobs: int | None, report: Report) -> list[Label]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -490,6 +491,11 @@ def test_it_comes_back_for_what_is_thawed() -> None:
     pair.assert_same()
 
 
+def steps_of(step: Callable[[], None], count: int) -> None:
+    for _ in range(count):
+        step()
+
+
 def test_a_session_whose_stepping_aside_fails_is_watched_as_one_that_is_aside(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -514,9 +520,8 @@ def test_a_session_whose_stepping_aside_fails_is_watched_as_one_that_is_aside(
         weights = {name: one.clone() for name, one in model.state_dict().items()}
         state = optimizer.state_dict()
         monkeypatch.setattr(Adoption, "restore", cut_off)
-        step()
         with pytest.raises(SpillError, match="cut off"):
-            step()
+            steps_of(step, 4)
         monkeypatch.setattr(Adoption, "restore", whole)
         optimizer.load_state_dict(state)
         model.load_state_dict(weights)

@@ -1,7 +1,7 @@
 """Loading: from a directory, verified as a whole, into live tensors in place.
 
 Everything that can be wrong with a checkpoint, or between it and the run that asks for it, is found
-before any training state is touched: sizes and checksums of all files by `opened`, names, shapes,
+before any training state is touched: sizes and checksums of all files by `reading`, names, shapes,
 dtypes, groups and values by `matching`. What can fail from then on is the disk, or an object of the
 user's that does not take its state.
 """

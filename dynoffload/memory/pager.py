@@ -2,7 +2,7 @@
 
 An access to an absent region sleeps in the kernel until the region is there, whoever makes it. So
 a use that nobody announced costs time, never a wrong bit. This module speaks to the native part;
-where regions lie is the business of `places`.
+where regions lie is the business of `region_allocator`.
 """
 
 from __future__ import annotations

@@ -308,19 +308,19 @@ class TransferQueue(MappedCache):
         """Find absent regions with pages in memory. They were touched without notice: they stay if
         they deserve the room more than others do, else they are sent out."""
         for h in self._surprises():
-            if h.busy or not h.left_alone():
+            if h.busy or not self._is_left(h):
                 continue  # things have moved on meanwhile
             self._tally.faults += 1
             h.content, h.cleared = True, False
             next_use = self._plan.next_use(h.region)
-            while h.left_alone() and self._free < h.pages:
+            while self._is_left(h) and self._free < h.pages:
                 if self._free + self._writing >= h.pages:
                     self._done.wait()  # room is on its way
                 elif (victim := self._victim(next_use - 1)) is not None:
                     self._evict(victim, Cause.ROOM)
                 else:
                     break
-            if not h.left_alone():
+            if not self._is_left(h):
                 continue
             if self._free < h.pages:
                 self._evict(h, Cause.ROOM, charged=False)
@@ -328,6 +328,10 @@ class TransferQueue(MappedCache):
                 self._charge(h)
                 self._use(h)
                 self._settle(h, State.PRESENT)
+
+    def _is_left(self, h: CachedRegion) -> bool:
+        """Return whether a region is absent, left alone, and not released meanwhile."""
+        return h.left_alone() and self._cached.get(h.region) is h
 
     def _surprises(self) -> list[CachedRegion]:
         """Return absent regions with pages in memory, asking once for each run of neighbours."""

@@ -55,7 +55,7 @@ class DeviceRegion:
         traffic: what the file does with the slot.
         error: errno of a transfer of the file that somebody is to be told.
         pins: holds it on the accelerator.
-        tick: the number of its last use; see `lead`.
+        tick: the number of its last use; see `run_ahead`.
         prefetched: brought by plan and not yet used.
     """
 
