@@ -107,7 +107,9 @@ def run(
     ```
     """
     if wrap and budget is None:
-        raise typer.BadParameter("--wrap needs one, such as --budget 8GiB", param_hint="'--budget'")
+        raise typer.BadParameter(
+            "--wrap needs one before the script, such as --budget 8GiB", param_hint="'--budget'"
+        )
     from dynoffload.reporting.summary import in_a_line
 
     summaries: list[str] = []
