@@ -18,6 +18,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from emulated import DEVICE, accelerated
 from exactness import SMALL_PAGES, arena_ranges, assert_same, footprint_of, least_budget
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 
 import dynoffload
 from dynoffload.runtime.adoption.held import holders
@@ -276,3 +277,64 @@ def loss_of(model: nn.Module, step: int, **sizes: int) -> Tensor:
     """Return the cross-entropy of ``model`` on `batch`."""
     x, y = batch(step, **sizes)
     return F.cross_entropy(model(x).float(), y)
+
+
+_ADAMW = partial(AdamW, lr=1e-2)
+
+
+def trained(
+    make: Callable[[], nn.Module] = Mlp,
+    each: Callable[[Side, Any, Any, int], None] | None = None,
+    *,
+    loss: Callable[[Any, int], Tensor] = loss_of,
+    after: Callable[[int, Any], None] = lambda step, model: None,
+    optimizer: Callable[[Any], Optimizer] = _ADAMW,
+    steps: int = 4,
+    **options: Any,
+) -> Callable[[Side], None]:
+    """Return the program that trains ``make()`` in one block.
+
+    Args:
+        make: returns the network.
+        each: makes a step; by default the usual one, of ``loss``.
+        loss: of a step.
+        after: called after each step.
+        optimizer: returns the one for parameters.
+        steps: their number.
+        options: of the block.
+    """
+
+    def program(side: Side) -> None:
+        model = make()
+        its = optimizer(model.parameters())
+        with side.offload(model, its, **options):
+            for step in range(steps):
+                if each is None:
+                    side.step(loss(model, step), its)
+                else:
+                    each(side, model, its, step)
+                after(step, model)
+
+    return program
+
+
+def stepwise(
+    backends: pytest.MarkDecorator,
+    make: Callable[[], nn.Module] = Mlp,
+    *,
+    moves: bool = True,
+    budgeted: bool = True,
+    aside: bool = True,
+    **options: Any,
+) -> Callable[[Callable[[Side, Any, Any, int], None]], Callable[[str], None]]:
+    """Make a test of a function that makes one step; see `hazard` and `trained`."""
+
+    def decorate(each: Callable[[Side, Any, Any, int], None]) -> Callable[[str], None]:
+        def test(backend: str) -> None:
+            program = trained(make, each, **options)
+            hazard(backend, program, moves=moves, budgeted=budgeted, aside=aside)
+
+        test.__name__, test.__doc__, test.__module__ = each.__name__, each.__doc__, each.__module__
+        return backends(test)
+
+    return decorate
