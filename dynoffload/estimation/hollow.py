@@ -30,8 +30,8 @@ from dynoffload.runtime.meta_init import (
     fill,
     own_tensors,
     tensors_on_meta,
-    zero_buffers,
 )
+from dynoffload.runtime.placing import zero_buffers
 from dynoffload.units import KiB, MiB
 
 _CONTENT = 16 * MiB  # of the file for one dtype

@@ -30,7 +30,7 @@ from torch import nn
 from dynoffload.errors import ConfigError
 from dynoffload.memory.pieces import same_bits
 from dynoffload.runtime.interrupts import uninterrupted
-from dynoffload.runtime.placing import leave_for_meta, put_in_place
+from dynoffload.runtime.placing import leave_for_meta, put_in_place, zero_buffers
 from dynoffload.runtime.weight_files import Bring, WeightFiles
 
 Give = Callable[[nn.Module], None]
@@ -144,16 +144,20 @@ def place_of(model: nn.Module) -> torch.device | None:
     return place
 
 
+def _noted_of(model: nn.Module) -> _Noted | None:
+    its, path = model.__dict__.get(_NOTE, (None, ""))
+    return None if path else its
+
+
 def recipe_is_noted(model: nn.Module) -> bool:
     """Return whether `remember` noted how ``model``, as a whole, is given its weights."""
-    path: str | None = model.__dict__.get(_NOTE, (None, None))[1]
-    return path == ""
+    return _noted_of(model) is not None
 
 
 def noted(model: nn.Module) -> Init:
     """Return what `remember` noted; None, as by default, if nothing was."""
-    init: Init = model.__dict__[_NOTE][0].init if recipe_is_noted(model) else None
-    return init
+    its = _noted_of(model)
+    return None if its is None else its.init
 
 
 def check_parts(model: nn.Module) -> None:
@@ -163,7 +167,7 @@ def check_parts(model: nn.Module) -> None:
     Raises:
         ConfigError: names the part.
     """
-    mine = model.__dict__[_NOTE][0] if recipe_is_noted(model) else None
+    mine = _noted_of(model)
     for path, module in model.named_modules():
         its, place = module.__dict__.get(_NOTE, (mine, ""))
         if its is mine or (place and not tensors_on_meta(module)):
@@ -273,35 +277,6 @@ class MetaInit:
         if self._noted:
             _note(self._model, self._init)
         leave_for_meta(self._parameters)
-
-
-def zero_buffers(model: nn.Module, device: torch.device = _CPU) -> None:
-    """Give buffers on the meta device memory of ``device``, of zeros; what is shared among them
-    stays so."""
-    # They are not swapped: one that is a view of another cannot be.
-    made: dict[int, torch.Tensor] = {}
-    storages: dict[int, torch.UntypedStorage] = {}
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                if id(buffer) not in made:
-                    made[id(buffer)] = _zeros_as(buffer, storages, device)
-                module._buffers[name] = made[id(buffer)]
-
-
-def _zeros_as(
-    buffer: torch.Tensor, storages: dict[int, torch.UntypedStorage], device: torch.device
-) -> torch.Tensor:
-    """Return zeros like ``buffer``, in a storage that stands for its own."""
-    if buffer.layout is not torch.strided or type(buffer) is not torch.Tensor:
-        return torch.zeros_like(buffer, device=device)
-    away = buffer.untyped_storage()
-    if away._cdata not in storages:
-        zeros = torch.zeros(away.nbytes(), dtype=torch.uint8, device=device)
-        storages[away._cdata] = zeros.untyped_storage()
-    empty = torch.empty(0, dtype=buffer.dtype, device=device)
-    storage = storages[away._cdata]
-    return empty.set_(storage, int(buffer.storage_offset()), buffer.size(), buffer.stride())
 
 
 # By an initialiser
