@@ -27,7 +27,15 @@ from dynoffload.errors import BackendError
 from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.accelerator.rows import NOBODYS, Row, bytes_of
 from dynoffload.runtime.counting import parts_of
-from dynoffload.runtime.operators import effects_of, replaced, tensors_of
+from dynoffload.runtime.operators import (
+    held_by,
+    in_parts,
+    is_list_of_tensors,
+    replaced,
+    tensors_of,
+    unwrapped,
+    written_by,
+)
 from dynoffload.runtime.slice_cuts import (
     KEEPING_ZEROS,
     ZEROING,
@@ -37,7 +45,6 @@ from dynoffload.runtime.slice_cuts import (
     is_by_element,
     is_over_lists,
 )
-from dynoffload.runtime.touching import held_by, in_parts, is_list_of_tensors, unwrapped
 
 _aten = torch.ops.aten
 OF_EMPTY = {
@@ -121,7 +128,7 @@ class OverRows:
         if any(len(one.slices) > 1 for one in over):
             tensors = list(tensors_of((args, kwargs)))
             lists = any(is_list_of_tensors(one) for one in (*args, *kwargs.values()))
-            written = self._written(func, args, kwargs)
+            written = list(tensors_of(written_by(func, args, kwargs)))
             cut = None if lists else cut_of(func, tensors, over, written)
             if cut is not None:
                 return self._by_slices(func, args, kwargs, cut)
@@ -139,18 +146,12 @@ class OverRows:
                     found[id(given)] = Over(given, plain, row, row.under(plain))
         return list(found.values())
 
-    def _written(self, func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-        """Return the tensors that an operator writes into."""
-        places = effects_of(func).written
-        given = [args[at] if at < len(args) else kwargs.get(name) for name, at in places]
-        return list(tensors_of(given))
-
     # On other tensors in their place
 
     def _run(self, func: Any, args: Any, kwargs: Any, over: Sequence[Over]) -> Any:
         """Run an operator on what is given in place of ``over``."""
         spans = _spans(over)
-        written = self._written(func, args, kwargs)
+        written = list(tensors_of(written_by(func, args, kwargs)))
         lookup, regions = self._device.lookup, self._device.storage
         touched = dict.fromkeys(lookup(held) for held in held_by((args, kwargs)))
         changed = [lookup(held) for held in held_by(written)]
@@ -260,7 +261,7 @@ class OverRows:
     # Slice by slice
 
     def _by_slices(self, func: Any, args: Any, kwargs: Any, cut: Cut) -> Any:
-        written = self._written(func, args, kwargs)
+        written = list(tensors_of(written_by(func, args, kwargs)))
         stays = self._stay_clear(func, args)
         whole: torch.Tensor | None = None
         for number in range(cut.pieces):
@@ -355,23 +356,19 @@ class OverRows:
 
 
 def _spans(over: Sequence[Over]) -> dict[Over, _Span]:
-    """Return which slices stand together for each tensor."""
-    found: dict[Over, _Span] = {}
-    by_row: dict[Row, list[Over]] = {}
+    """Return which slices stand together for each tensor: of a row of which tensors take several,
+    all from the first of these to the last."""
+    found: dict[Row, range] = {}
     for one in over:
-        by_row.setdefault(one.row, []).append(one)
-    for row, ones in by_row.items():
-        ones.sort(key=lambda one: one.slices.start)
-        begin = 0
-        while begin < len(ones):
-            slices, end = ones[begin].slices, begin + 1
-            while end < len(ones) and ones[end].slices.start < slices.stop:
-                slices = range(slices.start, max(slices.stop, ones[end].slices.stop))
-                end += 1
-            span = _Span(row, slices)
-            found.update(dict.fromkeys(ones[begin:end], span))
-            begin = end
-    return found
+        if len(one.slices) > 1:
+            known = found.get(one.row, one.slices)
+            start, stop = min(known.start, one.slices.start), max(known.stop, one.slices.stop)
+            found[one.row] = range(start, stop)
+    wide = {one: found.get(one.row, range(0)) for one in over}
+    return {
+        one: _Span(one.row, slices if one.slices.start in slices else one.slices)
+        for one, slices in wide.items()
+    }
 
 
 def _other(one: Over, place: tuple[torch.UntypedStorage, int] | None) -> torch.Tensor:
