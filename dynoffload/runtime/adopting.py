@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ from dynoffload.runtime.counting import (
     tensors_of,
 )
 from dynoffload.runtime.interrupts import let_come
-from dynoffload.runtime.sizing import Sizing, update_bytes
+from dynoffload.runtime.sizing import Sizing, paged_sizes, update_bytes
 from dynoffload.runtime.updates.kept_state import state_of
 from dynoffload.runtime.updates.update import can_split
 from dynoffload.units import MiB, format_bytes
@@ -141,44 +141,6 @@ class Adoption:
     def _slices_of(self, parameter: nn.Parameter) -> int:
         return slices_of(parameter, self._device.page_bytes, self._sizing.min_paged_bytes)
 
-    def _staying(
-        self, whole: Collection[nn.Parameter], sliced: Collection[nn.Parameter]
-    ) -> dict[nn.Parameter | str, int]:
-        """Return the bytes that stay in memory of each parameter with its gradient and state, once
-        they are there, and of each buffer, by its name.
-
-        Args:
-            whole: the parameters that are paged whole.
-            sliced: those that are paged by slices.
-        """
-        states = States(self._optimizer)
-        held = held_parameters(self._model)  # which are counted, and told of, where they are
-        stays: dict[nn.Parameter | str, int] = {}
-        for parameter in self._model.parameters():
-            if parameter in held:
-                continue
-            nbytes, trained = local_bytes(parameter), is_trained(parameter)
-            sizes = states.sizes(parameter)
-            scalars = SCALARS if trained and sizes else 0
-            if parameter in sliced:
-                sizes = [size for size in sizes if size != nbytes]
-            elif parameter in whole:
-                least = min(self._sizing.min_paged_bytes, nbytes)
-                sizes = [size for size in sizes if size < least]
-            else:
-                sizes = [nbytes, *sizes, nbytes * trained]
-            stays[parameter] = sum(sizes) + scalars
-        storages: dict[int, str] = {}  # of buffers, each counted once
-        for name, buffer in self._model.named_buffers():
-            for part in () if buffer.is_meta else parts_of(buffer):
-                storage = part.untyped_storage()
-                if (
-                    self._device.owner(part) < 0
-                    and storages.setdefault(storage._cdata, name) == name
-                ):
-                    stays[name] = stays.get(name, 0) + storage.nbytes()
-        return stays
-
     def _make_room(
         self, new: Sequence[tuple[str, nn.Parameter, int]], kept: int
     ) -> list[tuple[str, nn.Parameter]]:
@@ -193,32 +155,43 @@ class Adoption:
         Raises:
             BudgetError: there is no room; nothing was changed.
         """
-        whole = {*self.store.slots, *(parameter for _, parameter, n in new if n == 1)}
-        sliced = {*self.store.fused, *(parameter for _, parameter, n in new if n > 1)}
-        stays = self._staying(whole, sliced)
-        held = held_parameters(self._model)
-        small = [
-            (name, parameter)
-            for name, parameter in self._model.named_parameters()
-            if parameter.numel() > 1
-            and not (parameter in whole or parameter in sliced or parameter in held)
-            and not parameter.is_meta
-            and can_move(parameter)
-        ]
-        small.sort(key=lambda one: -local_bytes(one[1]))
         sizing, states = self._sizing, States(self._optimizer)
+        slices = {parameter: count for _, parameter, count in new}
+        slices |= dict.fromkeys(self.store.slots, 1)
+        slices |= {parameter: fused.count for parameter, fused in self.store.fused.items()}
+        held = held_parameters(self._model)  # which are counted, and told of, where they are
+        stays: dict[str, int] = {}  # with gradient and state, once they are there
+        small: list[tuple[str, nn.Parameter]] = []
+        for name, parameter in self._model.named_parameters():
+            if parameter in held:
+                continue
+            trained, sizes = is_trained(parameter), states.sizes(parameter)
+            stays[name] = sum(sizes) + (SCALARS if trained and sizes else 0)
+            if count := slices.get(parameter):
+                least = sizing.min_paged_bytes
+                stays[name] -= sum(paged_sizes(parameter, sizes, least, count))
+                continue
+            stays[name] += local_bytes(parameter) * (1 + trained)
+            if parameter.numel() > 1 and not parameter.is_meta and can_move(parameter):
+                small.append((name, parameter))
+        counted: set[int] = set()  # storages of buffers
+        for name, buffer in self._model.named_buffers():
+            for part in () if buffer.is_meta else parts_of(buffer):
+                storage = part.untyped_storage()
+                if self._device.owner(part) < 0 and storage._cdata not in counted:
+                    counted.add(storage._cdata)
+                    stays[name] = stays.get(name, 0) + storage.nbytes()
+        small.sort(key=lambda one: -local_bytes(one[1]))
         most = sizing.budget - sizing.pool_bytes - sizing.bucket_bytes
         total, paged = sum(stays.values()), []
         while small and total + kept > most:
             paged.append(small.pop(0))
             name, parameter = paged[-1]
             self._check_room(f"{name}, which has no room beside the pool,", parameter, 1, states)
-            total -= stays.pop(parameter)
+            total -= stays.pop(name)
         if total + kept > most:
-            names: dict[object, str] = {p: name for name, p in self._model.named_parameters()}
-            largest = max(stays, key=stays.__getitem__)
             raise BudgetError(
-                f"{names.get(largest, largest)} and others that cannot be paged "
+                f"{max(stays, key=stays.__getitem__)} and others that cannot be paged "
                 f"have no room since the model was changed: what stays in memory takes "
                 f"{format_bytes(total)} and saved activations {format_bytes(kept)}, and the budget "
                 f"has {format_bytes(most)} beside the pool: raise the budget, or change the model "
@@ -305,7 +278,7 @@ class Adoption:
             parameter,
             states.sizes(parameter),
             self._device.page_bytes,
-            min(self._sizing.min_paged_bytes, local_bytes(parameter)),
+            self._sizing.min_paged_bytes,
             slices=slices,
             queues=self._queues,
         )

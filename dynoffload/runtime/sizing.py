@@ -117,15 +117,23 @@ def update_bytes(
         slices: by how many it is paged; 1 for whole.
         queues: steps without a gradient may wait for a slice.
     """
+    nbytes, paged = local_bytes(parameter), paged_sizes(parameter, states, least, slices)
+    if slices > 1:
+        regions = 2 + len(paged) + queues if is_trained(parameter) else 1
+        return nbytes // slices * regions
+    sizes = [moved_bytes(parameter), *([nbytes, *paged] if is_trained(parameter) else [])]
+    return sum(_padded(size, page) for size in sizes)
+
+
+def paged_sizes(
+    parameter: nn.Parameter, states: Sequence[int], least: int, slices: int
+) -> list[int]:
+    """Return which of the sizes ``states`` are those of tensors that are paged; see
+    `update_bytes`."""
     nbytes = local_bytes(parameter)
     if slices > 1:
-        like = [size for size in states if size == nbytes]
-        regions = 2 + len(like) + queues if is_trained(parameter) else 1
-        return nbytes // slices * regions
-    sizes = [moved_bytes(parameter)]
-    if is_trained(parameter):
-        sizes += [nbytes, *(size for size in states if size >= least)]
-    return sum(_padded(size, page) for size in sizes)
+        return [size for size in states if size == nbytes]
+    return [size for size in states if size >= min(least, nbytes)]
 
 
 def _padded(nbytes: int, page: int) -> int:
@@ -149,16 +157,11 @@ def sizing_of(
         BudgetError: the largest parameter's update, or the small tensors, do not fit; names need,
             have and remedy.
     """
-    division = _divided(model, optimizer, max(1, budget - buckets), config, host)
+    divider = _Divider(model, optimizer, config, buckets, host, held_parameters(model))
+    division = divider.divided(max(1 + buckets, budget))
     if division.sizing is not None:
-        return replace(division.sizing, budget=budget, bucket_bytes=buckets)
-    enough = division.need + buckets
-    while True:  # what a larger budget is divided into is larger too, and so may be its pages
-        enough = _readable(enough)
-        division = _divided(model, optimizer, enough - buckets, config, host)
-        if division.sizing is not None:
-            break
-        enough = max(division.need + buckets, enough + 4 * KiB)
+        return replace(division.sizing, budget=budget)
+    enough, division = divider.enough(division.need)
     error = BudgetError(
         f"a budget of {format_bytes(budget)}{_unit_of(budget)} cannot hold the largest update: "
         f"{division.culprit or 'the model'} needs {format_bytes(division.largest)} at once "
@@ -187,20 +190,8 @@ def enough_for(
         staying: parameters that stay in memory.
         nbytes: of a region that was too large.
     """
-    budget = sizing.budget
-    while True:
-        budget = _readable(budget)
-        division = _divided(
-            model, optimizer, budget - sizing.bucket_bytes, config, host=None, staying=staying
-        )
-        made = division.sizing
-        if made is None:
-            lacking = division.need + sizing.bucket_bytes - budget
-        else:
-            lacking = made.least_bytes + 2 * _padded(nbytes, made.page_bytes) - made.pool_bytes
-            if lacking <= 0:
-                return budget
-        budget += max(4 * KiB, lacking)
+    divider = _Divider(model, optimizer, config, sizing.bucket_bytes, None, staying)
+    return divider.enough(sizing.budget, nbytes)[0]
 
 
 def _unit_of(budget: int) -> str:
@@ -251,115 +242,126 @@ def _readable(nbytes: int) -> int:
     return read
 
 
-def _divided(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    budget: int,
-    config: OffloadConfig,
-    host: int | None,
-    staying: Collection[nn.Parameter] | None = None,
-) -> _Division:
-    """Divide ``budget`` with the pages that suit it, or, if it is too small for those, with pages
-    by which fused parameters are paged slice by slice."""
-    staying = held_parameters(model) if staying is None else staying
-    division = _divide(model, optimizer, budget, config, host, staying)
-    if division.sizing is not None or config.page_bytes or not config.slices:
+@dataclass(frozen=True)
+class _Divider:
+    """What budgets are divided for: see `sizing_of`; the parameters ``staying`` are not paged."""
+
+    model: nn.Module
+    optimizer: Optimizer | None
+    config: OffloadConfig
+    buckets: int
+    host: int | None
+    staying: Collection[nn.Parameter]
+
+    def enough(self, budget: int, nbytes: int = 0) -> tuple[int, _Division]:
+        """Return a budget from ``budget`` on that has room for two regions of ``nbytes`` beside all
+        that is pinned, and how it is divided."""
+        while True:  # what a larger budget is divided into is larger too, and so may be its pages
+            budget = _readable(budget)
+            division = self.divided(budget)
+            made, lacking = division.sizing, division.need - budget
+            if made is not None:
+                lacking = made.least_bytes + 2 * _padded(nbytes, made.page_bytes) - made.pool_bytes
+                if lacking <= 0:
+                    return budget, division
+            budget += max(4 * KiB, lacking)
+
+    def divided(self, budget: int) -> _Division:
+        """Divide ``budget`` with the pages that suit it, or, if it is too small for those, with
+        pages by which fused parameters are paged slice by slice."""
+        division = self._divide(budget)
+        if division.sizing is not None or self.config.page_bytes or not self.config.slices:
+            return division
+        fitting = set()
+        if may_slice(self.optimizer):
+            parts = map(slice_bytes, self.model.parameters())
+            fitting = {nbytes for nbytes in parts if nbytes and nbytes % LEAST_PAGE == 0}
+        for nbytes in sorted(fitting, reverse=True):
+            other = self._divide(budget, nbytes)
+            if other.need < division.need:
+                division = other
+            if division.sizing is not None:
+                break
         return division
-    fitting = set()
-    if may_slice(optimizer):
-        parts = map(slice_bytes, model.parameters())
-        fitting = {nbytes for nbytes in parts if nbytes and nbytes % LEAST_PAGE == 0}
-    for nbytes in sorted(fitting, reverse=True):
-        other = _divide(model, optimizer, budget, config, host, staying, nbytes)
-        if other.need < division.need:
-            division = other
-        if division.sizing is not None:
-            break
-    return division
 
-
-def _divide(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    budget: int,
-    config: OffloadConfig,
-    host: int | None,
-    staying: Collection[nn.Parameter],
-    sliced: int = 0,
-) -> _Division:
-    """Divide ``budget`` beside the parameters ``staying``, for the sake of slices of ``sliced``
-    bytes if there are any; see [Note: the least pool]."""
-    least = config.min_paged_bytes or _least_for(model, optimizer, budget)
-    page = config.page_bytes or _page_for(model, budget, least, slices=config.slices)
-    if sliced:
-        page = min(page, sliced & -sliced)  # the largest power of two that divides it
-        least = config.min_paged_bytes or min(least, sliced)
-    alone = sole_owners(model.parameters()) if config.slices and may_slice(optimizer) else set()
-    queues = may_queue(config)
-    total = padded = updated = widest = biggest = 0
-    moved: set[int] = set()  # storages that are counted
-    kept = States(optimizer)
-    largest, culprit = 0, ""
-    resident = list(model.buffers())
-    small = 0
-    for name, parameter in model.named_parameters():
-        nbytes = local_bytes(parameter)
-        states, trained = kept.sizes(parameter), is_trained(parameter)
-        beside = sum(states) + (nbytes if trained else 0)
-        total += nbytes + beside
-        if states and trained:
-            small += SCALARS
-        if nbytes < least or not can_move(parameter) or parameter in staying:
-            resident.append(parameter)
-            small += beside
-            continue
-        slices = slices_of(parameter, page, least) if id(parameter) in alone else 1
-        paged = [size for size in states if (size == nbytes if slices > 1 else size >= least)]
-        small += sum(states) - sum(paged)
-        whole, storage = _padded(nbytes, page), _padded(moved_bytes(parameter), page)
-        own = local(parameter).untyped_storage()._cdata
-        padded += 0 if own in moved else storage
-        moved.add(own)
-        changes = sum(_padded(size, page) for size in paged)
-        if trained:
-            changes += whole
-            if slices > 1:  # gradients that wait, and one slice of zeros
-                padded += whole + whole // slices
-            if paged:
-                updated += changes
-                widest = max(widest, changes // slices)
-        padded += changes
-        biggest = max(biggest, storage // slices)
-        update = update_bytes(parameter, states, page, least, slices=slices, queues=queues)
-        if update > largest:
-            largest, culprit = update, name
-    storages = [part.untyped_storage() for tensor in resident for part in parts_of(tensor)]
-    small += sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-    saved = budget // 32
-    most = budget // 32
-    if config.backend == ACCELERATOR:  # whose chunks leave for host memory
-        most = min(most, (total if host is None else host) // _HOST_CHUNKS)
-    chunk = max(page, min(32 * MiB, most // page * page))
-    pool = (budget - small - saved) // page * page
-    reserve = min(max(chunk, biggest), max(0, pool // 8)) // page * page
-    need = largest + 2 * chunk + reserve
-    if pool < need:
-        return _Division(None, need + small + saved, largest, culprit)
-    sizing = Sizing(
-        budget=budget,
-        pool_bytes=pool,
-        least_bytes=need,
-        page_bytes=page,
-        min_paged_bytes=least,
-        min_moved_bytes=min(16 * KiB, max(256, budget // 4096)),
-        kept_bytes=saved,
-        small_bytes=small,
-        chunk_bytes=chunk,
-        reserve_bytes=reserve,
-        spill_bytes=padded + _twins(optimizer, config, updated, widest, biggest),
-        states_bytes=total,
-    )
-    return _Division(sizing, need + small + saved, largest, culprit)
+    def _divide(self, whole_budget: int, sliced: int = 0) -> _Division:
+        """Divide a budget, for the sake of slices of ``sliced`` bytes if there are any; see
+        [Note: the least pool]."""
+        model, optimizer, config = self.model, self.optimizer, self.config
+        budget = whole_budget - self.buckets
+        least = config.min_paged_bytes or _least_for(model, optimizer, budget)
+        page = config.page_bytes or _page_for(model, budget, least, slices=config.slices)
+        if sliced:
+            page = min(page, sliced & -sliced)  # the largest power of two that divides it
+            least = config.min_paged_bytes or min(least, sliced)
+        alone = sole_owners(model.parameters()) if config.slices and may_slice(optimizer) else set()
+        queues = may_queue(config)
+        total = padded = updated = widest = biggest = 0
+        moved: set[int] = set()  # storages that are counted
+        kept = States(optimizer)
+        largest, culprit = 0, ""
+        resident = list(model.buffers())
+        small = 0
+        for name, parameter in model.named_parameters():
+            nbytes = local_bytes(parameter)
+            states, trained = kept.sizes(parameter), is_trained(parameter)
+            beside = sum(states) + (nbytes if trained else 0)
+            total += nbytes + beside
+            if states and trained:
+                small += SCALARS
+            if nbytes < least or not can_move(parameter) or parameter in self.staying:
+                resident.append(parameter)
+                small += beside
+                continue
+            slices = slices_of(parameter, page, least) if id(parameter) in alone else 1
+            paged = paged_sizes(parameter, states, least, slices)
+            small += sum(states) - sum(paged)
+            whole, storage = _padded(nbytes, page), _padded(moved_bytes(parameter), page)
+            own = local(parameter).untyped_storage()._cdata
+            padded += 0 if own in moved else storage
+            moved.add(own)
+            changes = sum(_padded(size, page) for size in paged)
+            if trained:
+                changes += whole
+                if slices > 1:  # gradients that wait, and one slice of zeros
+                    padded += whole + whole // slices
+                if paged:
+                    updated += changes
+                    widest = max(widest, changes // slices)
+            padded += changes
+            biggest = max(biggest, storage // slices)
+            update = update_bytes(parameter, states, page, least, slices=slices, queues=queues)
+            if update > largest:
+                largest, culprit = update, name
+        storages = [part.untyped_storage() for tensor in resident for part in parts_of(tensor)]
+        small += sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+        saved = budget // 32
+        most = budget // 32
+        if config.backend == ACCELERATOR:  # whose chunks leave for host memory
+            most = min(most, (total if self.host is None else self.host) // _HOST_CHUNKS)
+        chunk = max(page, min(32 * MiB, most // page * page))
+        pool = (budget - small - saved) // page * page
+        reserve = min(max(chunk, biggest), max(0, pool // 8)) // page * page
+        need = largest + 2 * chunk + reserve
+        lowest = need + small + saved + self.buckets
+        if pool < need:
+            return _Division(None, lowest, largest, culprit)
+        sizing = Sizing(
+            budget=whole_budget,
+            pool_bytes=pool,
+            least_bytes=need,
+            page_bytes=page,
+            min_paged_bytes=least,
+            min_moved_bytes=min(16 * KiB, max(256, budget // 4096)),
+            kept_bytes=saved,
+            small_bytes=small,
+            chunk_bytes=chunk,
+            reserve_bytes=reserve,
+            spill_bytes=padded + _twins(optimizer, config, updated, widest, biggest),
+            states_bytes=total,
+            bucket_bytes=self.buckets,
+        )
+        return _Division(sizing, lowest, largest, culprit)
 
 
 def _defers(config: OffloadConfig) -> bool:
