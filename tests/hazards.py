@@ -1,8 +1,8 @@
 """One training program run twice, plainly and under a budget, for the tests of hazards.
 
-What it is: a `Side`, through which a program opens its block and notes what must not differ; and
-`hazard`, which runs the program on the plain side and on a paged one and compares the notes bit for
-bit. A program is written once, against any backend. What it is not: a test.
+A program opens its block through a `Side`, which notes what must not differ; `hazard` runs it on
+the plain side and on a paged one, and compares the notes bit for bit. `trained` is the program of
+most hazards, and `stepwise` makes a test of a function that makes one of its steps.
 
 The backends are those of `tests/devices.py`; ``emulated``: an accelerator made of threads, which
 finds races; and ``aside``: a budget that holds everything, where paging steps out of the way after
@@ -15,7 +15,7 @@ needs to; the whole state is compared when the block has ended.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,50 +38,33 @@ from dynoffload.units import MiB
 
 _MARKS = {"pager": [needs_pager], "aside": [pytest.mark.slow]}
 
-each_backend = pytest.mark.parametrize(
-    "backend",
-    [pytest.param(kind, marks=_MARKS.get(kind, [])) for kind in (*KINDS, "emulated", "aside")],
-)
+
+def _each(kinds: Sequence[str], *, in_time: bool = False) -> pytest.MarkDecorator:
+    """Parametrize a test by backend; ``in_time``: where the pager works, others are slow cases."""
+    others = [pytest.mark.slow] if in_time and not NO_PAGER else []
+    cases = [pytest.param(kind, marks=_MARKS.get(kind, others)) for kind in kinds]
+    return pytest.mark.parametrize("backend", cases)
+
+
+each_backend = _each([*KINDS, "emulated", "aside"])
 """Every backend; ``aside`` in ``make slow``, as `tests/test_aside.py` has what is its own."""
 
-each_of_the_cpu = pytest.mark.parametrize(
-    "backend", [pytest.param(kind, marks=_MARKS.get(kind, [])) for kind in (*KINDS, "aside")]
-)
+each_of_the_cpu = _each([*KINDS, "aside"])
 """For what no accelerator's tensors can do, such as to share memory with arrays of numpy."""
 
-each_backend_in_time = pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param(kind, marks=_MARKS.get(kind, [pytest.mark.slow] if not NO_PAGER else []))
-        for kind in (*KINDS, "emulated", "aside")
-    ],
-)
+each_backend_in_time = _each([*KINDS, "emulated", "aside"], in_time=True)
 """For tests of many cases: where the pager works, the others run in ``make slow``."""
 
-each_paged = pytest.mark.parametrize(
-    "backend", [pytest.param(kind, marks=_MARKS.get(kind, [])) for kind in KINDS]
-)
+each_paged = _each(KINDS)
 """For what is the session's own, and plain PyTorch does not do."""
 
-each_paged_in_time = pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param(kind, marks=_MARKS.get(kind, [pytest.mark.slow] if not NO_PAGER else []))
-        for kind in KINDS
-    ],
-)
+each_paged_in_time = _each(KINDS, in_time=True)
 """The same for tests of many cases."""
 
-each_with_slices_in_time = pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param(kind, marks=_MARKS.get(kind, [pytest.mark.slow] if not NO_PAGER else []))
-        for kind in (*KINDS, "emulated")
-    ],
-)
+each_with_slices_in_time = _each([*KINDS, "emulated"], in_time=True)
 """For tests of many cases of what is paged by slices, which one that has stepped aside is not."""
 
-guarded = pytest.mark.parametrize("backend", [pytest.param("pager", marks=[needs_pager])])
+guarded = _each(["pager"])
 """For what only a backend that puts updates off can get wrong."""
 
 
