@@ -33,7 +33,8 @@ from torch import nn
 
 import dynoffload
 from dynoffload.runtime import budgeted, interrupts
-from dynoffload.runtime.adoption.fused import FusedStore
+from dynoffload.runtime.adoption import fused
+from dynoffload.runtime.experts.gradients import FusedGradients
 from dynoffload.runtime.interrupts import interruptible, let_come, uninterrupted
 from dynoffload.runtime.updates import speculative
 
@@ -251,23 +252,22 @@ def test_an_error_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """One in the runtime, whose frames have views of what is paged."""
     model, optimizer, run = trained("mapped")
     before = descriptors()
-    real = FusedStore._fill
+    adopt, zero_slices = FusedGradients.adopt, fused.zero_slices
+    adopting: list[bool] = []
 
-    def fills(self: FusedStore, row: Any, ours: Any, source: Any) -> None:
-        if source is not None and source.grad_fn is None and made:
-            del row, ours, source  # this frame is the test's
+    def adopts(*args: Any) -> None:
+        adopting.append(True)
+        adopt(*args)
+        adopting.clear()
+
+    def looks(*args: Any, **options: Any) -> list[bool]:
+        if adopting:
+            del args  # this frame is the test's
             raise MemoryError("no room for a gradient")
-        real(self, row, ours, source)
+        return zero_slices(*args, **options)
 
-    made: list[int] = []
-    monkeypatch.setattr(FusedStore, "_fill", fills)
-    fill_gradient = FusedStore.fill_gradient
-
-    def fill(self: FusedStore, *args: Any) -> Any:
-        made.append(1)
-        return fill_gradient(self, *args)
-
-    monkeypatch.setattr(FusedStore, "fill_gradient", fill)
+    monkeypatch.setattr(FusedGradients, "adopt", adopts)
+    monkeypatch.setattr(fused, "zero_slices", looks)
     with pytest.raises(MemoryError, match="gradient") as caught:
         run()
     assert descriptors() == before, "the pool and the spill file stay"

@@ -253,7 +253,9 @@ class Store:
         if holders(gradient) > _holders_of_part(slot.parameter, gradient):
             return
         with self._gradients:
-            region = self._gradient_region(slot, gradient)
+            nbytes = gradient.numel() * gradient.element_size()
+            region = self._region_for(slot.gradient, nbytes, f"{slot.name}.grad", slot)
+            slot.gradient = region
             ours = view_of(self._device.storage(region), gradient)
         self._device.acquire([region])
         ours.copy_(gradient)
@@ -269,18 +271,14 @@ class Store:
         if holders(gradient) <= _holders_of_part(parameter, gradient):
             _put_gradient(gradient, gradient.clone())
 
-    def _gradient_region(self, slot: Slot, gradient: torch.Tensor) -> int:
-        nbytes = gradient.numel() * gradient.element_size()
-        region = slot.gradient
-        if region is not None:
-            storage = self._device.storage(region)
-            if users_of(storage) > 1 or self._device.nbytes(region) < nbytes:
-                # Somebody keeps the last gradient: it is theirs, and stays as it is.
-                self._orphans.append(region)
-                region = None
-        if region is None:
-            region = slot.gradient = self._region(nbytes, f"{slot.name}.grad", slot)
-        return region
+    def _region_for(self, known: int | None, nbytes: int, name: str, slot: Slot) -> int:
+        """Return ``known``, or a new region where that is too small, or somebody keeps what was in
+        it: it is theirs, and stays as it is."""
+        if known is not None:
+            if users_of(self._device.storage(known)) <= 1 and self._device.nbytes(known) >= nbytes:
+                return known
+            self._orphans.append(known)
+        return self._region(nbytes, name, slot)
 
     def end_gradient(self, slot: Slot) -> None:
         """The gradient was consumed: forget its bytes unless somebody still holds it."""
@@ -307,16 +305,10 @@ class Store:
             if self._device.owner(value.untyped_storage()) >= 0 or holders(value) > 1:
                 continue
             nbytes = value.numel() * value.element_size()
-            region = slot.states.get(key)
-            if region is not None:
-                storage = self._device.storage(region)
-                if users_of(storage) > 1 or self._device.nbytes(region) < nbytes:
-                    self._orphans.append(region)  # somebody keeps the tensor that was there
-                    region = None
-            if region is None:
-                region = self._region(nbytes, f"{slot.name}.{key}", slot)
-                slot.states[key] = region
-                self._left_in_heap += nbytes
+            known = slot.states.get(key)
+            region = self._region_for(known, nbytes, f"{slot.name}.{key}", slot)
+            slot.states[key] = region
+            self._left_in_heap += nbytes * (region != known)
             self._device.acquire([region])
             ours = view_of(self._device.storage(region), value)
             ours.copy_(value)
