@@ -95,7 +95,7 @@ def test_recompute_takes_the_same_experts(backend: str, how: str, autocast: bool
     hazard(backend, trained(lambda: Checkpointed(**HOW[how]), each))
 
 
-@each_backend
+@each_backend_in_time
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_without_the_generators_state(backend: str, reentrant: bool) -> None:
     """``preserve_rng_state=False``: other numbers are drawn in backward, the same as plainly."""
@@ -119,7 +119,7 @@ def test_without_the_generators_state(backend: str, reentrant: bool) -> None:
     hazard(backend, trained(Noisy, loss=lambda model, step: model(batch(step)[0]).square().mean()))
 
 
-@each_backend
+@each_backend_in_time
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_in_a_row_and_nested(backend: str, reentrant: bool) -> None:
     class Nested(nn.Module):
@@ -153,7 +153,7 @@ def test_the_root_inside_a_checkpoint(backend: str, reentrant: bool) -> None:
     hazard(backend, trained(lambda: nn.Sequential(Experts(), Experts(), nn.Linear(64, 10)), each))
 
 
-@each_backend
+@each_backend_in_time
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_accumulation_over_checkpoints(backend: str, reentrant: bool) -> None:
     """A block's gradient is complete before the next micro-batch recomputes it."""
