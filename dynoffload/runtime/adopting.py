@@ -34,7 +34,7 @@ from dynoffload.runtime.counting import (
     tensors_of,
 )
 from dynoffload.runtime.interrupts import let_come
-from dynoffload.runtime.sizing import Sizing, paged_sizes, update_bytes
+from dynoffload.runtime.sizing import Sizing
 from dynoffload.runtime.updates.kept_state import state_of
 from dynoffload.runtime.updates.update import can_split
 from dynoffload.units import MiB, format_bytes
@@ -168,8 +168,7 @@ class Adoption:
             trained, sizes = is_trained(parameter), states.sizes(parameter)
             stays[name] = sum(sizes) + (SCALARS if trained and sizes else 0)
             if count := slices.get(parameter):
-                least = sizing.min_paged_bytes
-                stays[name] -= sum(paged_sizes(parameter, sizes, least, count))
+                stays[name] -= sum(states.paged(parameter, sizing.min_paged_bytes, count))
                 continue
             stays[name] += local_bytes(parameter) * (1 + trained)
             if parameter.numel() > 1 and not parameter.is_meta and can_move(parameter):
@@ -274,14 +273,8 @@ class Adoption:
         chunks: int = 2,
         remedy: str = "make it smaller",
     ) -> None:
-        update = update_bytes(
-            parameter,
-            states.sizes(parameter),
-            self._device.page_bytes,
-            self._sizing.min_paged_bytes,
-            slices=slices,
-            queues=self._queues,
-        )
+        page, least = self._device.page_bytes, self._sizing.min_paged_bytes
+        update = states.update_bytes(parameter, page, least, slices=slices, queues=self._queues)
         need = update + chunks * self._sizing.chunk_bytes
         if need > self._sizing.pool_bytes:
             raise BudgetError(

@@ -8,10 +8,10 @@ and counted by `counting.ordinary_bytes` from then on.
 
 [Note: the least pool]  What is pinned cannot leave, so the pool must hold all that is pinned at one
 time, and more, or whoever waits for room waits for ever. Pinned are: the regions of the update that
-is being made (`update_bytes`), of one only, as updates are made one after the other; in forward the
-chunk that is being filled; a saved tensor larger than a chunk, while it is copied; what is drafted,
-of which `SpeculativeUpdates` takes on no more than fits half of the pool. A second chunk and the
-reserve remain for whoever makes the update, and for the operator that runs.
+is being made (`States.update_bytes`), of one only, as updates are made one after the other; in
+forward the chunk that is being filled; a saved tensor larger than a chunk, while it is copied; what
+is drafted, of which `SpeculativeUpdates` takes on no more than fits half of the pool. A second
+chunk and the reserve remain for whoever makes the update, and for the operator that runs.
 
 [Note: the spill file]  What it needs is allocated before anything is touched: parameters, gradients
 and optimizer state, padded; for what is paged by slices the gradients once more, as those of one
@@ -24,7 +24,7 @@ step to step: their twins too come on top, and a disk too full for those ends dr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -38,7 +38,7 @@ from dynoffload.memory.pager import probe
 from dynoffload.runtime.adoption.held import held_parameters
 from dynoffload.runtime.adoption.slicing import may_slice, slice_bytes, slices_of, sole_owners
 from dynoffload.runtime.adoption.store import can_move, moved_bytes
-from dynoffload.runtime.counting import SCALARS, States, is_trained, parts_of
+from dynoffload.runtime.counting import SCALARS, States, is_trained, padded, parts_of
 from dynoffload.runtime.updates.update import can_split
 from dynoffload.units import KiB, MiB, Quantity, format_bytes, parse_bytes
 
@@ -92,52 +92,6 @@ class _Division(NamedTuple):
     need: int
     largest: int
     culprit: str
-
-
-def update_bytes(
-    parameter: nn.Parameter,
-    states: Sequence[int],
-    page: int,
-    least: int,
-    *,
-    slices: int,
-    queues: bool,
-) -> int:
-    """Return the bytes of the pool that are pinned while a parameter, or one slice, is updated.
-
-    They are those of the regions of its storage, its gradient and all state that is paged, in whole
-    pages; and of a slice of zeros, which stands for the gradients of the steps that wait behind one
-    with a gradient.
-
-    Args:
-        parameter: a parameter that is paged; if it is frozen, it is there alone.
-        states: the bytes of each tensor of its optimizer state.
-        page: bytes of a page.
-        least: smaller tensors are not paged.
-        slices: by how many it is paged; 1 for whole.
-        queues: steps without a gradient may wait for a slice.
-    """
-    nbytes, paged = local_bytes(parameter), paged_sizes(parameter, states, least, slices)
-    if slices > 1:
-        regions = 2 + len(paged) + queues if is_trained(parameter) else 1
-        return nbytes // slices * regions
-    sizes = [moved_bytes(parameter), *([nbytes, *paged] if is_trained(parameter) else [])]
-    return sum(_padded(size, page) for size in sizes)
-
-
-def paged_sizes(
-    parameter: nn.Parameter, states: Sequence[int], least: int, slices: int
-) -> list[int]:
-    """Return which of the sizes ``states`` are those of tensors that are paged; see
-    `update_bytes`."""
-    nbytes = local_bytes(parameter)
-    if slices > 1:
-        return [size for size in states if size == nbytes]
-    return [size for size in states if size >= min(least, nbytes)]
-
-
-def _padded(nbytes: int, page: int) -> int:
-    return -(-nbytes // page) * page
 
 
 def sizing_of(
@@ -261,7 +215,7 @@ class _Divider:
             division = self.divided(budget)
             made, lacking = division.sizing, division.need - budget
             if made is not None:
-                lacking = made.least_bytes + 2 * _padded(nbytes, made.page_bytes) - made.pool_bytes
+                lacking = made.least_bytes + 2 * padded(nbytes, made.page_bytes) - made.pool_bytes
                 if lacking <= 0:
                     return budget, division
             budget += max(4 * KiB, lacking)
@@ -296,7 +250,7 @@ class _Divider:
             least = config.min_paged_bytes or min(least, sliced)
         alone = sole_owners(model.parameters()) if config.slices and may_slice(optimizer) else set()
         queues = may_queue(config)
-        total = padded = updated = widest = biggest = 0
+        total = spilled = updated = widest = biggest = 0
         moved: set[int] = set()  # storages that are counted
         kept = States(optimizer)
         largest, culprit = 0, ""
@@ -314,23 +268,23 @@ class _Divider:
                 small += beside
                 continue
             slices = slices_of(parameter, page, least) if id(parameter) in alone else 1
-            paged = paged_sizes(parameter, states, least, slices)
+            paged = kept.paged(parameter, least, slices)
             small += sum(states) - sum(paged)
-            whole, storage = _padded(nbytes, page), _padded(moved_bytes(parameter), page)
+            whole, storage = padded(nbytes, page), padded(moved_bytes(parameter), page)
             own = local(parameter).untyped_storage()._cdata
-            padded += 0 if own in moved else storage
+            spilled += 0 if own in moved else storage
             moved.add(own)
-            changes = sum(_padded(size, page) for size in paged)
+            changes = sum(padded(size, page) for size in paged)
             if trained:
                 changes += whole
                 if slices > 1:  # gradients that wait, and one slice of zeros
-                    padded += whole + whole // slices
+                    spilled += whole + whole // slices
                 if paged:
                     updated += changes
                     widest = max(widest, changes // slices)
-            padded += changes
+            spilled += changes
             biggest = max(biggest, storage // slices)
-            update = update_bytes(parameter, states, page, least, slices=slices, queues=queues)
+            update = kept.update_bytes(parameter, page, least, slices=slices, queues=queues)
             if update > largest:
                 largest, culprit = update, name
         storages = [part.untyped_storage() for tensor in resident for part in parts_of(tensor)]
@@ -357,7 +311,7 @@ class _Divider:
             small_bytes=small,
             chunk_bytes=chunk,
             reserve_bytes=reserve,
-            spill_bytes=padded + _twins(optimizer, config, updated, widest, biggest),
+            spill_bytes=spilled + _twins(optimizer, config, updated, widest, biggest),
             states_bytes=total,
             bucket_bytes=self.buckets,
         )
