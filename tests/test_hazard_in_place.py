@@ -20,24 +20,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 
 @each_backend
-def test_moving_average_by_hand(backend: str) -> None:
-    """Read right after the step, when no update has been made."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        average = [p.detach().clone() for p in model.parameters()]
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(5):
-                side.step(loss_of(model, step), optimizer)
-                for mean, parameter in zip(average, model.parameters(), strict=True):
-                    mean.lerp_(parameter.detach(), 0.1)
-                side.see("average", average)
-
-    hazard(backend, program)
-
-
-@each_backend
 @pytest.mark.parametrize("foreach", [False, True])
 def test_averaged_model(backend: str, foreach: bool) -> None:
     """`AveragedModel` copies the managed model, and reads it by foreach kernels or one by one."""
