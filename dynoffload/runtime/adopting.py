@@ -286,7 +286,7 @@ class Adoption:
     def pieces(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield views of ``tensor`` of at most a piece each; what lies over a row slice by slice,
         as the regions of several may be more than the pool."""
-        if tensor.dim() == 3 and len(self.store.regions_under(tensor)) > 1:
+        if tensor.dim() == 3 and len(self._device.owners(tensor)) > 1:
             for part in tensor:
                 yield from pieces(part)
         else:
@@ -295,7 +295,7 @@ class Adoption:
     @contextlib.contextmanager
     def held(self, tensor: torch.Tensor) -> Iterator[None]:
         """Keep the regions under a small tensor, or under a piece of one, at hand."""
-        regions = self.store.regions_under(tensor)
+        regions = self._device.owners(tensor)
         self._device.acquire(regions, pin=True)
         try:
             yield

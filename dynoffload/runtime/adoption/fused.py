@@ -72,7 +72,7 @@ class FusedStore:
         return view_of(self._device.row_storage(row), fused.like)
 
     @torch.no_grad()
-    def adopt_parameter(self, name: str, parameter: nn.Parameter) -> Fused:
+    def adopt_parameter(self, name: str, parameter: nn.Parameter) -> None:
         """Move ``parameter`` into a row; one on the meta device gets one of zeros."""
         count = int(parameter.shape[0])
         nbytes = parameter.numel() // count * parameter.element_size()
@@ -94,7 +94,6 @@ class FusedStore:
         if parameter.requires_grad:
             fused.gradients.append(self._row(fused, ".grad"))
             self.point(fused, fused.gradients[0])
-        return fused
 
     def filled(self, fused: Fused, row: Sequence[int], source: torch.Tensor) -> torch.Tensor:
         """Return a tensor over ``row`` with the values of ``source``; slices of zeros become
@@ -167,8 +166,7 @@ class FusedStore:
                 continue
             fused.gradients.remove(row)
             for region in row:
-                self._store.disown(region)
-                self._device.release(region)
+                self._store.release(region)
 
     def is_converted(self, fused: Fused) -> bool:
         """Return whether the user has given the parameter a tensor of another dtype or shape."""

@@ -122,10 +122,6 @@ class Store:
         """Return the slot that owns ``region``."""
         return self._by_region.get(region)
 
-    def regions_under(self, tensor: torch.Tensor) -> list[int]:
-        """Return the regions that have bytes between the first and the last of ``tensor``."""
-        return self._device.owners(tensor)
-
     def name_of(self, region: int) -> str:
         """Return what reports call ``region``."""
         return self.names.get(region, f"region {region}")
@@ -143,9 +139,10 @@ class Store:
         self.names[region] = name
         self._by_region[region] = slot
 
-    def disown(self, region: int) -> None:
-        """``region`` is about to end."""
+    def release(self, region: int) -> None:
+        """End ``region``."""
         self._by_region.pop(region, None)
+        self._device.release(region)
 
     def slots_of(self, parameter: torch.Tensor) -> Sequence[Slot]:
         """Return the slots that hold ``parameter``: none, one, or one for each slice."""
@@ -156,7 +153,7 @@ class Store:
         return () if fused is None else fused.slots
 
     @torch.no_grad()
-    def adopt_parameter(self, name: str, parameter: nn.Parameter) -> Slot:
+    def adopt_parameter(self, name: str, parameter: nn.Parameter) -> None:
         """Move ``parameter`` into a region; one on the meta device gets one of zeros."""
         part = local(parameter)
         nbytes, meta = local_bytes(part), part.is_meta
@@ -185,7 +182,6 @@ class Store:
         self._by_region[region] = slot
         if parameter.requires_grad:
             slot.gradient = self._region(nbytes, f"{name}.grad", slot)
-        return slot
 
     @unseen
     @torch.no_grad()
@@ -210,9 +206,8 @@ class Store:
             return False
         if storage.nbytes() > self._device.nbytes(slot.region):
             region = self._region(storage.nbytes(), slot.name, slot)
-            self._by_region.pop(slot.region, None)
             self._device.discard(slot.region)
-            self._device.release(slot.region)
+            self.release(slot.region)
             slot.region = region
             ours = self._device.storage(region)
         self._device.acquire([slot.region])
@@ -291,8 +286,7 @@ class Store:
         for region in list(self._orphans):
             if users_of(self._device.storage(region)) <= 1:
                 self._orphans.remove(region)
-                self._by_region.pop(region, None)
-                self._device.release(region)
+                self.release(region)
 
     @unseen
     @torch.no_grad()
