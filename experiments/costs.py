@@ -227,7 +227,8 @@ def errors(pairs: Sequence[tuple[float, float]], *, by_time: bool = False) -> Er
 def residual(pairs: Iterable[tuple[CostModel, Trace]]) -> dict[str, Errors]:
     """Return what models miss of whole steps and of operators, each on a trace that it was not
     fitted to."""
-    steps, operators = [], []
+    steps: list[tuple[float, float]] = []
+    operators: list[tuple[float, float]] = []
     for model, trace in pairs:
         timing = model.time(trace)
         steps.append((timing.seconds, _seconds(trace)))
