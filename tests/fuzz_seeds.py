@@ -1,4 +1,4 @@
-"""The real files that are mutated: traces of small networks, and pilots of every kind from them."""
+"""The real files that are mutated: traces of small networks, and pilots from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from dynoffload.experiments.zoo import moe_lm, tree_lstm
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import fit_pilot
 from dynoffload.pilot.labels import encode_example, label_traces
-from dynoffload.pilot.models import KINDS
 from dynoffload.planning.cutting import build_vocabulary
 from dynoffload.profiler.profiling import profile
 
@@ -89,13 +88,11 @@ def make_seeds(folder: Path) -> Seeds:
         ),
     }
     pilots = {}
-    chosen = {"moe": ("lightgbm", "sequence"), "exits": KINDS, "tree": ("markov",)}
-    for network, kinds in chosen.items():
+    for network in traces:
         labels = label_traces(folder / network, 1, lambda *_: None)
         vocabulary = build_vocabulary([label.calls for label in labels])
         examples = [encode_example(vocabulary, label) for label in labels]
-        for kind in kinds:
-            path = folder / f"{network}-{kind}.pilot"
-            fit_pilot(vocabulary, examples, model=kind).save(path)
-            pilots[path.stem] = (path, examples[:3])
+        path = folder / f"{network}.pilot"
+        fit_pilot(vocabulary, examples).save(path)
+        pilots[path.stem] = (path, examples[:3])
     return Seeds(pilots, traces)

@@ -36,7 +36,7 @@ from fuzz_files import Mutator
 from fuzz_seeds import Seeds, make_seeds
 
 from dynoffload.errors import DynOffloadError, PilotError
-from dynoffload.pilot import artifact
+from dynoffload.pilot import pilot as pilot_file
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import fit_pilot
 from dynoffload.pilot.labels import Label, encode_example, make_label
@@ -134,7 +134,7 @@ class Fuzzer:
         self._seeds, self._seed, self._folder = seeds, seed, folder
         self._pilots = Mutator(
             {name: path for name, (path, _) in seeds.pilots.items()},
-            (artifact.FORMAT, artifact.VERSION),
+            (pilot_file.FORMAT, pilot_file.VERSION),
         )
         self._traces = Mutator(
             {name: paths[0] for name, paths in seeds.traces.items()},
@@ -302,7 +302,7 @@ def use_trace(path: Path, good: dict[str, list[Label]], folder: Path, *, learn: 
         raise Malformed("a footprint below zero")
     if learn:
         examples = [encode_example(vocabulary, one) for one in labels]
-        pilot = _tried(lambda: fit_pilot(vocabulary, examples, model="markov"))
+        pilot = _tried(lambda: fit_pilot(vocabulary, examples))
         if pilot is not None:
             _predict(pilot, label.sample)
         again = folder / "again.trace"

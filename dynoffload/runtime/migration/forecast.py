@@ -313,12 +313,12 @@ class Forecast:
 
         def work() -> None:
             try:
-                pilot = learner.learn()
+                learner.learn()
             except Exception:
                 self._learns = False  # once is enough: training goes on with what there is
                 logger.exception("no pilot can be learned from the steps so far")
             else:
-                logger.info("a pilot (%s) was learned from the steps so far", pilot.kind)
+                logger.info("a pilot was learned from the steps so far")
                 self._trials.pop("the pilot", None)  # of the one before
 
         self._thread = threading.Thread(target=work, name="dynoffload-learner", daemon=True)
