@@ -42,9 +42,7 @@ class SliceGradients:
     def _begin(self) -> torch.Tensor:
         gradients, fused = self._gradients, self._fused
         self._row = gradients.row_for(fused)
-        self._count = 0
-        # The first, until it is known whether there are others.
-        self._first: tuple[int, torch.Tensor] | None = None
+        self._only: int | None = None  # the first, until there is another; -1: there are others
         self._may_draft = fused.parameter.grad is None
         if self._may_draft:
             gradients.rows.point(fused, self._row)
@@ -57,31 +55,26 @@ class SliceGradients:
             self._whole = self._begin()
         place = self._whole[number]
         self._gradients.make_room(self._row[number])
-        self._count += 1
-        if self._count == 1:
-            self._first = number, place.copy_(gradient)
-            return place
-        if self._first is not None:
-            self._first[1].add_(0.0)
-            self._end_first()
+        if self._only is None:
+            self._only = number
+            return place.copy_(gradient)
+        if self._only >= 0:
+            self._whole[self._only].add_(0.0)
+            self._draft(self._only)
+            self._only = -1
         torch.add(gradient, 0.0, out=place)
         self._draft(number)
         return place
 
-    def _end_first(self) -> None:
-        if self._first is not None:
-            number, self._first = self._first[0], None
-            self._draft(number)
-
-    def _draft(self, number: int) -> None:
-        if self._may_draft:
+    def _draft(self, number: int | None) -> None:
+        if self._may_draft and number is not None and number >= 0:
             self._gradients.draft(self._fused.slots[number])
 
     @uninterrupted
     def finish(self) -> torch.Tensor | None:
         """Return the parameter's gradient; None: there is none."""
         if self._whole is not None:
-            self._end_first()
+            self._draft(self._only)
         whole, self._whole = self._whole, None
         return whole
 
