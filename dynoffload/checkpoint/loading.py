@@ -22,10 +22,9 @@ from torch.optim import Optimizer
 
 from dynoffload.checkpoint import randomness
 from dynoffload.checkpoint.contents import names_of, stateful_modules, tensors_of
-from dynoffload.checkpoint.extents import Extents, Held, extents_of
+from dynoffload.checkpoint.extents import Extents, extents_of
 from dynoffload.checkpoint.matching import (
     OptimizerPlan,
-    is_tensor_like,
     match_extra,
     match_model,
     match_optimizer,
@@ -38,7 +37,6 @@ from dynoffload.checkpoint.tensors import Memory
 from dynoffload.distributed.sharded import drop_gradients, reshard
 from dynoffload.errors import CheckpointError, DynOffloadError
 from dynoffload.host_optimizer import HostOptimizer
-from dynoffload.memory.local import is_spread
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +185,7 @@ def _fill_model(checkpoint: Opened, model: nn.Module, memory: Memory) -> None:
     drop_gradients(model)
     extents = extents_of(model)
     for name, tensor in tensors_of(model)[0].items():
-        checkpoint.read(place_of(checkpoint, name), extents.held(tensor), memory)
+        checkpoint.read(place_of(checkpoint, name), extents.held(tensor, tensor), memory)
 
 
 @torch.no_grad()
@@ -199,8 +197,13 @@ def _fill_optimizer(
         optimizer.begin_load()
     for group, values in zip(optimizer.param_groups, plan.groups, strict=True):
         for key, value in values.items():
-            if is_tensor_like(group.get(key), value):
-                group[key].copy_(value)  # a scheduler, or a compiled step, may hold it
+            known = group.get(key)
+            if (
+                isinstance(known, torch.Tensor)
+                and isinstance(value, torch.Tensor)
+                and (known.dtype, known.shape) == (value.dtype, value.shape)
+            ):
+                known.copy_(value)  # a scheduler, or a compiled step, may hold it
             else:
                 group[key] = value
         for parameter in group["params"]:
@@ -222,21 +225,15 @@ def _fill_state(
     extents: Extents,
 ) -> None:
     live = optimizer.state.get(parameter, {})
-    of_all = extents.of(parameter)
-
-    def held(item: Stored, tensor: torch.Tensor) -> Held:
-        if is_spread(tensor) or of_all is None or item.shape != of_all.shape:
-            return extents.held(tensor)
-        return Held(tensor, of_all)
-
+    whole = extents[parameter].shape if parameter in extents else None
     state, known = {}, None
     for key, item in entry.items():
         known = live.get(key)
         if not isinstance(item, Stored):
             state[key] = item
-        elif isinstance(known, torch.Tensor) and item.fits(held(item, known)):
+        elif isinstance(known, torch.Tensor) and item.fits(extents.held(known, parameter)):
             state[key] = known
-        elif of_all is not None and item.shape == of_all.shape:
+        elif item.shape == whole:
             state[key] = item.part(parameter)
         else:
             state[key] = item.empty(parameter.device)
@@ -245,4 +242,4 @@ def _fill_state(
     memory.adopt(parameter)  # before it has content, so that no more than a piece is outside
     for key, item in entry.items():
         if isinstance(item, Stored):
-            checkpoint.read(item.place, held(item, state[key]), memory)
+            checkpoint.read(item.place, extents.held(state[key], parameter), memory)
