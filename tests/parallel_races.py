@@ -152,21 +152,6 @@ def kinds(rank: int, world: int, names: tuple[str, ...]) -> list[Any]:
     return results
 
 
-def mixed(rank: int, world: int) -> list[Any]:
-    """Return the choices of steps of all kinds in turn, at sizes that vary."""
-    watched = Watched(world)
-    _, fixed = layers(world, torch.float32)
-
-    def step(number: int) -> None:
-        kind = KINDS[number % len(KINDS)]
-        given = batch(rank, 33 + (number * 17) % 31, number).requires_grad_()
-        found = step_of(kind, watched.layer, given)
-        for one, known in zip(found, step_of(kind, fixed, given), strict=True):
-            assert torch.equal(one, known), kind
-
-    return watched.steps(step, 150)
-
-
 def held(rank: int, world: int) -> list[list[Made]]:
     """Return the choices while a result is held whose backward never comes, and once it is not."""
     watched = Watched(world)

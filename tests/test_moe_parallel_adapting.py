@@ -41,11 +41,6 @@ def test_ranks_choose_alike_and_only_between_steps(names: tuple[str, ...]) -> No
         assert (again > 0) == ("reentrant" in kind)
 
 
-def test_they_do_with_steps_of_all_kinds_at_sizes_that_vary() -> None:
-    one, other = run_ranks(cases.mixed, 2)
-    assert one == other
-
-
 def test_a_result_that_is_held_on_one_rank_holds_the_choice_on_all() -> None:
     one, other = run_ranks(cases.held, 2)
     assert one == other
@@ -148,15 +143,3 @@ def test_steps_end_without_the_garbage_collector(kind: str) -> None:
     assert layer.adapting is not None
     assert layer.adapting.chooser is not None
     assert layer.adapting.chooser.timed_steps == 7  # the last one is recorded with the next batch
-
-
-def test_a_fixed_pair_never_races() -> None:
-    layer, given = alone()
-    layer.set_pipeline("auto", "S4", "1GiB")
-    for _ in range(150):
-        layer(given).hidden.sum().backward()
-        assert layer.choice.strategy.value == "S4"
-    assert layer.adapting is not None
-    assert layer.adapting.settled
-    layer.set_pipeline(2, "S4")
-    assert layer.adapting is None
