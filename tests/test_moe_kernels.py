@@ -173,20 +173,6 @@ def test_a_choice_of_none_adds_nothing_and_its_gate_has_no_gradient() -> None:
     assert not d_gates[chosen == 2].any()
 
 
-@pytest.mark.skipif(CUDA, reason="float64 is the interpreter's")
-@pytest.mark.parametrize("activation", [SwiGLU(), SiLU()], ids=["swiglu", "silu"])
-def test_gradcheck(activation: Activation) -> None:
-    chosen = torch.tensor([[0, 1], [1, 2], [1, 0]], device=DEVICE)
-    inputs = _inputs(chosen, 2, 2, 2, torch.float64, parts=activation.parts)
-    own = [one.requires_grad_() for one in inputs]
-
-    def run(*given: torch.Tensor) -> torch.Tensor:
-        tokens, gates, up, down = given
-        return experts(tokens, chosen, gates, up, down, activation=activation, kernels=True)
-
-    assert torch.autograd.gradcheck(run, own)
-
-
 def test_bits_are_the_same_in_each_run() -> None:
     chosen = _choice(70, 4, 2)
     inputs = _inputs(chosen, 4, 40, 40)
