@@ -208,7 +208,7 @@ def _fill_state(
     extents: Extents,
 ) -> None:
     live = optimizer.state.get(parameter, {})
-    whole = extents[parameter].shape if parameter in extents else None
+    extent = extents.held(parameter, parameter).extent
     state, known = {}, None
     for key, item in entry.items():
         known = live.get(key)
@@ -216,7 +216,7 @@ def _fill_state(
             state[key] = item
         elif isinstance(known, torch.Tensor) and item.fits(extents.held(known, parameter)):
             state[key] = known
-        elif item.shape == whole:
+        elif extent is not None and item.shape == extent.shape:
             state[key] = item.part(parameter)
         else:
             state[key] = item.empty(parameter.device)
