@@ -21,12 +21,10 @@ from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.harness import Experiment, Row, option
 from dynoffload.experiments.memory_expansion import SETTING
 from dynoffload.planning.strategies import Strategy
-from dynoffload.simulation.cluster import Cluster, Wire
 from dynoffload.simulation.designs import DESIGNS, DEVICES_PER_NODE
-from dynoffload.simulation.moe_steps import MoeSteps, StepCost
-from dynoffload.simulation.pipeline import Cost, Layer, cost_of, elements, part_of
+from dynoffload.simulation.moe_steps import Cost, Layer, MoeSteps, cost_of, part_of
+from dynoffload.simulation.ranks import Cluster, Routing, Wire
 from dynoffload.simulation.roofline import Accelerator, SharedLink
-from dynoffload.simulation.routing import Routing, Spread
 
 GB = 1e9
 PARTS = (1, 2, 4, 8)
@@ -127,15 +125,12 @@ def _steps_of(options: Params, network: str, sequences: int) -> Row:
         latency = options.latency_us * 1e-6
         between = DEVICES_PER_NODE * options.between_gb * GB
         cluster = Cluster(count, DEVICES_PER_NODE, Wire(rate, latency), Wire(between, latency))
-    steps = MoeSteps(shard, device, cluster)
-    experts, rows = shard.model.experts, shard.batch.tokens // shard.division.tensor
-    generator = np.random.default_rng(options.seed)
+    steps, cut = MoeSteps(shard, device, cluster), shard.division
+    rows, generator = shard.batch.tokens // cut.tensor, np.random.default_rng(options.seed)
+    even = Routing.even(count, shard.model.experts, rows, cut.expert, cut.slices)
     routings = {
-        "even": [Routing.even(count, experts, rows)],
-        "skewed": [
-            Routing.drawn(count, experts, rows, options.skew, generator)
-            for _ in range(shard.model.moe_layers)
-        ],
+        "even": [even],
+        "skewed": [even.skewed(options.skew, generator) for _ in range(shard.model.moe_layers)],
     }
     return {
         "steps": [
@@ -143,34 +138,24 @@ def _steps_of(options: Params, network: str, sequences: int) -> Row:
                 "network": network,
                 "sequences": sequences,
                 "routing": name,
-                "busiest": max(_busiest(one, steps.spread) for one in drawn),
-                "rows": [row for parts in PARTS for row in _steps(steps, drawn, parts)],
+                "busiest": max(map(_busiest, drawn)),
+                "rows": [_step(steps, drawn, n, way) for n in PARTS for way in Strategy],
             }
             for name, drawn in routings.items()
         ]
     }
 
 
-def _busiest(routing: Routing, spread: Spread) -> float:
+def _busiest(routing: Routing) -> float:
     """Return the rows of the rank that gets most, over the mean."""
-    received = routing.received(spread)
+    received = routing.sent().sum(axis=0)
     return float(received.max() / received.mean())
 
 
-def _steps(steps: MoeSteps, routings: Sequence[Routing], parts: int) -> list[dict[str, Any]]:
-    """Return the steps of all strategies."""
-    return [
-        _step(
-            steps.step(routings, parts, strategy),
-            parts,
-            strategy,
-            steps.layer.element * steps.kept(routings, parts, strategy).total,
-        )
-        for strategy in Strategy
-    ]
-
-
-def _step(cost: StepCost, parts: int, strategy: Strategy, kept: float) -> dict[str, Any]:
+def _step(
+    steps: MoeSteps, routings: Sequence[Routing], parts: int, strategy: Strategy
+) -> dict[str, Any]:
+    cost = steps.step(routings, parts, strategy)
     return {
         "parts": parts,
         "strategy": strategy.value,
@@ -183,7 +168,7 @@ def _step(cost: StepCost, parts: int, strategy: Strategy, kept: float) -> dict[s
         "expert_layers_s": cost.experts.seconds,
         "bound_s": cost.experts.bound,
         "waiting_s": max(0.0, cost.experts.compute_s - cost.experts.even_s),
-        "kept_gb": kept / GB,
+        "kept_gb": steps.kept_bytes(routings, parts, strategy) / GB,
     }
 
 
@@ -191,10 +176,10 @@ def _of_layer(
     name: str, options: Params, network: float, tokens: int, parts: int, strategy: Strategy
 ) -> Cost:
     """Return both passes of a layer whose ranks send ``network`` bytes a second."""
-    spread = Spread(options.ranks, math.gcd(options.ranks, options.experts))
-    routing = Routing.even(options.ranks, options.experts, tokens).part(parts)
-    cluster = Cluster.flat(options.ranks, network, options.latency_us * 1e-6)
-    part = part_of(Layer(*LAYERS[name]), routing, spread, DEVICE, cluster)
+    ranks, experts = options.ranks, options.experts
+    routing = Routing.even(ranks, experts, tokens, math.gcd(ranks, experts)).part(parts)
+    cluster = Cluster.flat(ranks, network, options.latency_us * 1e-6)
+    part = part_of(Layer(*LAYERS[name]), routing, DEVICE, cluster)
     return cost_of(part, parts, strategy)
 
 
@@ -242,15 +227,14 @@ def _best_parts(options: Params) -> list[dict[str, Any]]:
 
 
 def _memory(options: Params) -> list[dict[str, Any]]:
-    """Return the share of memory that n parts save, by the formula."""
+    """Return the share of memory that n parts save, by the formula: of states (parameters of the
+    gate and of one expert, gradients and two moments), activations and buffers."""
     found = []
     for name, (width, inner) in LAYERS.items():
+        layer, states = Layer(width, inner), 4.0 * (options.experts * width + 2 * inner * width)
         for tokens in MEMORY_TOKENS:
-            whole = elements(tokens, width, inner, options.experts).total
-            saved = {
-                str(parts): 1 - elements(tokens, width, inner, options.experts, parts).total / whole
-                for parts in PARTS[1:]
-            }
+            kept = {parts: states + sum(layer.kept(tokens, parts)) for parts in PARTS}
+            saved = {str(parts): 1 - kept[parts] / kept[1] for parts in PARTS[1:]}
             found.append({"layer": name, "tokens": tokens, "saved": saved})
     return found
 
