@@ -89,12 +89,6 @@ def test_a_failing_disk_is_an_error_not_a_number(
     assert list(disk.iterdir()) == []
 
 
-def test_memory_file_systems_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "filesystem_of", lambda _: FileSystem("tmpfs", "/tmp", 10 * GiB))
-    with pytest.raises(SpillError, match="tmpfs"):
-        measure_tiers(tmp_path)
-
-
 def test_a_full_disk_is_refused_before_a_file_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,11 +150,6 @@ def test_the_backend_follows_what_the_pager_says() -> None:
     refused = advice_for(system(8 * GiB), pager_refusal="userfaultfd is refused here")
     assert refused.backend == "mapped"
     assert "userfaultfd is refused here" in refused.line
-
-
-def test_a_refused_directory_is_said_first() -> None:
-    advice = advise(system(8 * GiB), None, spill_refusal="spill directory /x does not exist")
-    assert advice.line == "Nothing can be spilled: spill directory /x does not exist"
 
 
 @pytest.mark.skipif(bool(probe()), reason=f"no pager here: {probe()}")

@@ -277,28 +277,6 @@ def _subsets(regions: Collection[int]) -> list[frozenset[int]]:
     return found
 
 
-def test_the_farthest_next_use_leaves_and_leaves_right_after_its_last_use() -> None:
-    a, b, c = 0, 1, 2
-    uses = [Use((a,)), Use((b,)), Use((c,)), Use((b,)), Use((a,))]
-    schedule = LookAhead(0.0).plan(uses, [1, 1, 1], 2, [])
-    assert schedule.actions == (
-        Action(0, Kind.FETCH, a),
-        Action(0, Kind.FETCH, b),
-        Action(1, Kind.EVICT, a),
-        Action(1, Kind.FETCH, c),
-        Action(3, Kind.EVICT, c),
-        Action(3, Kind.FETCH, a),
-    )
-    assert (schedule.peak, schedule.bytes_in, schedule.bytes_out) == (2, 4, 0)
-
-
-def test_what_fits_is_fetched_once_at_the_start_and_never_leaves() -> None:
-    uses = [Use((region,)) for region in (0, 1, 2, 1, 0, 2)]
-    schedule = LookAhead().plan(uses, [5, 6, 7], 18, [2])
-    assert schedule.actions == (Action(0, Kind.FETCH, 0), Action(0, Kind.FETCH, 1))
-    assert schedule.peak == 18
-
-
 def test_a_window_lets_fetches_run_beside_uses_where_belady_alone_cannot() -> None:
     """Around a loop, Belady alone has room for a fetch only once the use just before it is over."""
     uses = [Use((position % 8,)) for position in range(40)]
@@ -316,30 +294,6 @@ def test_a_window_lets_fetches_run_beside_uses_where_belady_alone_cannot() -> No
     assert min(lead(alone)) == 0
     assert min(lead(ahead)) >= 1
     assert alone.bytes_in < ahead.bytes_in < 40
-
-
-def test_dirt_is_written_once_per_eviction_and_what_is_freed_is_not() -> None:
-    weight, gradient, other = 0, 1, 2
-    uses = [
-        Use((weight,)),
-        Use((weight,), creates=(gradient,)),
-        Use((other,)),
-        Use((weight, gradient), writes=(weight,), frees=(gradient,)),
-        Use((other,)),
-        Use((weight,)),
-    ]
-    schedule = LookAhead(0.0).plan(uses, [4, 4, 4], 8, [weight])
-    out = [a for a in schedule.actions if a.kind is Kind.EVICT]
-    # `other` needs room while weight (clean, used at 3) and gradient (new, used at 3) live.
-    assert len(out) == 2
-    assert schedule.bytes_out in (0, 4)
-    assert schedule.bytes_out == 4 * sum(a.region == gradient for a in out)
-
-
-def test_regions_resident_beyond_a_shrunken_capacity_leave_before_the_first_use() -> None:
-    schedule = LookAhead().plan([Use((0,))], [4, 4, 4], 8, [0, 1, 2], [2])
-    assert [a for a in schedule.actions if a.position == 0 and a.kind is Kind.EVICT]
-    assert schedule.peak <= 8
 
 
 def test_a_use_larger_than_the_capacity_is_refused_with_need_and_have() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import json
 import runpy
@@ -14,7 +13,7 @@ import pytest
 
 from dynoffload.reporting import write_perfetto
 from dynoffload.reporting.perfetto import MAX_LANES
-from dynoffload.telemetry import RunLog, Stall, Transfer
+from dynoffload.telemetry import RunLog, Transfer
 
 synthetic_log = runpy.run_path(str(Path(__file__).with_name("synthetic_runlog.py")))[
     "synthetic_log"
@@ -79,17 +78,3 @@ def test_tracks_are_bounded(tmp_path: Path) -> None:
     events = slices(events_of(log, tmp_path), "fetch")
     assert len(events) == 3 * MAX_LANES
     assert len({e["tid"] for e in events}) == MAX_LANES
-
-
-def test_waits_of_two_threads_do_not_overlap(tmp_path: Path) -> None:
-    log = RunLog("Net", "pager", "pilot", 1, 0)
-    log.stalls = [Stall(0, 3, "a"), Stall(1, 2, "b")]
-    assert overlaps(events_of(log, tmp_path)) == 0
-
-
-def test_a_packed_trace_and_what_it_is_about(tmp_path: Path) -> None:
-    log = synthetic_log(2)
-    path = write_perfetto(log, tmp_path / "deep" / "trace.json.gz")
-    document = json.loads(gzip.decompress(path.read_bytes()))
-    assert document["otherData"]["budget_bytes"] == log.budget
-    assert [p.name for p in path.parent.iterdir()] == ["trace.json.gz"]
