@@ -9,11 +9,11 @@ phase, relative to the setting's real step, by how often the runtime does what i
 negative cost (Lawson and Hanson's non-negative least squares): what takes each of `COSTS`, faults,
 and seconds of work beside transfers. Forward, backward and the optimizer's step tell apart what
 comes as often in a step as another but not in the same phase. Part of all this hides behind
-transfers, and the other way round, so the simulation is made anew with what was found, and half of the way
-gone, several times. What the kernel takes to move pages is not fitted, but measured before each
-setting; and the runtime's own work in each is that of the same minute (`probe_overhead`), carried
-to one pace for all. Before all that a transfer's latency is taken from fetches that somebody waited
-for, as what they took beyond their bytes.
+transfers, and the other way round, so the simulation is made anew with what was found, and half of
+the way gone, several times. What the kernel takes to move pages is not fitted, but measured before
+each setting; and the runtime's own work in each is that of the same minute (`probe_overhead`),
+carried to one pace for all. Before all that a transfer's latency is taken from fetches that
+somebody waited for, as what they took beyond their bytes.
 """
 
 from __future__ import annotations
