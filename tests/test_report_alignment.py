@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import runpy
-from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rapidfuzz.distance import Levenshtein
 
 from dynoffload.reporting.report import align
-
-levenshtein = runpy.run_path(str(Path(__file__).with_name("synthetic_runlog.py")))["levenshtein"]
 
 orders = st.lists(st.sampled_from("abcde"), max_size=14)
 
@@ -28,4 +25,4 @@ def test_alignment_has_the_fewest_changes(predicted: list[str], actual: list[str
         assert kind == ("missing" if left is None else "extra" if right is None else swapped)
     assert all(a[0] != b[0] for a, b in itertools.pairwise(runs))
     changes = sum(kind != "match" for kind, _, _ in edits)
-    assert changes == levenshtein(tuple(predicted), tuple(actual))
+    assert changes == Levenshtein.distance(predicted, actual)

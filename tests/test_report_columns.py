@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from synthetic_runlog import synthetic_log
 
 from dynoffload.reporting.columns import Columns, envelope, spans
-
-synthetic_log = runpy.run_path(str(Path(__file__).with_name("synthetic_runlog.py")))[
-    "synthetic_log"
-]
 
 rows = st.lists(
     st.tuples(

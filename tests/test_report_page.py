@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import re
-import runpy
 from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from synthetic_runlog import synthetic_log
 
 from dynoffload.errors import ConfigError
 from dynoffload.reporting import write_report, write_run
 from dynoffload.reporting.canvas import COLOR
 from dynoffload.telemetry import RunLog, StepBlocks
 
-synthetic_log = runpy.run_path(str(Path(__file__).with_name("synthetic_runlog.py")))[
-    "synthetic_log"
-]
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
-import runpy
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from synthetic_runlog import synthetic_log
 
 from dynoffload.reporting import write_perfetto
 from dynoffload.reporting.perfetto import MAX_LANES
 from dynoffload.telemetry import RunLog, Transfer
-
-synthetic_log = runpy.run_path(str(Path(__file__).with_name("synthetic_runlog.py")))[
-    "synthetic_log"
-]
 
 
 def events_of(log: RunLog, directory: Path) -> list[dict[str, Any]]:

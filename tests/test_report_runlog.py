@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
-import runpy
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from synthetic_runlog import synthetic_log
 
 from dynoffload import telemetry
 from dynoffload.errors import TraceError
 from dynoffload.telemetry import RunLog
-
-synthetic_log = runpy.run_path(str(Path(__file__).with_name("synthetic_runlog.py")))[
-    "synthetic_log"
-]
 
 
 def same(a: RunLog, b: RunLog) -> bool:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import runpy
-from pathlib import Path
 
 import pytest
 
@@ -19,10 +17,6 @@ from dynoffload.reporting.summary import (
     verdict,
 )
 from dynoffload.telemetry import PhaseSpan, RunLog, Stall, StepStats, Transfer
-
-synthetic_log = runpy.run_path(str(Path(__file__).with_name("synthetic_runlog.py")))[
-    "synthetic_log"
-]
 
 
 def step(number: int, **changed: float) -> StepStats:

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import io
-import runpy
-from pathlib import Path
 
 from rich.console import Console
+from synthetic_runlog import synthetic_log
 
 from dynoffload.reporting import ComparisonRow, comparison_table
-
-synthetic_log = runpy.run_path(str(Path(__file__).with_name("synthetic_runlog.py")))[
-    "synthetic_log"
-]
 
 
 def shown(*rows: ComparisonRow, budget: int = 320_000_000, color: bool = False) -> str:
