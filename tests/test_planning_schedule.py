@@ -20,7 +20,7 @@ from reference_work import times_reference
 from dynoffload.errors import BudgetError, ConfigError
 from dynoffload.planning.cursor import NEVER, PlanCursor
 from dynoffload.planning.lookahead import LookAhead
-from dynoffload.planning.schedule import Action, Kind, Policy, Schedule, Use
+from dynoffload.planning.schedule import Action, Kind, Schedule, Use
 
 WINDOWS = st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0])
 
@@ -35,7 +35,7 @@ class Problem:
     resident: list[int]
     dirty: list[int]
 
-    def plan(self, policy: Policy) -> Schedule:
+    def plan(self, policy: LookAhead) -> Schedule:
         return policy.plan(self.uses, self.sizes, self.capacity, self.resident, self.dirty)
 
 
@@ -193,44 +193,6 @@ def test_a_schedule_is_executable_at_any_permitted_moment_and_tells_its_traffic(
         assert machine.bytes_in == schedule.bytes_in
         assert machine.bytes_out == schedule.bytes_out
         assert machine.peak <= schedule.peak
-
-
-@given(problem=problems(), window=WINDOWS)
-@settings(max_examples=200, deadline=None)
-def test_no_fetch_could_start_earlier(problem: Problem, window: float) -> None:
-    """The position before a fetch's start has no room for it and for what is due before it."""
-    schedule = problem.plan(LookAhead(window))
-    occupied, leaving = _occupied(problem, schedule)
-    fetches = [a for a in schedule.actions if a.kind is Kind.FETCH]
-    due = {a: next_use(problem.uses, a) for a in fetches}
-    gone = {(a.region, a.position) for a in schedule.actions if a.kind is Kind.EVICT}
-    for fetch in fetches:
-        before = fetch.position - 1
-        if before < 0 or (fetch.region, fetch.position) in gone:
-            continue
-        waiting = sum(
-            problem.sizes[a.region] for a in fetches if a.position > before and due[a] <= due[fetch]
-        )
-        assert occupied[before] + leaving[before] + waiting > problem.capacity
-
-
-def _occupied(problem: Problem, schedule: Schedule) -> tuple[list[int], list[int]]:
-    """Return the bytes resident during each use if every action runs at its earliest moment.
-
-    Beside them: the bytes that are being written when the use begins.
-    """
-    held, dirty = set(problem.resident), set(problem.dirty)
-    occupied, leaving = [], []
-    for position, use in enumerate(problem.uses):
-        now = [action for action in schedule.actions if action.position == position]
-        out = {action.region for action in now if action.kind is Kind.EVICT}
-        leaving.append(sum(problem.sizes[region] for region in out & dirty))
-        held = held - out | {action.region for action in now if action.kind is Kind.FETCH}
-        held |= set(use.creates)
-        occupied.append(sum(problem.sizes[region] for region in held))
-        held -= set(use.frees)
-        dirty = (dirty - out | set(use.creates) | set(use.writes)) - set(use.frees)
-    return occupied, leaving
 
 
 @given(
