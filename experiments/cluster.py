@@ -18,7 +18,7 @@ import numpy as np
 
 from dynoffload.errors import ConfigError
 from dynoffload.experiments.comparing import Table
-from dynoffload.experiments.harness import Experiment, Row, option
+from dynoffload.experiments.harness import Cell, Experiment, Row, option, table
 from dynoffload.experiments.memory_expansion import SETTING
 from dynoffload.planning.strategies import Strategy
 from dynoffload.simulation.designs import DESIGNS, DEVICES_PER_NODE
@@ -101,12 +101,29 @@ class Clusters(Experiment[Params]):
 
     def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
         rows = result["rows"]
+        steps = gathered(rows, "steps")
+        even = [one for one in steps if (one["network"], one["routing"]) == ("nodes", "even")]
+        largest = max(even, key=lambda one: one["sequences"])["rows"]
+        published = {"layer": "published", "tokens": 0, "saved": PUBLISHED_MEMORY}
         return [
-            _table_of_steps(rows),
-            _table_of_strategies(rows),
-            _table_of_layers(rows),
-            _table_of_batches(rows),
-            _table_of_memory(rows),
+            table("A step of the 1T network on 256 GPUs", _STEPS, steps),
+            table(
+                "Every n and strategy: the largest batch on nodes, even routing",
+                _STRATEGIES,
+                largest,
+                ["strategy"],
+            ),
+            table("Times the speed of the unpipelined layer", _SPEEDS, gathered(rows, "layer")),
+            table(
+                "GPT-XL by its batch, half of a large one on the link",
+                _BATCHES,
+                gathered(rows, "batches"),
+            ),
+            table(
+                "Memory of a layer, by the formula, against one part",
+                _SAVED,
+                [*gathered(rows, "memory"), published],
+            ),
         ]
 
 
@@ -259,113 +276,81 @@ def _published(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def row_of(case: Mapping[str, Any], parts: int, strategy: str) -> Mapping[str, Any]:
+def _row_of(case: Mapping[str, Any], parts: int, strategy: str) -> Mapping[str, Any]:
     """Return one step of a case."""
-    found: Mapping[str, Any] = next(
-        row for row in case["rows"] if (row["parts"], row["strategy"]) == (parts, strategy)
-    )
-    return found
+    return next(row for row in case["rows"] if (row["parts"], row["strategy"]) == (parts, strategy))
 
 
-def _table_of_steps(found: Sequence[Row]) -> Table:
-    rows = []
-    for case in gathered(found, "steps"):
-        plain = row_of(case, 1, "none")
-        shared = [row for row in case["rows"] if row["strategy"] != "none" and row["parts"] > 1]
-        best = min(shared, key=lambda row: row["seconds"])
-        rows.append(
-            [
-                case["network"],
-                str(case["sequences"]),
-                f"{case['routing']} ({case['busiest']:.1f}x)",
-                _ms(plain["seconds"]),
-                f"{plain['link_share']:.0%}",
-                f"{plain['waiting_s'] / plain['seconds']:.0%}",
-                *(_ms(row_of(case, int(parts), "none")["seconds"]) for parts in _CUT),
-                f"{_ms(best['seconds'])} (n={best['parts']}, {best['strategy']})",
-                f"{plain['kept_gb']:.2f}",
-                f"{best['kept_gb']:.2f}",
-            ]
-        )
-    columns = (
-        *("network", "sequences", "routing (busiest rank)", "ms, n=1", "on the link"),
-        *("waiting", "n=2", "n=4", "n=8", "best with shared buffers", "kept GB, n=1", "kept GB"),
-    )
-    return Table("A step of the 1T network on 256 GPUs", columns, rows)
+def _plain(case: Mapping[str, Any]) -> Mapping[str, Any]:
+    return _row_of(case, 1, "none")
 
 
-def _table_of_strategies(found: Sequence[Row]) -> Table:
-    even = [
-        case
-        for case in gathered(found, "steps")
-        if (case["network"], case["routing"]) == ("nodes", "even")
+def _best(case: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fastest step with shared buffers."""
+    shared = [row for row in case["rows"] if row["strategy"] != "none" and row["parts"] > 1]
+    return min(shared, key=lambda row: row["seconds"])
+
+
+def _fastest(row: Mapping[str, Any]) -> str:
+    """Return the best speed with shared buffers, and how it is had."""
+    shared = [
+        (speeds[parts], parts, strategy)
+        for strategy, speeds in row["speedup"].items()
+        for parts in _CUT
+        if strategy != "none"
     ]
-    case = max(even, key=lambda one: one["sequences"])
-    rows = [
-        [
-            f"{row['parts']}",
-            row["strategy"],
-            *(_ms(row[key]) for key in ("seconds", "expert_layers_s", "bound_s")),
-            f"{row['link_share']:.0%}",
-            f"{row['exposed_share']:.0%}",
-            f"{row['kept_gb']:.2f}",
-        ]
-        for row in case["rows"]
-    ]
-    columns = (
-        *("n", "strategy", "step ms", "expert layers ms", "their bound ms"),
-        *("on the link", "exposed", "kept GB"),
-    )
-    title = "Every n and strategy: the largest batch on nodes, even routing"
-    return Table(title, columns, rows, (0, 1))
+    speed, parts, strategy = max(shared, key=lambda one: one[0])
+    return f"{speed:.2f} (n={parts}, {strategy})"
 
 
-def _table_of_layers(found: Sequence[Row]) -> Table:
-    rows = []
-    for row in gathered(found, "layer"):
-        speedup = row["speedup"]
-        shared = {
-            (parts, strategy): speedup[strategy][parts]
-            for strategy in speedup
-            for parts in _CUT
-            if strategy != "none"
-        }
-        best = max(shared, key=lambda key: shared[key])
-        rows.append(
-            [
-                row["name"],
-                f"{row['share']:.0%}",
-                f"{row['network_gb']:.3g}",
-                *(f"{speedup['none'][parts]:.2f}" for parts in _CUT),
-                f"{shared[best]:.2f} (n={best[0]}, {best[1]})",
-            ]
-        )
-    columns = ("layer", "link's share", "GB/s", "n=2", "n=4", "n=8", "best with shared buffers")
-    return Table("Times the speed of the unpipelined layer", columns, rows)
-
-
-def _table_of_batches(found: Sequence[Row]) -> Table:
-    rows = [
-        [
-            f"{row['tokens']:,}",
-            *(f"{seconds * 1e3:.2f}" for seconds in row["seconds"].values()),
-            str(row["best"]),
-        ]
-        for row in gathered(found, "batches")
-    ]
-    columns = ("tokens of a rank", "ms, n=1", "n=2", "n=4", "n=8", "best n")
-    return Table("GPT-XL by its batch, half of a large one on the link", columns, rows)
-
-
-def _table_of_memory(found: Sequence[Row]) -> Table:
-    rows = [
-        [row["layer"], f"{row['tokens']:,}", *(f"-{row['saved'][parts]:.0%}" for parts in _CUT)]
-        for row in gathered(found, "memory")
-    ]
-    rows.append(["published", "", *(f"-{PUBLISHED_MEMORY[parts]:.0%}" for parts in _CUT)])
-    columns = ("layer", "tokens of a rank", "n=2", "n=4", "n=8")
-    return Table("Memory of a layer, by the formula, against one part", columns, rows)
+def _of_parts(cell: Callable[[Any, str], str]) -> dict[str, Cell]:
+    """Return a column for each number of parts."""
+    return {f"n={n}": lambda row, n=n: cell(row, n) for n in _CUT}  # type: ignore[misc]
 
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}"
+
+
+_STEPS: dict[str, Cell] = {
+    "network": lambda case: case["network"],
+    "sequences": lambda case: str(case["sequences"]),
+    "routing (busiest rank)": lambda case: f"{case['routing']} ({case['busiest']:.1f}x)",
+    "ms, n=1": lambda case: _ms(_plain(case)["seconds"]),
+    "on the link": lambda case: f"{_plain(case)['link_share']:.0%}",
+    "waiting": lambda case: f"{_plain(case)['waiting_s'] / _plain(case)['seconds']:.0%}",
+    **_of_parts(lambda case, n: _ms(_row_of(case, int(n), "none")["seconds"])),
+    "best with shared buffers": lambda case: (
+        f"{_ms(_best(case)['seconds'])} (n={_best(case)['parts']}, {_best(case)['strategy']})"
+    ),
+    "kept GB, n=1": lambda case: f"{_plain(case)['kept_gb']:.2f}",
+    "kept GB": lambda case: f"{_best(case)['kept_gb']:.2f}",
+}
+_STRATEGIES: dict[str, Cell] = {
+    "n": lambda row: str(row["parts"]),
+    "strategy": lambda row: row["strategy"],
+    "step ms": lambda row: _ms(row["seconds"]),
+    "expert layers ms": lambda row: _ms(row["expert_layers_s"]),
+    "their bound ms": lambda row: _ms(row["bound_s"]),
+    "on the link": lambda row: f"{row['link_share']:.0%}",
+    "exposed": lambda row: f"{row['exposed_share']:.0%}",
+    "kept GB": lambda row: f"{row['kept_gb']:.2f}",
+}
+_SPEEDS: dict[str, Cell] = {
+    "layer": lambda row: row["name"],
+    "link's share": lambda row: f"{row['share']:.0%}",
+    "GB/s": lambda row: f"{row['network_gb']:.3g}",
+    **_of_parts(lambda row, n: f"{row['speedup']['none'][n]:.2f}"),
+    "best with shared buffers": _fastest,
+}
+_BATCHES: dict[str, Cell] = {
+    "tokens of a rank": lambda row: f"{row['tokens']:,}",
+    "ms, n=1": lambda row: f"{row['seconds']['1'] * 1e3:.2f}",
+    **_of_parts(lambda row, n: f"{row['seconds'][n] * 1e3:.2f}"),
+    "best n": lambda row: str(row["best"]),
+}
+_SAVED: dict[str, Cell] = {
+    "layer": lambda row: row["layer"],
+    "tokens of a rank": lambda row: f"{row['tokens']:,}" if row["tokens"] else "",
+    **_of_parts(lambda row, n: f"-{row['saved'][n]:.0%}"),
+}
