@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import runpy
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from synthetic_runlog import synthetic_log
 from typer.testing import CliRunner
 
 from dynoffload import __version__, experiments
@@ -25,10 +25,6 @@ from dynoffload.doctor.system import filesystem_of
 from dynoffload.errors import ConfigError
 from dynoffload.pilot.evaluate import Scores
 from dynoffload.pilot.train import Evaluation, TrainResult
-
-synthetic_log = runpy.run_path(str(Path(__file__).with_name("synthetic_runlog.py")))[
-    "synthetic_log"
-]
 
 
 @pytest.fixture
