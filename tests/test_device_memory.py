@@ -19,7 +19,7 @@ SLACK = 20 * MiB  # what the interpreter and the kernel take for other things me
 _STREAM = """
 import gc
 kind, page, directory, pool = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
-device = KINDS[kind](pool, page, directory, threads=2)
+device = KINDS[kind](pool, page, directory)
 regions = [device.allocate(8 * MiB) for _ in range(40)]
 gc.collect()
 {before}
