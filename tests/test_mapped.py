@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from devices import HUGE, SMALL, eventually, filled, holds, schedule, uses_of, view
 
-from dynoffload.errors import BackendError, BudgetError, SpillError
+from dynoffload.errors import BackendError, SpillError
 from dynoffload.memory import mapping
 from dynoffload.memory.mapped import MappedFile
 from dynoffload.memory.mapping import Mapping
@@ -127,21 +127,6 @@ def test_pages_smaller_than_the_systems_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BackendError, match="page_bytes=512"):
         MappedFile(1 << 20, 512, tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("page", [SMALL])
-def test_waiting_for_room_that_never_comes_ends(
-    device: MappedFile, page: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dynoffload.memory.mapped._GRACE_S", 0.1)
-    first, second = device.allocate(6 * page), device.allocate(6 * page)
-    filled(device, [first, second])
-    device.acquire([first], pin=True)
-    device.names.update({first: "one", second: "two"})
-    with pytest.raises(BudgetError, match=r"for two \(.*\) beside one \(.*pinned.*it lacks"):
-        device.acquire([second])
-    device.unpin([first])
-    assert holds(device, second)
 
 
 # Failures
