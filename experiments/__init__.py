@@ -21,7 +21,6 @@ from dynoffload.errors import ConfigError
 EXPERIMENTS: dict[str, str] = {
     "demo": "dynoffload.experiments.demo:Demo",
     "paged": "dynoffload.experiments.paged:run",
-    "breakdown": "dynoffload.experiments.breakdown:Breakdown",
     "exactness": "dynoffload.experiments.exactness:Exactness",
     "resident": "dynoffload.experiments.resident:Resident",
     "pilot-accuracy": "dynoffload.experiments.pilot_accuracy:PilotAccuracy",
@@ -46,8 +45,6 @@ EXPERIMENTS: dict[str, str] = {
 """Name on the command line -> ``module:class`` or ``module:function``."""
 BENCH: dict[str, str] = {
     "paged": "",
-    "breakdown": "",
-    "breakdown-512": "breakdown --tokens 512",
     "exactness": "",
     "resident": "",
     "pilot-accuracy": "",

@@ -14,7 +14,6 @@ import pytest
 
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import (
-    breakdown,
     demo,
     paged,
     paged_rows,
@@ -66,20 +65,6 @@ def check_row(row: dict[str, Any]) -> None:
     parts = row["bound_phases"]
     assert parts["forward_and_optimizer"]["bytes_in"] > parts["backward"]["bytes_in"] > 0
     assert len(row["offload_steps_s"]) == len(row["in_memory_steps_s"])
-
-
-def test_breakdown() -> None:
-    params = breakdown.Params(
-        preset="tiny", tokens=64, budget="400KB", steps=3, warmup=2, spill_dir=DISK
-    )
-    (result,) = carry_out(breakdown.Breakdown, params)["rows"]
-    assert result["losses_equal"] is True
-    parts = result["parts_s"]
-    assert min(parts.values()) >= 0
-    assert parts["gradients into their regions"] > 0
-    assert parts["the optimizer's own updates"] > 0
-    assert sum(parts.values()) < 2 * result["under_budget"]["seconds"]
-    assert abs(result["rest_s"]) < result["under_budget"]["seconds"]
 
 
 @pytest.mark.skipif(not cgroup.why_unavailable(swap=True), reason="the same within limits is tried")
