@@ -1,7 +1,6 @@
 """The experiments: measurements behind the published numbers, each by its name.
 
-An experiment is a class; see `dynoffload.experiments.harness`. Some are still a function
-``run(json_path: Path | None = None, **options) -> dict``, which prints its own tables.
+An experiment is a class; see `dynoffload.experiments.harness`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from dynoffload.errors import ConfigError
 
 EXPERIMENTS: dict[str, str] = {
     "demo": "dynoffload.experiments.demo:Demo",
-    "paged": "dynoffload.experiments.paged:run",
+    "paged": "dynoffload.experiments.paged:Paged",
     "exactness": "dynoffload.experiments.exactness:Exactness",
     "resident": "dynoffload.experiments.resident:Resident",
     "pilot-accuracy": "dynoffload.experiments.pilot_accuracy:PilotAccuracy",
@@ -42,7 +41,7 @@ EXPERIMENTS: dict[str, str] = {
     "moe-pipeline": "dynoffload.experiments.moe_pipeline:Pipeline",
     "gpu": "dynoffload.experiments.gpu:Gpu",
 }
-"""Name on the command line -> ``module:class`` or ``module:function``."""
+"""Name on the command line -> ``module:class``."""
 BENCH: dict[str, str] = {
     "paged": "",
     "exactness": "",
@@ -70,15 +69,15 @@ BENCH: dict[str, str] = {
 
 
 def load(name: str) -> Any:
-    """Return the class or the function of the experiment ``name``.
+    """Return the class of the experiment ``name``.
 
     Raises:
         ConfigError: if there is none of this name.
     """
     if name not in EXPERIMENTS:
         raise ConfigError(f"no experiment is named {name!r}: there are {', '.join(EXPERIMENTS)}")
-    module, _, function = EXPERIMENTS[name].partition(":")
-    return getattr(importlib.import_module(module), function)
+    module, _, kind = EXPERIMENTS[name].partition(":")
+    return getattr(importlib.import_module(module), kind)
 
 
 def summary(name: str) -> str:
