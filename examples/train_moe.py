@@ -19,13 +19,13 @@ import torch
 
 import dynoffload
 from dynoffload.datasets.text import batches
-from dynoffload.experiments.zoo import moe_lm
+from dynoffload.experiments import zoo
 
 
 def arguments() -> argparse.Namespace:
     """Return what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--preset", default="small", choices=sorted(moe_lm.PRESETS))
+    parser.add_argument("--preset", default="small", choices=sorted(zoo.presets("moe")))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=256, help="tokens per step")
     parser.add_argument("--budget", help="such as 80MiB; by default that of `dynoffload run`")
@@ -36,7 +36,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Train and print the loss."""
     args = arguments()
-    model = moe_lm.build(args.preset, seed=args.seed)
+    model = zoo.build("moe", args.preset, seed=args.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     samples = batches("train", length=args.tokens, seed=args.seed)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from dynoffload.datasets.trees import trees
-from dynoffload.experiments.zoo import moe_lm, tree_lstm
+from dynoffload.experiments import zoo
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import fit_pilot
 from dynoffload.pilot.labels import encode_example, label_traces
@@ -64,8 +64,8 @@ class Exits(torch.nn.Module):
 def make_seeds(folder: Path) -> Seeds:
     """Record and train what is mutated, into a folder."""
     torch.manual_seed(0)
-    routed = moe_lm.build("tiny", layers=1, experts=3, width=8)
-    cells = tree_lstm.build("tiny", embedding=8, hidden=8)
+    routed = zoo.build("moe", "tiny", layers=1, experts=3, width=8)
+    cells = zoo.build("tree", "tiny", embedding=8, hidden=8)
     exits = Exits()
     nodes = [
         type("Batch", (), {"args": (tree,), "source": tree.source})()
