@@ -137,7 +137,7 @@ def test_a_sample_says_what_it_shows(name: str) -> None:
     for one in seen:
         assert all(np.isfinite(value) for value in one.values.values())
         assert one.elements.dtype == np.int64
-        assert len(one.elements)
+        assert len(one.elements) or name == zoo.TRUNK  # which its shape describes
 
 
 @pytest.mark.parametrize("name", CASES)
