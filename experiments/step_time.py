@@ -37,7 +37,8 @@ from dynoffload.experiments.trainer import BUDGETED, Spec
 from dynoffload.experiments.workers import charged_before, median_seconds
 from dynoffload.experiments.zoo import TRUNK
 from dynoffload.memory.spill import default_spill_dir
-from dynoffload.simulation import Workload
+from dynoffload.simulation import Link, Machine, Workload
+from dynoffload.simulation.overhead import RuntimeOverhead
 from dynoffload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -173,12 +174,18 @@ class StepTime(Experiment[Params]):
 
     @cached_property
     def fit(self) -> Fit:
-        """The machine, and what the runtime takes on it."""
+        """The machine, and what the runtime takes on it; one for all rows, also resumed ones."""
         from dynoffload.estimation import Calibration
 
+        if self.rows:
+            known = self.rows[0]["fit"]
+            machine, work = dict(known["machine"]), dict(known["work"])
+            link, moves = Link(**machine.pop("link")), work.pop("moves")
+            work["moves"] = {int(nbytes): seconds for nbytes, seconds in moves.items()}
+            return Fit(Machine(link, **machine), RuntimeOverhead(**work), known["pace_s"])
         self.report("the link")
-        known = Calibration.of(self._spill_dir, self.params.calibration)
-        return Fit(known.machine, known.work, known.pace_s)
+        found = Calibration.of(self._spill_dir, self.params.calibration)
+        return Fit(found.machine, found.work, found.pace_s)
 
     def cases(self) -> Mapping[str, tuple[str, Fraction]]:
         return {
@@ -217,6 +224,7 @@ class StepTime(Experiment[Params]):
             "operators": found.operators,
             "plain_s": {"measured": median_seconds(beside), "simulated": median(plain)},
             "policies": sides,
+            "fit": asdict(self.fit),
         }
 
     def _ways(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -203,6 +203,13 @@ def test_what_was_fitted_before_is_taken(tmp_path: Path) -> None:
     assert found.work.save_s == pytest.approx(pace * known["work"]["save_s"])
     assert found.machine.interference == known["interference"] > 0
     assert found.machine.link.read_bps != known["link"]["read_bps"]  # measured now
+
+
+def test_rows_that_are_resumed_and_new_ones_have_one_fit() -> None:
+    fit = replace(FIT, work=replace(FIT.work, moves={4096: 1e-5}))
+    one = StepTime(Params())
+    one.rows = [json.loads(json.dumps({"fit": asdict(fit)}))]
+    assert one.fit == fit
 
 
 # The simulated side
