@@ -16,7 +16,7 @@ import torch
 from fuzzing import Fuzzer, Seeds, fuzz
 
 from dynoffload.datasets.trees import trees
-from dynoffload.experiments.zoo import moe_lm, tree_lstm
+from dynoffload.experiments import zoo
 from dynoffload.pilot.fit import fit_pilot
 from dynoffload.pilot.labels import encode_example, label_traces
 from dynoffload.planning.cutting import build_vocabulary
@@ -59,8 +59,8 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> Seeds:
     nodes = [Batch(t.source, t) for t in islice(trees(min_nodes=3, max_nodes=8, seed=0), 12)]
     numbers = [Batch(f"{step % 6}", torch.randn(2, 6) * (1 + step % 5)) for step in range(48)]
     made: dict[str, tuple[torch.nn.Module, list[Batch], Any]] = {
-        "moe": (moe_lm.build("tiny", layers=1, experts=3, width=8), tokens, None),
-        "tree": (tree_lstm.build("tiny", embedding=8, hidden=8), nodes, None),
+        "moe": (zoo.build("moe", "tiny", layers=1, experts=3, width=8), tokens, None),
+        "tree": (zoo.build("tree", "tiny", embedding=8, hidden=8), nodes, None),
         "exits": (exits, numbers, torch.optim.AdamW(exits.parameters())),
     }
     found = Seeds({}, {})
