@@ -23,8 +23,7 @@ from torch.optim.lr_scheduler import StepLR
 from dynoffload.errors import StepLostError
 from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.host_optimizer.update_rule import UpdateRule
-from dynoffload.host_optimizer.update_runner import StepUpdate
-from dynoffload.host_optimizer.worker_pool import WorkerPool
+from dynoffload.host_optimizer.update_runner import StepUpdate, open_workers
 from dynoffload.units import MiB
 
 
@@ -327,11 +326,10 @@ def test_an_upload_that_fails_loses_the_step() -> None:
 def test_workers_have_threads_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the process and of other threads stay as they are."""
     before, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
-    pool = WorkerPool(torch.device("cpu"), threads=3)
+    pool = open_workers(torch.device("cpu"), threads=3)
     assert pool.submit(torch.get_num_threads).result() == 3
     assert torch.get_num_threads() == before
-    pool.close()
-    assert WorkerPool(torch.device("cpu")).threads == cores
+    pool.shutdown()
     for ranks, threads in ((1, cores), (cores, 1), (2 * cores, 1), ("many", cores)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         assert HostOptimizer(odd().parameters(), torch.optim.AdamW).threads == threads

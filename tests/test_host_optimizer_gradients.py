@@ -25,7 +25,7 @@ from dynoffload.errors import ConfigError
 from dynoffload.host_optimizer import GradScaler, HostOptimizer
 from dynoffload.host_optimizer.gradient_offload import GradientOffload
 from dynoffload.host_optimizer.link import CpuLink
-from dynoffload.host_optimizer.state_buffers import ParameterState
+from dynoffload.host_optimizer.states import ParameterState
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -25,18 +25,18 @@ from dynoffload.errors import ConfigError
 from dynoffload.host_optimizer.checks import check_not_reduced, check_options, check_parameters
 from dynoffload.host_optimizer.link import Link, open_link
 from dynoffload.host_optimizer.parameter_registry import GradientHooks
-from dynoffload.host_optimizer.state_buffers import ParameterState, named_parameters
 from dynoffload.host_optimizer.state_loading import check_state, fill, take_over
+from dynoffload.host_optimizer.states import MASTER, ParameterState, flat, named_parameters
 from dynoffload.host_optimizer.storage import HostStorage
 from dynoffload.host_optimizer.update_rule import Group, UpdateRule
 from dynoffload.host_optimizer.update_runner import (
     StepUpdate,
     UpdateRunner,
-    catch_up,
+    default_threads,
     groups_of,
+    open_workers,
     take_writes,
 )
-from dynoffload.host_optimizer.worker_pool import WorkerPool
 from dynoffload.launch import launched_rank
 from dynoffload.units import MiB, parse_bytes
 
@@ -105,7 +105,7 @@ class HostOptimizer(Optimizer):
     ) -> None:
         self._rule = UpdateRule(kind, options)
         size = parse_bytes(tile_bytes, "tile_bytes")
-        check_options(size, delayed, warmup_steps, spill_dir, host_budget)
+        check_options(size, threads, delayed, warmup_steps, spill_dir, host_budget)
         self._storage: HostStorage | None = None
         self._states: dict[torch.Tensor, ParameterState] = {}
         self._by_scaler = self._closed = False
@@ -114,8 +114,8 @@ class HostOptimizer(Optimizer):
         self._coming = device is not None
         if queues is None:
             queues = open_link((p for g in self.param_groups for p in g["params"]), device)
-        workers = WorkerPool(queues.device, threads)
-        self.threads = workers.threads
+        self.threads = default_threads() if threads is None else threads
+        workers = open_workers(queues.device, self.threads)
         storage = self._storage = HostStorage(
             queues,
             workers,
@@ -296,9 +296,12 @@ class HostOptimizer(Optimizer):
             StepLostError: it was cut off.
         """
         self.settle()
-        self._runner.end_delayed()
+        self._runner.end()
         if self._loaded:
-            catch_up(self._states.values())
+            for state in self._states.values():
+                if state.lags:
+                    flat(state.parameter).copy_(state.tensors[MASTER])
+                    state.mark_updated()
             self._loaded = False
 
     def settle(self) -> None:
@@ -308,7 +311,7 @@ class HostOptimizer(Optimizer):
             StepLostError: a step was cut off.
         """
         self._usable()
-        self._runner.wait_delayed()
+        self._runner.wait()
 
     # State
 
@@ -346,7 +349,7 @@ class HostOptimizer(Optimizer):
     def begin_load(self) -> None:
         """The state is about to be loaded: what is under way ends first, well or not."""
         self._check_open()
-        self._runner.drop_delayed()
+        self._runner.drop()
 
     def end_load(self) -> None:
         """The state was loaded, tensor by tensor, into what ``state`` shows, or in its place."""

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dynoffload.errors import ConfigError
 from dynoffload.host_optimizer.gradient_offload import GradientOffload, check_gradient
-from dynoffload.host_optimizer.state_buffers import ParameterState
+from dynoffload.host_optimizer.states import ParameterState
 
 _owners: Any = WeakTensorKeyDictionary()  # of each parameter, a weak reference to its hooks
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dynoffload.errors import ConfigError
-from dynoffload.host_optimizer.state_buffers import MASTER, ParameterState, flat, shaped
+from dynoffload.host_optimizer.states import MASTER, ParameterState, flat, shaped
 
 
 def _pairs(
@@ -86,11 +86,11 @@ def fill(
     for state, saved in _pairs(state_dict, groups, states):
         for key in state.keys:
             if key in saved:
-                shaped(state.flat(key), state.parameter).copy_(saved[key])
+                shaped(state.tensors[key], state.parameter).copy_(saved[key])
             elif key == MASTER:
-                state.flat(key).copy_(flat(state.parameter))
+                state.tensors[key].copy_(flat(state.parameter))
             else:
-                state.flat(key).zero_()
+                state.tensors[key].zero_()
         started = float("momentum_buffer" in saved)  # of torch's SGD, which counts no steps
         state.step.fill_(float(saved.get("step", started)))
         state.lags.fill_(bool(saved.get("lags", False)))
