@@ -14,7 +14,7 @@ import torch
 from exactness import Twin, assert_same, footprint_of, needs_pager, small, small_loss, small_samples
 from fused_networks import paging_of
 from torch import nn
-from torch.optim import ASGD, SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from dynoffload.errors import SpillError, StepLostError
 from dynoffload.memory.pager import Pager
@@ -96,9 +96,8 @@ def train(
         lambda p: AdamW(p, lr=1e-2, fused=True),
         lambda p: Adam(p, lr=1e-2, weight_decay=0.1, foreach=True, maximize=True),
         lambda p: SGD(p, lr=1e-2, momentum=0.9, weight_decay=0.1),
-        lambda p: ASGD(p, lr=1e-3),
     ],
-    ids="adamw fused adam sgd asgd".split(),
+    ids="adamw fused adam sgd".split(),
 )
 def test_drafts_count_where_nothing_changes(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with counted(monkeypatch) as tally:
