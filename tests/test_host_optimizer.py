@@ -17,7 +17,7 @@ import pytest
 import torch
 from emulated import emulated
 from exactness import assert_same
-from host_reference import KINDS, Lazy, Pair, Reference, odd, on_accelerator, racing, words
+from host_reference import KINDS, Pair, Reference, odd, on_accelerator, racing, words
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
@@ -45,15 +45,6 @@ def test_queues_that_are_late() -> None:
         assert queues.copies > 0
         pair.assert_same()
         pair.ours.close()
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_what_nobody_waits_for_is_not_there(accumulate: int) -> None:
-    """Copies out are made only when somebody waits for them; the state is looked at between."""
-    pair = Pair(queues=Lazy())
-    for seed in range(2):
-        pair.train(words(2 * accumulate, seed), accumulate)
-        pair.assert_same()
 
 
 def test_tiles_may_be_of_any_size() -> None:

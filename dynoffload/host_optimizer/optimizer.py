@@ -25,8 +25,8 @@ from dynoffload.errors import ConfigError
 from dynoffload.host_optimizer.checks import check_not_reduced, check_options, check_parameters
 from dynoffload.host_optimizer.link import Link, open_link
 from dynoffload.host_optimizer.parameter_registry import GradientHooks
-from dynoffload.host_optimizer.state_loading import check_state, fill, take_over
-from dynoffload.host_optimizer.states import MASTER, ParameterState, flat, named_parameters
+from dynoffload.host_optimizer.state_loading import check_state, saved_entries, take_over
+from dynoffload.host_optimizer.states import ParameterState, named_parameters
 from dynoffload.host_optimizer.storage import HostStorage
 from dynoffload.host_optimizer.update_rule import Group, UpdateRule
 from dynoffload.host_optimizer.update_runner import (
@@ -124,7 +124,7 @@ class HostOptimizer(Optimizer):
             host_budget=0 if host_budget is None else parse_bytes(host_budget, "host_budget"),
             banks=2 if delayed else 1,
         )
-        self._hooks = GradientHooks(self, storage.gradients)
+        self._hooks = GradientHooks(self, self._states, storage.gradients)
         self._runner = UpdateRunner(
             self._rule, workers, storage, undelayed=warmup_steps if delayed else None
         )
@@ -299,9 +299,7 @@ class HostOptimizer(Optimizer):
         self._runner.end()
         if self._loaded:
             for state in self._states.values():
-                if state.lags:
-                    flat(state.parameter).copy_(state.tensors[MASTER])
-                    state.mark_updated()
+                state.catch_up()
             self._loaded = False
 
     def settle(self) -> None:
@@ -342,8 +340,7 @@ class HostOptimizer(Optimizer):
         check_state(state_dict, self.param_groups, self._states, self._rule.defaults)
         self.begin_load()
         super().load_state_dict({**state_dict, "state": {}})
-        fill(state_dict, self.param_groups, self._states)
-        self.state.clear()
+        self.state.update(saved_entries(state_dict, self.param_groups, self._states))
         self.end_load()
 
     def begin_load(self) -> None:

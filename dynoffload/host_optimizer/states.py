@@ -78,6 +78,12 @@ class ParameterState:
         self.version = self.parameter._version
         self.lags.fill_(False)
 
+    def catch_up(self) -> None:
+        """Let the parameter take over the master that it lags behind."""
+        if self.lags:
+            flat(self.parameter).copy_(self.tensors[MASTER])
+            self.mark_updated()
+
     def release(self) -> None:
         """Let go of all memory."""
         self.tensors.clear()
