@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from dynoffload.errors import TraceError
 from dynoffload.units import GiB, format_bytes
@@ -31,8 +31,10 @@ MAX_FILE_BYTES = GiB
 """Largest run log, unpacked, that `RunLog.load` reads."""
 
 PHASES = ("forward", "backward", "optimizer")
-Kind = Cause = Phase = str  # one of those that `_CHECKS` has
-Share = float  # 0 to 1; NaN where there is none
+Kind: TypeAlias = str  # of these three `_CHECKS` has the values
+Cause: TypeAlias = str
+Phase: TypeAlias = str
+Share: TypeAlias = float  # 0 to 1; NaN where there is none
 
 
 @dataclass(frozen=True, slots=True)
