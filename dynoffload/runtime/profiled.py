@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from dynoffload.config import Defaults, OffloadConfig
 from dynoffload.errors import ProfilingDone
+from dynoffload.managed import managers
 from dynoffload.runtime.interrupts import interruptible
 from dynoffload.runtime.meta_init import MetaInit
 from dynoffload.runtime.session import Session
@@ -74,4 +75,8 @@ def profiled(
     session = Session(model, optimizer, sizing, None, log)
     _give_weights(model)
     with Recorder(model, optimizer, features=config.features, on_step=save):
-        yield session
+        managers[id(model)] = session
+        try:
+            yield session
+        finally:
+            managers.pop(id(model), None)
