@@ -32,7 +32,7 @@ from dynoffload.runtime.frames import clear_frames
 from dynoffload.runtime.interrupts import interruptible, uninterrupted
 from dynoffload.runtime.meta_init import MetaInit
 from dynoffload.runtime.migration.forecast import Forecast, Predictor
-from dynoffload.runtime.modes import Passthrough
+from dynoffload.runtime.modes import Mode
 from dynoffload.runtime.overrun import largest_outside
 from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.passes.calls import Calls
@@ -108,7 +108,7 @@ class BudgetedSession(Session):
         """End a session that has not begun, because of ``error``: all is as before it."""
         for handle in self._handles:
             handle.remove()
-        paging, self._mode = self._paging, Passthrough()
+        paging, self._mode = self._paging, Mode()
         with contextlib.ExitStack() as undo:  # the last first, though one of them raises
             undo.callback(self._meta_init.undo)
             undo.callback(self._homes.leave)
@@ -311,7 +311,7 @@ class BudgetedSession(Session):
         assert paging is not None
         if paging.is_held_outside():
             return  # since the step
-        self._mode = Passthrough()
+        self._mode = Mode()
         try:
             self._end(paging, stays=True)
         finally:  # watched, also where the end has lost a step
@@ -338,7 +338,7 @@ class BudgetedSession(Session):
 
     @uninterrupted
     def _close(self) -> None:
-        mode, self._mode = self._mode, Passthrough()
+        mode, self._mode = self._mode, Mode()
         places: list[str] = []
         with contextlib.ExitStack() as ends:  # the last first, though one of them raises
             if os.getpid() == self._pid:

@@ -1,6 +1,6 @@
 """What ``offload()`` does under ``dynoffload profile``: it records traces, and pages nothing.
 
-The script may save, load and ask for statistics: its session's mode is `Passthrough`.
+The script may save, load and ask for statistics: its session's mode is a plain `Mode`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from dynoffload.runtime.adoption.changes import Changes
 from dynoffload.runtime.counting import state_tensors, whole_bytes
 from dynoffload.runtime.growth import Growth
-from dynoffload.runtime.modes import Passthrough
+from dynoffload.runtime.modes import Mode
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.unseen import unseen
 from dynoffload.telemetry import StepStats
@@ -71,7 +71,7 @@ class Fit:
         return self.need <= RESIDENT_SHARE * self.budget and stats.step >= _MEASURED_STEPS
 
 
-class Resident(Passthrough):
+class Resident(Mode):
     """Everything is in memory, and watched so that it stays within the budget; see `Mode`.
 
     Args:
@@ -115,7 +115,6 @@ class Resident(Passthrough):
         return nbytes, sum(len(g["params"]) for g in groups), state_tensors(optimizer)
 
     def begin_sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See `Mode.begin_sample`."""
         self._growth.begin()
 
     def end_sample(self, output: Any, *, whole: bool) -> None:
@@ -130,7 +129,6 @@ class Resident(Passthrough):
         self._recording.end_step(None, None, 0, None, (), math.nan)
 
     def close(self, *, stays: bool = False) -> str:
-        """See `Mode.close`."""
         if self._handle is not None:
             self._handle.remove()
         return ""

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from dynoffload.checkpoint.loading import load
 from dynoffload.checkpoint.peers import peers_of
 from dynoffload.checkpoint.saving import save
-from dynoffload.runtime.modes import Mode, Passthrough
+from dynoffload.runtime.modes import Mode
 from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.sizing import Sizing
 from dynoffload.runtime.updates.failure import Aftermath
@@ -41,7 +41,7 @@ class Session:
         log: all that was recorded so far.
     """
 
-    _mode: Mode = Passthrough()
+    _mode = Mode()
 
     def __init__(
         self,

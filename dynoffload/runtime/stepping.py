@@ -1,0 +1,223 @@
+"""What happens in a training step while a model is paged: what hooks report is planned for, fetched
+and recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from dynoffload.memory.device import Device
+from dynoffload.runtime.adopting import Adoption
+from dynoffload.runtime.adoption.units import Unit
+from dynoffload.runtime.experts.parts import Parts
+from dynoffload.runtime.interrupts import uninterrupted
+from dynoffload.runtime.migration.forecast import Forecast
+from dynoffload.runtime.migration.migrator import Migrator
+from dynoffload.runtime.passes.activations import Activations, tensors_in
+from dynoffload.runtime.passes.saved import Chunk
+from dynoffload.runtime.recording import Recording
+from dynoffload.runtime.sizing import Sizing
+from dynoffload.runtime.unseen import unseen
+from dynoffload.runtime.updates.deferred_optimizer import DeferredOptimizer
+from dynoffload.runtime.updates.failure import StepFailure
+from dynoffload.telemetry import StepStats
+
+
+class Stepping:
+    """The steps of one device's life.
+
+    Args:
+        device: holds what is paged.
+        adoption: knows what lies there.
+        sizing: how the budget is divided.
+        loss: of a step; raises where one was lost.
+        forecast: what will probably run.
+        recording: is told of phases, steps and memory.
+        enough: returns a budget that has room for one more region.
+        on_step: called with the numbers of each optimizer step.
+
+    Attributes:
+        activations: what autograd saves.
+        migrator: follows the step, and moves ahead of it; from `begin` on.
+        updates: of the optimizer, or None.
+    """
+
+    migrator: Migrator
+
+    def __init__(
+        self,
+        device: Device,
+        adoption: Adoption,
+        sizing: Sizing,
+        loss: StepFailure,
+        forecast: Forecast,
+        recording: Recording,
+        *,
+        enough: Callable[[int], int],
+        on_step: Callable[[StepStats], None],
+    ) -> None:
+        self._device, self._adoption, self._loss = device, adoption, loss
+        self._store, self._reserve = adoption.store, sizing.reserve_bytes
+        self._forecast, self._recording, self._on_step = forecast, recording, on_step
+        self.updates: DeferredOptimizer | None = None
+        self.activations = Activations(
+            device,
+            sizing.chunk_bytes,
+            sizing.min_moved_bytes,
+            sizing.kept_bytes,
+            on_borrowed=self._backward_use,
+            on_chunk=self._reach_chunk,
+            on_open=self._open_chunk,
+            site=lambda: self.migrator.site,
+            enough=enough,
+            region_of=self._region_of,
+            names=self._store.names,
+        )
+
+    def begin(self, updates: DeferredOptimizer | None) -> None:
+        """All is adopted: steps may come."""
+        self.updates = updates
+        self.migrator = Migrator(
+            self._device, updates, self.activations, reserve_bytes=self._reserve
+        )
+
+    # A forward
+
+    def begin_sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See `Mode.begin_sample`."""
+        self._recording.phase("forward")
+        order = self._forecast.begin(args, kwargs)  # by code of the user's, which takes its time
+        self._begin_forward(args, kwargs, order)
+
+    @uninterrupted
+    @unseen
+    def _begin_forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], order: list[Unit] | None
+    ) -> None:
+        if self.updates is not None and self.updates.speculative is not None:
+            self.updates.speculative.begin_forward()
+        self.activations.begin_forward(tensors_in((args, kwargs), depth=4))
+        self.migrator.set_prefetch(self._forecast.pays)
+        self.migrator.begin_forward(order)
+
+    @uninterrupted
+    @unseen
+    def drop_forward(self) -> None:
+        """See `Mode.drop_forward`."""
+        self._forecast.drop()
+        self.migrator.drop_forward()
+
+    @uninterrupted
+    @unseen
+    def end_sample(self, *, whole: bool) -> None:
+        """See `Mode.end_sample`."""
+        self.activations.end_forward()
+        self.migrator.end_forward()
+        self._forecast.end(whole=whole)
+        if self.updates is not None:
+            self.updates.restore_groups()
+
+    # What the hooks call
+
+    @uninterrupted
+    @unseen
+    def visit(self, unit: Unit, *_: object) -> None:
+        """The forward of a unit begins."""
+        if self._loss:
+            self._loss.check()
+        self.note_progress()
+        if not self._forecast.asks:
+            self.migrator.visit(unit)
+        self.make_ready([unit])
+        for slot in unit.slots:
+            self._store.adopt_data(slot)
+
+    def parts_of(
+        self, module: nn.Module, units: dict[int, Unit], gradients: Any
+    ) -> dict[str, Parts]:
+        """Return what stands for the fused parameters of ``module`` in one call."""
+        seen: set[int] = set()
+
+        def use(number: int) -> None:
+            if number not in seen:
+                seen.add(number)
+                self._forecast.visit(units[number])
+                self.visit(units[number])
+
+        known = self._store.fused
+        return {
+            name: Parts(parameter, known[parameter], gradients, use)
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter in known
+        }
+
+    @uninterrupted
+    @unseen
+    def make_ready(self, units: Sequence[Unit]) -> None:
+        """What is put off for these units is made, and they are in fast memory."""
+        if self.updates is not None and self.updates.pending.by_slot:
+            for unit in units:
+                for slot in unit.slots:
+                    self.updates.pending.flush(slot)
+        self._device.touch([region for unit in units for region in unit.regions])
+
+    @uninterrupted
+    def revise(self, rest: Sequence[Unit]) -> None:
+        """The forward goes on otherwise than was predicted."""
+        self.migrator.revise(rest)
+
+    def note_progress(self) -> None:
+        """Something has happened."""
+        self._recording.sample(self._device, self.activations.kept_bytes)
+
+    def _look_at_heap(self) -> None:
+        self._recording.look_at_heap(self._device, self.activations.kept_bytes)
+
+    def _open_chunk(self, chunk: Chunk) -> None:
+        self._look_at_heap()
+        self.migrator.open_chunk(chunk)
+
+    @unseen
+    def _reach_chunk(self, region: int) -> None:
+        self._look_at_heap()
+        self._device.touch([region])
+
+    def _region_of(self, parameter: nn.Parameter) -> int:
+        slot = self._store.slots.get(parameter)
+        return -1 if slot is None else slot.region
+
+    @uninterrupted
+    def _backward_use(self, region: int) -> None:
+        if self.migrator.backward_use(region):
+            self._recording.phase("backward")
+        self.note_progress()
+
+    # What the optimizer's step calls
+
+    @uninterrupted
+    def begin_whole_step(self) -> None:
+        """The optimizer steps over all parameters at once: nothing is planned."""
+        self.migrator.end_plan()
+
+    def end_step(self) -> None:
+        """The optimizer has stepped."""
+        self.activations.sweep()
+        self._adoption.buffers.sweep()
+        self._adoption.adopt_whole_state()
+        self.migrator.end_step()
+        self._record_step()
+
+    @unseen
+    def _record_step(self) -> None:
+        forecast = self._forecast
+        stats = self._recording.end_step(
+            self._device,
+            self._store,
+            self.activations.kept.take_peak(),
+            forecast.names(forecast.predicted),
+            forecast.names(forecast.actual) or (),
+            forecast.accuracy,
+        )
+        self._on_step(stats)
