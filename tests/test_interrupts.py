@@ -271,19 +271,6 @@ def test_handlers_are_put_back_whatever_is_raised_meanwhile() -> None:
     assert line > 20
 
 
-def test_an_error_of_the_call_is_the_interrupts_context() -> None:
-    """Nothing of either is lost."""
-
-    @uninterrupted
-    def fails() -> None:
-        signal.raise_signal(signal.SIGINT)
-        raise ValueError("mine")
-
-    with handled(), pytest.raises(KeyboardInterrupt) as caught:
-        fails()
-    assert isinstance(caught.value.__context__, ValueError)
-
-
 def test_handlers_of_the_users_are_kept() -> None:
     """One that returns, and one that the call itself sets."""
     came: list[int] = []

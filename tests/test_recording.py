@@ -120,15 +120,6 @@ def test_the_latest_steps_stay_whole_and_the_rest_is_counted(
     assert {p.step for p in log.phases} <= {s.step for s in detailed}
 
 
-def test_a_short_run_is_kept_whole() -> None:
-    run = Run()
-    for _ in range(30):
-        run.step(fetches=50, stalls=5)
-    assert (run.log.dropped, run.log.first_detailed, left_out(run.log)) == (0, 0, "")
-    assert sum(t.nbytes for t in run.log.transfers) == run.device.bytes_in
-    assert len(run.log.stalls) == 150
-
-
 def test_one_endless_step_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also before its end: an evaluation of hours makes samples of memory and no step."""
     monkeypatch.setattr(recording, "MOST_RECORDS", 100)
