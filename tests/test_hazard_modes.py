@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import SMALL_PAGES, Twin, assert_same, footprint_of
+from fused_networks import paging_of
 from hazards import (
     Mlp,
     Side,
@@ -40,7 +41,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dynoffload
 from dynoffload.errors import ConfigError, StepLostError
-from dynoffload.runtime.updates.runner import UpdateRunner
 from dynoffload.runtime.updates.torch_context import depends_on_dtype
 
 
@@ -244,21 +244,23 @@ def test_the_guard_leaves_settings_of_the_process_alone(
     twin = Twin(Mlp(depth=3), lambda p: AdamW(p, lr=1e-2))
     begun, go_on = threading.Event(), threading.Event()
     config = {"backend": backend, "draft_share": 0.0, "step_aside": False, **SMALL_PAGES}
-    with twin.paged(footprint_of(twin.model) // 2, config=config):
+    with twin.paged(footprint_of(twin.model) // 2, config=config) as session:
         for step in range(3):
             for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
                 loss_of(model, step).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        step_of = UpdateRunner.step
+        updates = paging_of(session).updates
+        assert updates is not None
+        step_of = updates.runner.step
 
-        def slow(runner: UpdateRunner, optimizer: Any) -> None:
+        def slow(optimizer: Any) -> None:
             if threading.current_thread().name == "dynoffload-guard":
                 begun.set()
                 assert go_on.wait(100)
-            step_of(runner, optimizer)
+            step_of(optimizer)
 
-        monkeypatch.setattr(UpdateRunner, "step", slow)
+        monkeypatch.setattr(updates.runner, "step", slow)
         before = value()
         watcher = threading.Thread(target=lambda: twin.model.layers[1].weight.norm())
         try:
