@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,15 +77,22 @@ class BudgetedSession(Session):
     ) -> None:
         log = RunLog(type(model).__name__, "", config.policy, budget=sizing.budget, headroom=0)
         super().__init__(model, optimizer, sizing, spill_dir, log, replicas)
-        self._directory, self._config, self._target = spill_dir, config, target
+        self._config, self._target = config, target
         self._homes = Homes(model, optimizer, target, spill_dir)
-        # It asks a predictor of the user's.
+        # It asks a user's predictor.
         self._forecast = interruptible(Forecast)(model, config.policy, pilot, config.features)
         self._recording = Recording(
             log,
             config.heap_slack_bytes,
             outside=self._outside_bytes,
             allocated=None if target.queues is None else target.queues.peak_bytes,
+        )
+        self._page = partial(
+            Paging,
+            *(model, optimizer, sizing, config, spill_dir, target),
+            *(self._homes, self._forecast, self._recording),
+            on_step=self._end_step,
+            replicated=bool(replicas),
         )
         self._fit = Fit(model, optimizer, sizing.budget)
         self._fits = False  # so that paging ends with the next sample
@@ -116,7 +124,7 @@ class BudgetedSession(Session):
                 undo.callback(paging.close)
             clear_frames(error)
             if paging is not None:
-                if paging.meta_is_held():  # by code of the user's that was cut off
+                if paging.meta_is_held():  # by user code that was cut off
                     clear_frames(error, ours=False)
                 paging.revert()
 
@@ -141,21 +149,6 @@ class BudgetedSession(Session):
     def _outside_bytes(self, device: Device | None) -> int:
         buckets = beside(self._replicas, device, self.sizing.bucket_bytes)
         return ordinary_bytes(self.model, self.optimizer, device) + buckets
-
-    def _page(self) -> Paging:
-        return Paging(
-            self.model,
-            self.optimizer,
-            self.sizing,
-            self._config,
-            self._directory,
-            self._target,
-            self._homes,
-            self._forecast,
-            self._recording,
-            on_step=self._end_step,
-            replicated=bool(self._replicas),
-        )
 
     def _say_plan(self, paging: Paging, spill_reason: str) -> None:
         sizing = self.sizing

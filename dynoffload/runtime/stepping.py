@@ -88,7 +88,7 @@ class Stepping:
     def begin_sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See `Mode.begin_sample`."""
         self._recording.phase("forward")
-        order = self._forecast.begin(args, kwargs)  # by code of the user's, which takes its time
+        order = self._forecast.begin(args, kwargs)  # by user code, which takes its time
         self._begin_forward(args, kwargs, order)
 
     @uninterrupted
