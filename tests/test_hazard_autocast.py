@@ -28,6 +28,34 @@ class Twice(Mlp):
         return self.head(x)
 
 
+class Unhooked(Mlp):
+    """Its layers are not called: a weight that waits is updated while its cast is made, which
+    holds the lock of autocast's cache."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.linear(x, layer.weight, layer.bias).sin()
+        return self.head(x)
+
+
+@each_backend
+def test_a_weight_that_is_updated_as_it_is_cast(backend: str) -> None:
+    def program(side: Side) -> None:
+        model = Unhooked()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(5):
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = loss_of(model, step)
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                side.see("loss", loss)
+
+    hazard(backend, program)
+
+
 @each_backend_in_time
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cache", [True, False])

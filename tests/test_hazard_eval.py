@@ -34,40 +34,26 @@ def network() -> nn.Module:
 
 @each_backend_in_time
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("first", [True, False])
-def test_a_pass_after_each_step(backend: str, mode: str, first: bool) -> None:
-    """Also right after the first step, so that first updates, which make state, are made in it."""
+@pytest.mark.parametrize("when", ["after the first", "later", "before backward"])
+def test_a_pass_between(backend: str, mode: str, when: str) -> None:
+    """Right after the first step, first updates, which make state, are made in it."""
 
     def program(side: Side) -> None:
         model = network()
         optimizer = AdamW(model.parameters(), lr=1e-2)
         with side.offload(model, optimizer):
             for step in range(5):
-                side.step(loss_of(model, step), optimizer)
-                if step or first:
+                loss = loss_of(model, step)
+                if when != "before backward":
+                    side.step(loss, optimizer)
+                if step or when != "later":
                     model.eval()
                     with MODES[mode]():
                         side.see("score", loss_of(model, 50 + step))
                         side.see("weights", model[0].weight.norm())
                     model.train()
-
-    hazard(backend, program)
-
-
-@each_backend
-@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
-def test_a_pass_between_forward_and_backward(backend: str, mode: str) -> None:
-    def program(side: Side) -> None:
-        model = network()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                loss = loss_of(model, step)
-                model.eval()
-                with MODES[mode]():
-                    side.see("score", loss_of(model, 50 + step))
-                model.train()
-                side.step(loss, optimizer)
+                if when == "before backward":
+                    side.step(loss, optimizer)
 
     hazard(backend, program)
 

@@ -177,22 +177,3 @@ def test_a_transformation_inside_forward_is_told_the_remedy(backend: str) -> Non
         (note,) = raised.value.__notes__
         assert "config={'page_activations': False}" in note
         assert "which leaves it in memory" in note
-
-
-@each_backend
-def test_forward_mode(backend: str) -> None:
-    """Dual numbers through the managed forward."""
-    import torch.autograd.forward_ad as fwad
-
-    def program(side: Side) -> None:
-        model = Mlp(depth=3)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(6):
-                x, _ = batch(step)
-                with fwad.dual_level():
-                    out = model(fwad.make_dual(x, torch.ones_like(x)))
-                    side.see("tangent", fwad.unpack_dual(out).tangent)
-                side.step(loss_of(model, step), optimizer)
-
-    hazard(backend, program, aside=False)

@@ -224,22 +224,6 @@ def test_a_signal_waits_for_the_outermost_call() -> None:
             signal.raise_signal(signal.SIGINT)
 
 
-def test_every_handler_in_python_waits() -> None:
-    """Whatever its signal: also those that only a system's programs send."""
-    sent = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
-    came: list[int] = []
-
-    @uninterrupted
-    def call() -> None:
-        for number in sent:
-            signal.raise_signal(number)
-            assert not came, number
-
-    with handled(lambda number, frame: came.append(number), *sent):
-        call()
-    assert sorted(came) == sent
-
-
 def test_handlers_are_put_back_whatever_is_raised_meanwhile() -> None:
     """One signal comes within the call, and another, whose handler raises too, at any line of what
     puts handlers off and admits them."""

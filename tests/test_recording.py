@@ -216,17 +216,6 @@ def test_while_aside_tensors_are_counted_and_activations_remembered() -> None:
     assert aside.peak_fast_bytes == tensors + ordinary, "another device, another measurement"
 
 
-def test_memory_is_sampled_while_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At each step's end, and the headroom with it."""
-    monkeypatch.setattr(recording, "_SAMPLE_EVERY_S", 0.0)
-    run = Run(outside=lambda device: 5 * MiB)
-    monkeypatch.setattr(recording, "resident_bytes", lambda: 12 * MiB)
-    for _ in range(4):
-        run.recording.end_step(None, None, 0, None, (), math.nan)
-    assert [(s.fast_bytes, s.rss_bytes) for s in run.log.memory] == [(5 * MiB, 12 * MiB)] * 4
-    assert run.log.headroom == 7 * MiB
-
-
 def test_empty_memory_of_the_pool_is_no_headroom(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the pool has and does not use is neither in use nor freed heap."""
     monkeypatch.setattr(recording, "_SAMPLE_EVERY_S", 0.0)
