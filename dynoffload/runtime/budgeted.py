@@ -77,7 +77,7 @@ class BudgetedSession(Session):
     ) -> None:
         log = RunLog(type(model).__name__, "", config.policy, budget=sizing.budget, headroom=0)
         super().__init__(model, optimizer, sizing, spill_dir, log, replicas)
-        self._config, self._target = config, target
+        self._config, self._target, self._wrappers = config, target, replicas
         self._homes = Homes(model, optimizer, target, spill_dir)
         # It asks a user's predictor.
         self._forecast = interruptible(Forecast)(model, config.policy, pilot, config.features)
@@ -147,7 +147,7 @@ class BudgetedSession(Session):
         paging.count_anew()
 
     def _outside_bytes(self, device: Device | None) -> int:
-        buckets = beside(self._replicas, device, self.sizing.bucket_bytes)
+        buckets = beside(self._wrappers, device, self.sizing.bucket_bytes)
         return ordinary_bytes(self.model, self.optimizer, device) + buckets
 
     def _say_plan(self, paging: Paging, spill_reason: str) -> None:
@@ -184,7 +184,7 @@ class BudgetedSession(Session):
         return host if target.host_budget is None else f"{host}, {spills}"
 
     def _watch_ranks(self) -> RankWatchdog | None:
-        groups = [one.process_group for one in self._replicas]
+        groups = [one.process_group for one in self._wrappers]
         return watch_ranks(self._rank_status, self._config.rank_timeout, groups)
 
     def _rank_status(self) -> RankStatus:
@@ -207,7 +207,7 @@ class BudgetedSession(Session):
         if not self._calls.enter():
             return
         self._recording.progress += 1
-        if not is_known(module, self._replicas):
+        if not is_known(module, self._wrappers):
             raise unknown(module)
         self._in_sample = False
         self._mode.enter()

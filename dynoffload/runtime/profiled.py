@@ -19,8 +19,6 @@ from dynoffload.managed import managers
 from dynoffload.runtime.interrupts import interruptible
 from dynoffload.runtime.meta_init import MetaInit
 from dynoffload.runtime.session import Session
-from dynoffload.runtime.sizing import Sizing
-from dynoffload.telemetry import RunLog
 
 if TYPE_CHECKING:
     from dynoffload.profiler.trace import Trace
@@ -70,9 +68,8 @@ def profiled(
         if limit is not None and saved >= limit:
             raise ProfilingDone
 
-    log = RunLog(type(model).__name__, "profile", config.policy, budget=0, headroom=0)
-    sizing = Sizing(**dict.fromkeys(Sizing.__dataclass_fields__, 0))
-    session = Session(model, optimizer, sizing, None, log)
+    session = Session.plain(model, optimizer, backend="profile")
+    session.log.policy = config.policy
     _give_weights(model)
     with Recorder(model, optimizer, features=config.features, on_step=save):
         managers[id(model)] = session

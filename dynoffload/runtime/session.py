@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from dynoffload.checkpoint.loading import load
@@ -50,11 +49,24 @@ class Session:
         sizing: Sizing,
         spill_dir: Path | None,
         log: RunLog,
-        replicas: tuple[DistributedDataParallel, ...] = (),
+        replicas: Sequence[nn.Module] = (),
     ) -> None:
         self.model, self.optimizer, self.sizing = model, optimizer, sizing
         self.spill_dir, self.log, self._replicas = spill_dir, log, replicas
         self._leave_block: Callable[[], None] | None = None  # while it is open
+
+    @classmethod
+    def plain(
+        cls,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        replicas: Sequence[nn.Module] = (),
+        backend: str = "",
+    ) -> Session:
+        """Return a session of a model that it leaves alone."""
+        log = RunLog(type(model).__name__, backend, "", budget=0, headroom=0)
+        sizing = Sizing(**dict.fromkeys(Sizing.__dataclass_fields__, 0))
+        return cls(model, optimizer, sizing, None, log, replicas)
 
     def __repr__(self) -> str:
         return (
