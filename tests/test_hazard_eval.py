@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hazards import Side, batch, each_backend, each_backend_in_time, hazard, loss_of
+from hazards import Side, batch, each_backend, each_backend_in_time, hazard, loss_of, trains
 from torch import nn
 from torch.optim import AdamW
 
@@ -38,44 +38,36 @@ def network() -> nn.Module:
 def test_a_pass_between(backend: str, mode: str, when: str) -> None:
     """Right after the first step, first updates, which make state, are made in it."""
 
-    def program(side: Side) -> None:
-        model = network()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(5):
-                loss = loss_of(model, step)
-                if when != "before backward":
-                    side.step(loss, optimizer)
-                if step or when != "later":
-                    model.eval()
-                    with MODES[mode]():
-                        side.see("score", loss_of(model, 50 + step))
-                        side.see("weights", model[0].weight.norm())
-                    model.train()
-                if when == "before backward":
-                    side.step(loss, optimizer)
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        loss = loss_of(model, step)
+        if when != "before backward":
+            side.step(loss, optimizer)
+        if step or when != "later":
+            model.eval()
+            with MODES[mode]():
+                side.see("score", loss_of(model, 50 + step))
+                side.see("weights", model[0].weight.norm())
+            model.train()
+        if when == "before backward":
+            side.step(loss, optimizer)
 
-    hazard(backend, program)
+    trains(backend, each, network, steps=5)
 
 
 @each_backend
 def test_a_step_under_inference_mode_fails_as_plainly(backend: str) -> None:
     """Zeroing and stepping inside of it; then training goes on."""
 
-    def program(side: Side) -> None:
-        model = network()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(6):
-                loss_of(model, step).backward()
-                if step == 1:
-                    with torch.inference_mode():
-                        optimizer.step()
-                else:
-                    optimizer.step()
-                optimizer.zero_grad()
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        loss_of(model, step).backward()
+        if step == 1:
+            with torch.inference_mode():
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
 
-    hazard(backend, program)
+    trains(backend, each, network, steps=6)
 
 
 @each_backend

@@ -22,6 +22,7 @@ from hazards import (
     each_of_the_cpu,
     each_paged,
     hazard,
+    trains,
 )
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -125,49 +126,37 @@ class Layers(nn.Module):
 @each_backend_in_time
 @pytest.mark.parametrize("function", [Saving, Stashing, SavingViews, Dirty, Direct])
 def test_a_function_that_keeps_its_weight(backend: str, function: type[Function]) -> None:
-    def program(side: Side) -> None:
-        model = Layers(function)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                x, _ = batch(step)
-                side.step(model(x.requires_grad_()).square().mean(), optimizer)
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        x, _ = batch(step)
+        side.step(model(x.requires_grad_()).square().mean(), optimizer)
 
-    hazard(backend, program)
+    trains(backend, each, lambda: Layers(function))
 
 
 @each_backend
 def test_a_function_differentiated_twice(backend: str) -> None:
-    def program(side: Side) -> None:
-        model = Layers(Saving)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                x, _ = batch(step)
-                x.requires_grad_()
-                y = model(x).square().mean()
-                (slope,) = torch.autograd.grad(y, x, create_graph=True)
-                side.step(y + slope.square().sum(), optimizer)
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        x, _ = batch(step)
+        x.requires_grad_()
+        y = model(x).square().mean()
+        (slope,) = torch.autograd.grad(y, x, create_graph=True)
+        side.step(y + slope.square().sum(), optimizer)
 
-    hazard(backend, program)
+    trains(backend, each, lambda: Layers(Saving))
 
 
 @each_backend
 def test_a_stashed_weight_after_the_step(backend: str) -> None:
     """The first graph's backward comes after the step and reads the new weight, unchecked."""
 
-    def program(side: Side) -> None:
-        model = Layers(Stashing)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                x, _ = batch(step)
-                late = model(x).mean()
-                side.step(model(x + 1).square().mean(), optimizer)
-                late.backward()
-                side.see("late", [p.grad for p in model.parameters()])
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        x, _ = batch(step)
+        late = model(x).mean()
+        side.step(model(x + 1).square().mean(), optimizer)
+        late.backward()
+        side.see("late", [p.grad for p in model.parameters()])
 
-    hazard(backend, program)
+    trains(backend, each, lambda: Layers(Stashing))
 
 
 class Labelled(Tensor):

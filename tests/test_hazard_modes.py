@@ -31,6 +31,7 @@ from hazards import (
     guarded,
     hazard,
     loss_of,
+    trains,
 )
 from torch import nn
 from torch.optim import ASGD, SGD, Adafactor, AdamW, Muon, Optimizer
@@ -362,22 +363,18 @@ def test_a_mode_that_watches_the_step_sees_its_updates(backend: str) -> None:
 def test_a_mode_that_changes_operators(backend: str) -> None:
     """First at the step, then around forward."""
 
-    def program(side: Side) -> None:
-        model = Mlp(depth=3)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                loss_of(model, step).backward()
-                if step == 1:
-                    with Doubling():
-                        optimizer.step()
-                else:
-                    optimizer.step()
-                optimizer.zero_grad()
-                with Doubling():
-                    side.see("score", loss_of(model, 50).detach())
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        loss_of(model, step).backward()
+        if step == 1:
+            with Doubling():
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+        with Doubling():
+            side.see("score", loss_of(model, 50).detach())
 
-    hazard(backend, program)
+    trains(backend, each, lambda: Mlp(depth=3))
 
 
 OPTIMIZERS = [

@@ -21,6 +21,7 @@ from hazards import (
     each_paged,
     hazard,
     loss_of,
+    trains,
 )
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
@@ -106,16 +107,12 @@ SURGERY: dict[str, Callable[[Mlp, Optimizer], None]] = {
 @each_backend_in_time
 @pytest.mark.parametrize("surgery", SURGERY)
 def test_surgery_in_mid_run(backend: str, surgery: str) -> None:
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(7):
-                if step == 3:
-                    SURGERY[surgery](model, optimizer)
-                side.step(loss_of(model, step), optimizer)
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        if step == 3:
+            SURGERY[surgery](model, optimizer)
+        side.step(loss_of(model, step), optimizer)
 
-    hazard(backend, program, aside=surgery not in ("a module replaced", "deleted", "grown"))
+    trains(backend, each, steps=7, aside=surgery not in ("a module replaced", "deleted", "grown"))
 
 
 def _insert(layers: Any, new: list[nn.Module]) -> None:
