@@ -286,7 +286,7 @@ class BudgetedSession(Session):
         )
 
     def _consider_aside(self, paging: Paging, stats: StepStats) -> None:
-        if self._fits or not self._fit.holds(stats, paging.absent_bytes):
+        if self._fits or not self._fit.holds(stats, paging):
             return
         if paging.is_held_outside() or paging.loss:
             return  # somebody looks at our memory, which would end; or a loss would be forgotten

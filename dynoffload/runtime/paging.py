@@ -15,7 +15,6 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +24,17 @@ from torch.optim import Optimizer
 
 from dynoffload.checkpoint.tensors import Memory
 from dynoffload.config import OffloadConfig
-from dynoffload.distributed.sharded import Gathered, groups_of, reshard
+from dynoffload.distributed.sharded import reshard
 from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.runtime.adopting import Adoption
 from dynoffload.runtime.adoption.changes import Changes
 from dynoffload.runtime.adoption.held import has_its_own
 from dynoffload.runtime.adoption.relocation import Homes, Room
-from dynoffload.runtime.adoption.units import Unit, units_of
 from dynoffload.runtime.collecting import Collector
 from dynoffload.runtime.counting import (
     images_bytes,
-    ordinary_bytes,
-    storages_outside,
     tensors_of,
 )
-from dynoffload.runtime.experts import calls
 from dynoffload.runtime.experts.gradients import FusedGradients
 from dynoffload.runtime.forked import refusal, tell_children
 from dynoffload.runtime.guard import Guard
@@ -47,7 +42,6 @@ from dynoffload.runtime.interrupts import let_come, uninterrupted
 from dynoffload.runtime.migration.forecast import Forecast
 from dynoffload.runtime.modes import Mode
 from dynoffload.runtime.opening import open_device
-from dynoffload.runtime.passes.hooks import Hooks
 from dynoffload.runtime.placing import is_held, leave_for_meta
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.residency import Residence
@@ -111,7 +105,6 @@ class Paging(Mode):
         self.loss = StepFailure("model") if optimizer is None else StepFailure("model", "optimizer")
         self.updates: DeferredOptimizer | None = None
         self._guard: Guard | None = None
-        self._watching = contextlib.ExitStack()  # what sees what runs
         self._undo = contextlib.ExitStack()  # what is to be undone at the end, last first
         self._residence: Residence | None = None
         try:
@@ -155,6 +148,7 @@ class Paging(Mode):
         )
         self.store, self.rows = self.adoption.store, self.adoption.rows
         self.steps = Stepping(
+            self.model,
             self.device,
             self.adoption,
             sizing,
@@ -201,7 +195,7 @@ class Paging(Mode):
         self.steps.begin(self.updates)
         self.migrator = self.steps.migrator
         self._changes = Changes()
-        self._undo.callback(self._watching.close)
+        self._undo.callback(self.steps.unwatch)
         self._watch()
         if self.updates is not None and isinstance(self.device, Accelerator):
             assert self._residence is not None
@@ -246,22 +240,6 @@ class Paging(Mode):
         self._undo.callback(log.close)
         return log
 
-    def _watch(self) -> None:
-        groups = groups_of(self.model)
-        units = units_of(self.model, self.store.slots, self.store.fused, groups)
-        self.activations.gathered = Gathered(groups) if groups else None
-        shards = [parameter for group in groups for parameter in group.parameters]
-        watching, steps = self._watching, self.steps
-        watching.callback(self._forecast.unwatch)
-        self._forecast.watch(units, on_ask=steps.make_ready, on_revise=steps.revise)
-        collectors = self.collector.hooks(shards)
-        hooks = Hooks(self.model, units, collectors, on_visit=steps.visit, on_read=self.settle)
-        watching.callback(hooks.remove)
-        self._watch_fused(units)
-        self._changes.begin(self.model)
-        staying = storages_outside(self.model, self.device)
-        self.activations.kept.counted_elsewhere(staying)
-
     @uninterrupted
     @torch.inference_mode(False)
     @unseen
@@ -285,29 +263,19 @@ class Paging(Mode):
         self.collector.adopt_all()
         if self.updates is not None:
             self.updates.adopt_all()
-        self._watching.close()
+        self.steps.unwatch()
         self.migrator.forget()
         self._watch()
+
+    def _watch(self) -> None:
+        self.steps.watch(self.collector, self.gradients, on_read=self.settle)
+        self._changes.begin(self.model)
 
     @torch.inference_mode(False)
     def _check_step(self) -> None:
         """Refuse an update that does not fit any more, with nothing changed."""
         self.collector.adopt_reduced()
         self.adoption.check_updates()
-
-    def _watch_fused(self, units: list[Unit]) -> None:
-        """Let gradients of fused parameters arrive by slices, and experts' code use slices."""
-        for fused in self.rows:
-            if fused.parameter.requires_grad:
-                self._watching.callback(self.gradients.watch(fused))
-        slices: dict[nn.Module, dict[int, Unit]] = {}
-        for unit in units:
-            if unit.number is not None:
-                slices.setdefault(unit.module, {})[unit.number] = unit
-        for module, numbered in slices.items():
-            self._watching.callback(
-                calls.watch(module, partial(self.steps.parts_of, module, numbered, self.gradients))
-            )
 
     def flush(self) -> None:
         if self.updates is not None:
@@ -382,19 +350,6 @@ class Paging(Mode):
         return self.collector.last
 
     # The end
-
-    def absent_bytes(self, whole: int) -> int:
-        """Return the bytes that no step has had in memory, and that would be there without paging:
-        what no sample has touched, its gradients and state also where there are none yet, and
-        gradients of fused parameters as a whole.
-
-        Args:
-            whole: of a step that touches everything; see `counting.whole_bytes`.
-        """
-        here = ordinary_bytes(self.model, self.optimizer, self.device)
-        absent = max(0, whole - here - self.device.resident_bytes())
-        fused = [one.parameter for one in self.rows]
-        return absent + sum(p.nbytes for p in fused if p.requires_grad)
 
     def end_in_child(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `dynoffload.runtime.forked`."""

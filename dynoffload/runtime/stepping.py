@@ -3,19 +3,27 @@ and recorded."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from dynoffload.distributed.sharded import Gathered, groups_of
 from dynoffload.memory.device import Device
 from dynoffload.runtime.adopting import Adoption
-from dynoffload.runtime.adoption.units import Unit
+from dynoffload.runtime.adoption.units import Unit, units_of
+from dynoffload.runtime.collecting import Collector
+from dynoffload.runtime.counting import storages_outside
+from dynoffload.runtime.experts import calls
+from dynoffload.runtime.experts.gradients import FusedGradients
 from dynoffload.runtime.experts.parts import Parts
 from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.migration.forecast import Forecast
 from dynoffload.runtime.migration.migrator import Migrator
 from dynoffload.runtime.passes.activations import Activations, tensors_in
+from dynoffload.runtime.passes.hooks import Hooks
 from dynoffload.runtime.passes.saved import Chunk
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.sizing import Sizing
@@ -29,6 +37,7 @@ class Stepping:
     """The steps of one device's life.
 
     Args:
+        model: the root.
         device: holds what is paged.
         adoption: knows what lies there.
         sizing: how the budget is divided.
@@ -48,6 +57,7 @@ class Stepping:
 
     def __init__(
         self,
+        model: nn.Module,
         device: Device,
         adoption: Adoption,
         sizing: Sizing,
@@ -58,10 +68,11 @@ class Stepping:
         enough: Callable[[int], int],
         on_step: Callable[[StepStats], None],
     ) -> None:
-        self._device, self._adoption, self._loss = device, adoption, loss
+        self._model, self._device, self._adoption, self._loss = model, device, adoption, loss
         self._store, self._reserve = adoption.store, sizing.reserve_bytes
         self._forecast, self._recording, self._on_step = forecast, recording, on_step
         self.updates: DeferredOptimizer | None = None
+        self._watching = contextlib.ExitStack()  # what sees what runs
         self.activations = Activations(
             device,
             sizing.chunk_bytes,
@@ -82,6 +93,42 @@ class Stepping:
         self.migrator = Migrator(
             self._device, updates, self.activations, reserve_bytes=self._reserve
         )
+
+    def watch(
+        self, collector: Collector, gradients: FusedGradients, on_read: Callable[[], None]
+    ) -> None:
+        """See what runs, until `unwatch`.
+
+        Args:
+            collector: takes gradients.
+            gradients: of what is paged by slices.
+            on_read: called before the whole of the model, or of a module, is read.
+        """
+        model, store, rows, watching = self._model, self._store, self._adoption.rows, self._watching
+        groups = groups_of(model)
+        units = units_of(model, store.slots, store.fused, groups)
+        self.activations.gathered = Gathered(groups) if groups else None
+        watching.callback(self._forecast.unwatch)
+        self._forecast.watch(units, on_ask=self._make_ready, on_revise=self._revise)
+        shards = [parameter for group in groups for parameter in group.parameters]
+        collectors = collector.hooks(shards)
+        hooks = Hooks(model, units, collectors, on_visit=self._visit, on_read=on_read)
+        watching.callback(hooks.remove)
+        for fused in rows:
+            if fused.parameter.requires_grad:
+                watching.callback(gradients.watch(fused))
+        slices: dict[nn.Module, dict[int, Unit]] = {}
+        for unit in units:
+            if unit.number is not None:
+                slices.setdefault(unit.module, {})[unit.number] = unit
+        for module, numbered in slices.items():
+            parts = partial(self._parts_of, module, numbered, gradients)
+            watching.callback(calls.watch(module, parts))
+        self.activations.kept.counted_elsewhere(storages_outside(model, self._device))
+
+    def unwatch(self) -> None:
+        """Take all hooks off."""
+        self._watching.close()
 
     # A forward
 
@@ -123,19 +170,19 @@ class Stepping:
 
     @uninterrupted
     @unseen
-    def visit(self, unit: Unit, *_: object) -> None:
+    def _visit(self, unit: Unit, *_: object) -> None:
         """The forward of a unit begins."""
         if self._loss:
             self._loss.check()
         self.note_progress()
         if not self._forecast.asks:
             self.migrator.visit(unit)
-        self.make_ready([unit])
+        self._make_ready([unit])
         for slot in unit.slots:
             self._store.adopt_data(slot)
 
-    def parts_of(
-        self, module: nn.Module, units: dict[int, Unit], gradients: Any
+    def _parts_of(
+        self, module: nn.Module, units: dict[int, Unit], gradients: FusedGradients
     ) -> dict[str, Parts]:
         """Return what stands for the fused parameters of ``module`` in one call."""
         seen: set[int] = set()
@@ -144,7 +191,7 @@ class Stepping:
             if number not in seen:
                 seen.add(number)
                 self._forecast.visit(units[number])
-                self.visit(units[number])
+                self._visit(units[number])
 
         known = self._store.fused
         return {
@@ -155,7 +202,7 @@ class Stepping:
 
     @uninterrupted
     @unseen
-    def make_ready(self, units: Sequence[Unit]) -> None:
+    def _make_ready(self, units: Sequence[Unit]) -> None:
         """What is put off for these units is made, and they are in fast memory."""
         if self.updates is not None and self.updates.pending.by_slot:
             for unit in units:
@@ -164,7 +211,7 @@ class Stepping:
         self._device.touch([region for unit in units for region in unit.regions])
 
     @uninterrupted
-    def revise(self, rest: Sequence[Unit]) -> None:
+    def _revise(self, rest: Sequence[Unit]) -> None:
         """The forward goes on otherwise than was predicted."""
         self.migrator.revise(rest)
 
