@@ -104,6 +104,12 @@ def arena_ranges() -> list[tuple[int, int]]:
     return ranges
 
 
+def is_paged(session: Session, tensor: Tensor) -> bool:
+    """Return whether the session's device holds a tensor."""
+    paging = session._paging
+    return paging is not None and paging.device.owner(tensor) >= 0
+
+
 def deep_copies(model: nn.Module, count: int = 2) -> list[nn.Module]:
     """Return ``count`` copies of ``model``."""
     return [copy.deepcopy(model) for _ in range(count)]

@@ -28,7 +28,7 @@ from emulated import DEVICE, accelerated
 from exactness import SMALL_PAGES, arena_ranges, assert_same, footprint_of, least_budget
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 import dynoffload
 from dynoffload.runtime.adoption.held import holders
@@ -208,6 +208,31 @@ def hazard(
             moved = sum(row.bytes_in + row.bytes_out for row in rows)
             assert moved, "no byte was moved: this shows nothing"
     return paged
+
+
+def trains(
+    backend: str,
+    each: Callable[[Side, Any, Any, int], None],
+    network: Callable[[], nn.Module] | None = None,
+    *,
+    steps: int = 4,
+    sgd: bool = False,
+    moves: bool = True,
+    budgeted: bool = True,
+    aside: bool = True,
+    **options: Any,
+) -> Side:
+    """Run, as `hazard` does, a block in which ``each`` is called with the side, the model of
+    ``network``, its AdamW or SGD, and each step's number; ``options`` are of `Side.offload`."""
+
+    def program(side: Side) -> None:
+        model = Mlp() if network is None else network()
+        optimizer = (SGD if sgd else AdamW)(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer, **options):
+            for step in range(steps):
+                each(side, model, optimizer, step)
+
+    return hazard(backend, program, moves=moves, budgeted=budgeted, aside=aside)
 
 
 def _assert_ordinary(model: nn.Module, optimizer: Optimizer | None) -> None:

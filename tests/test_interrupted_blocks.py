@@ -194,36 +194,28 @@ def trained(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_block_whose_hooks_fail_is_undone(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error after the model was paged, and before the session is there."""
+@pytest.mark.parametrize("whose", ["a parameter's", "the root's"])
+def test_a_block_whose_hooks_fail_is_undone(
+    backend: str, whose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error as the model is paged, or before the session is there, is what the user sees."""
     model, optimizer, run = trained(backend)
     before = descriptors()
 
-    def fails(model: nn.Module, *_: Any) -> None:
+    def fails(*_: Any) -> None:
         raise MemoryError("no room for hooks")
 
-    monkeypatch.setattr(budgeted, "choosing", fails)
+    if whose == "the root's":
+        monkeypatch.setattr(budgeted, "choosing", fails)
+    else:
+        monkeypatch.setattr(torch.Tensor, "register_post_accumulate_grad_hook", fails)
     with pytest.raises(MemoryError, match="no room for hooks"):
         run()
     assert descriptors() == before
     assert_ordinary(model, optimizer)
+    assert not any(module._state_dict_pre_hooks for module in model.modules())
     monkeypatch.undo()
     run()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_hooks_that_fail_are_taken_off(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error of the one that cannot be registered is what the user sees."""
-    model, optimizer, run = trained(backend)
-
-    def fails(self: nn.Module, *args: Any) -> None:
-        raise MemoryError("no room for a hook")
-
-    monkeypatch.setattr(torch.Tensor, "register_post_accumulate_grad_hook", fails)
-    with pytest.raises(MemoryError, match="hook"):
-        run()
-    assert_ordinary(model, optimizer)
-    assert not any(module._state_dict_pre_hooks for module in model.modules())
 
 
 def test_an_interrupt_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
