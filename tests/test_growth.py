@@ -1,4 +1,4 @@
-"""What samples leave in memory while paging has stepped aside: `dynoffload.runtime.growth`.
+"""What samples leave in memory while paging has stepped aside: `dynoffload.runtime.resident`.
 
 Two forwards before a backward leave what both save. Between them the process may free memory that
 no forward has left, such as the last sample of a loader; that must not lower what is counted.
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dynoffload.memory.heap import live_bytes
-from dynoffload.runtime.growth import Growth
+from dynoffload.runtime.resident import Growth
 from dynoffload.units import MiB
 
 _SLACK = MiB  # what torch and Python allocate besides
