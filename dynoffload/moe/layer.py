@@ -22,7 +22,7 @@ from dynoffload.errors import ConfigError
 from dynoffload.moe.activations import Activation, SiLU, SwiGLU
 from dynoffload.moe.computation import experts as run_experts
 from dynoffload.moe.indices import Routing, route
-from dynoffload.runtime.experts.calls import stand_ins
+from dynoffload.runtime.experts.parts import stand_ins
 
 _ACTIVATIONS: dict[str, type[Activation]] = {"swiglu": SwiGLU, "silu": SiLU}
 

@@ -16,7 +16,7 @@ from torch import nn
 from dynoffload.errors import ConfigError
 from dynoffload.moe.activations import Activation, SiLU, SwiGLU, Traced
 from dynoffload.moe.computation import experts
-from dynoffload.runtime.experts.calls import run_eager, stand_ins
+from dynoffload.runtime.experts.parts import run_eager, stand_ins
 
 NAME = "dynoffload"
 

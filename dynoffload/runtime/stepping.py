@@ -16,9 +16,8 @@ from dynoffload.runtime.adopting import Adoption
 from dynoffload.runtime.adoption.units import Unit, units_of
 from dynoffload.runtime.collecting import Collector
 from dynoffload.runtime.counting import storages_outside
-from dynoffload.runtime.experts import calls
 from dynoffload.runtime.experts.gradients import FusedGradients
-from dynoffload.runtime.experts.parts import Parts
+from dynoffload.runtime.experts.parts import Parts, run_by_slices
 from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.migration.forecast import Forecast
 from dynoffload.runtime.migration.migrator import Migrator
@@ -123,7 +122,7 @@ class Stepping:
                 slices.setdefault(unit.module, {})[unit.number] = unit
         for module, numbered in slices.items():
             parts = partial(self._parts_of, module, numbered, gradients)
-            watching.callback(calls.watch(module, parts))
+            watching.callback(run_by_slices(module, parts))
         self.activations.kept.counted_elsewhere(storages_outside(model, self._device))
 
     def unwatch(self) -> None:
