@@ -56,26 +56,6 @@ def zoo_kind(name: str, preset: str, shape: Mapping[str, int], **sizes: int) -> 
     return Kind(lambda: zoo.build(name, preset, **sizes), samples)
 
 
-def _t5(length: int, **sizes: int) -> Kind:
-    import torch
-
-    def build() -> nn.Module:
-        from transformers import T5Config, T5ForConditionalGeneration
-
-        torch.manual_seed(0)
-        config = T5Config(vocab_size=512, decoder_start_token_id=0, pad_token_id=0, **sizes)
-        model: nn.Module = T5ForConditionalGeneration(config)
-        return model.train()
-
-    def samples(seed: int) -> Iterator[Sample]:
-        generator = torch.Generator().manual_seed(seed)
-        while True:
-            source, target = torch.randint(3, 512, (2, 1, length), generator=generator)
-            yield Sample(kwargs={"input_ids": source, "labels": target})
-
-    return Kind(build, samples)
-
-
 def _transformers(
     model: str, config: str, inputs: Callable[[torch.Generator], dict[str, Any]], **options: Any
 ) -> Kind:
@@ -94,6 +74,17 @@ def _transformers(
             yield Sample(kwargs=inputs(generator))
 
     return Kind(build, samples)
+
+
+def _t5(length: int, **sizes: int) -> Kind:
+    def pairs(generator: torch.Generator) -> dict[str, Any]:
+        import torch
+
+        source, target = torch.randint(3, _WORDS, (2, 1, length), generator=generator)
+        return {"input_ids": source, "labels": target}
+
+    words = {"vocab_size": _WORDS, "decoder_start_token_id": 0, "pad_token_id": 0}
+    return _transformers("T5ForConditionalGeneration", "T5Config", pairs, **words, **sizes)
 
 
 def _text(generator: torch.Generator) -> dict[str, Any]:

@@ -19,12 +19,13 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dynoffload.errors import ConfigError
+from dynoffload.estimation.calibration import Fitted
 from dynoffload.experiments import simulated_run
 from dynoffload.experiments.comparing import Table, draw_diagonal, marked
 from dynoffload.experiments.harness import Experiment, Row, option, table
 from dynoffload.experiments.processes import ONE_THREAD, fresh
 from dynoffload.experiments.simulated_run import Task
-from dynoffload.experiments.simulation_fit import PHASES, Fit, Material, Real, fitted, simulated
+from dynoffload.experiments.simulation_fit import PHASES, Material, Real, fitted, simulated
 from dynoffload.memory.spill import default_spill_dir
 from dynoffload.pilot.progress import Report
 from dynoffload.simulation import Link
@@ -129,7 +130,7 @@ class Simulated(Experiment[Params]):
         return Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
 
     @cached_property
-    def fitted(self) -> tuple[Fit, dict[Setting, tuple[Material, Real]]]:
+    def fitted(self) -> tuple[Fitted, dict[Setting, tuple[Material, Real]]]:
         """The machine, and what it was fitted on."""
         steps, warmup, runs = self.params.steps, self.params.warmup, self.params.runs
         return fit_machine(steps, warmup, runs, self.folder, self.spill, self.report)
@@ -203,7 +204,7 @@ def fit_machine(
     folder: Path,
     spill: str,
     report: Report,
-) -> tuple[Fit, dict[Setting, tuple[Material, Real]]]:
+) -> tuple[Fitted, dict[Setting, tuple[Material, Real]]]:
     """Measure the link, train the settings of `FIT`, and return what fits them, with what they
     did.
 
@@ -315,7 +316,7 @@ def _real(
 # Comparing
 
 
-def compared(setting: Setting, material: Material, real: Real, fit: Fit, warmup: int) -> Row:
+def compared(setting: Setting, material: Material, real: Real, fit: Fitted, warmup: int) -> Row:
     """Return one setting's numbers, real and simulated, and how far they are apart."""
     machine, work = fit.on(real.link), fit.at(real.pace_s, real.moves)
     whole = simulated(material, real.sizing, setting.policy, machine, work)

@@ -18,10 +18,11 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from dynoffload.errors import ConfigError
+from dynoffload.estimation.calibration import Fitted
 from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.harness import Experiment, Row, option
 from dynoffload.experiments.simulation import PILOT_NAME, TRACES, material
-from dynoffload.experiments.simulation_fit import Fit, Material
+from dynoffload.experiments.simulation_fit import Material
 from dynoffload.experiments.step_time_policies import (
     BOUND,
     PILOT,
@@ -168,13 +169,13 @@ class StepTime(Experiment[Params]):
         self._spill_dir = str(params.spill_dir or default_spill_dir())
 
     @cached_property
-    def fit(self) -> Fit:
+    def fit(self) -> Fitted:
         """The machine, and what the runtime takes on it."""
         from dynoffload.estimation import Calibration
 
         self.report("the link")
         known = Calibration.of(self._spill_dir, self.params.calibration)
-        return Fit(known.machine, known.work, known.pace_s)
+        return Fitted(known.machine, known.work, known.pace_s)
 
     def cases(self) -> Mapping[str, tuple[str, Fraction]]:
         return {

@@ -17,6 +17,7 @@ from functools import partial
 from statistics import fmean, median
 
 from dynoffload.errors import ConfigError, DynOffloadError
+from dynoffload.estimation.calibration import Fitted
 from dynoffload.experiments import simulation_fit
 from dynoffload.experiments.baselines import DTR as DTR_RUN
 from dynoffload.experiments.baselines import REPLAY
@@ -24,7 +25,7 @@ from dynoffload.experiments.baselines.intervals import Intervals
 from dynoffload.experiments.baselines.recomputing import DTR, Capuchin
 from dynoffload.experiments.baselines.simulated import Replay, UnifiedMemory
 from dynoffload.experiments.processes import fresh
-from dynoffload.experiments.simulation_fit import Fit, Material
+from dynoffload.experiments.simulation_fit import Material
 from dynoffload.profiler.trace import Phase, Trace
 from dynoffload.runtime.opening import IO_THREADS
 from dynoffload.simulation import Strategy, Workload, simulate, workload
@@ -119,7 +120,7 @@ def simulated(
     budget: int,
     sizing: Mapping[str, int] | None,
     refused: str,
-    fit: Fit,
+    fit: Fitted,
     counted: Sequence[int],
     patience: float = PATIENCE_S,
 ) -> Side:
@@ -154,7 +155,7 @@ def simulated(
 
 
 def by_operators(
-    policy: str, work: Workload, budget: int, fit: Fit, counted: Sequence[int]
+    policy: str, work: Workload, budget: int, fit: Fitted, counted: Sequence[int]
 ) -> Side:
     """Simulate a policy that is not the runtime's, operator by operator."""
     strategy = POLICIES[policy].strategy

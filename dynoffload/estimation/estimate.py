@@ -1,8 +1,7 @@
 """What training under a budget would take: memory by tier, bytes moved, seconds, and their bound.
 
-What it is: `estimate`, which measures a few plain steps (`measuring`), divides the budget as the
-runtime would, and simulates training under it on this machine's link. What it is not: training, nor
-a guess from the number of parameters.
+`estimate` measures a few plain steps (`measuring`), divides the budget as the runtime would, and
+simulates training under it on this machine's link.
 """
 
 from __future__ import annotations
@@ -40,8 +39,6 @@ from dynoffload.simulation.pager import SimulatedPager
 from dynoffload.simulation.recorded import Network, Recorded
 from dynoffload.simulation.training import Training
 from dynoffload.units import format_bytes, parse_bytes
-
-"""Policies whose steps can be estimated; what a pilot predicts is taken to be the last order."""
 
 _BATCHES = 6  # that are measured at most
 _WARMUP = 4  # simulated steps that do not count: in the first, state comes to be
@@ -223,7 +220,7 @@ def estimates(
     )
     if isinstance(given, Fitted):  # read before, so that a wrong file is told at once
         tell("measuring the disk")
-        given = given.on(directory)
+        given = given.measured(directory)
     assumed.append(given.said)
     known = replace(_known(model, optimizer, measured), assumptions=tuple(assumed))
     found = []
