@@ -89,7 +89,7 @@ class Migrator:
             self._follow(reference)
 
     def revise(self, rest: Sequence[Unit]) -> None:
-        """The forward under way will go on with ``rest``, otherwise than was foretold.
+        """The forward under way will go on with ``rest``, otherwise than was predicted.
 
         The plan ends with this sample's backward, and holds no drafts: the one made as backward
         begins looks further.
