@@ -29,7 +29,7 @@ from dynoffload.config import OffloadConfig
 from dynoffload.estimation.calibration import Fitted
 from dynoffload.runtime.opening import IO_THREADS
 from dynoffload.simulation import Link, Machine
-from dynoffload.simulation.execution import StepResult
+from dynoffload.simulation.fast_memory import StepResult
 from dynoffload.simulation.overhead import COSTS, Division, Phase, RuntimeOverhead
 from dynoffload.simulation.recorded import Network, Recorded
 from dynoffload.simulation.training import Training

@@ -30,7 +30,7 @@ from dynoffload.experiments.simulation_fit import Material
 from dynoffload.profiler.trace import Phase, Trace
 from dynoffload.runtime.opening import IO_THREADS
 from dynoffload.simulation import Strategy, Workload, simulate, workload
-from dynoffload.simulation.execution import StepResult
+from dynoffload.simulation.fast_memory import StepResult
 from dynoffload.units import KiB
 
 PAGE_BYTES = 64 * KiB

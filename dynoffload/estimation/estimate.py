@@ -33,7 +33,7 @@ from dynoffload.runtime.resident import RESIDENT_SHARE
 from dynoffload.runtime.sizing import Sizing, sizing_of
 from dynoffload.runtime.updates.update import innermost
 from dynoffload.simulation import Machine
-from dynoffload.simulation.execution import StepResult
+from dynoffload.simulation.fast_memory import StepResult
 from dynoffload.simulation.overhead import Division
 from dynoffload.simulation.pager import SimulatedPager
 from dynoffload.simulation.recorded import Network, Recorded
