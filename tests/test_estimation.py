@@ -20,9 +20,9 @@ from torch.optim import SGD, AdamW
 import dynoffload
 from dynoffload.errors import BackendError, BudgetError, ConfigError, TraceError
 from dynoffload.estimation import Calibration, estimate, estimates
-from dynoffload.estimation.estimate import OVER, UNDER
 from dynoffload.estimation.hollow import hollowed
 from dynoffload.estimation.measuring import _part_of, measure, states_of, update_seconds
+from dynoffload.estimation.result import OVER, UNDER
 from dynoffload.simulation import Link, Machine
 from dynoffload.simulation.overhead import RuntimeOverhead
 from dynoffload.units import MiB
