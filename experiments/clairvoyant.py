@@ -1,9 +1,8 @@
 """Knowing the future: orders that a plain run took, and a predictor that tells them.
 
-What it is: `watching` has a network tell which of its modules with parameters it visits, and
-`Clairvoyant` is the predictor that is told, before each step, what such a run of the same step
-visited. Training is the same bit for bit, so what it says is always right. What it is not:
-something to train with; it is the best that any pilot could do, to compare pilots with.
+`watching` has a network tell which of its modules with parameters it visits, and `Clairvoyant`
+predicts, before each step, what such a run of the same step visited. Training is the same bit for
+bit, so it is always right: the best that any pilot could do, to compare pilots with.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from dynoffload.errors import BudgetError, ConfigError
 from dynoffload.experiments.comparing import Table, draw_diagonal, marked
 from dynoffload.experiments.harness import Experiment, Row, option, table
 from dynoffload.experiments.processes import NEVER_LEFT, ONE_THREAD, fresh
-from dynoffload.experiments.simulation import FIT
+from dynoffload.experiments.simulated_networks import FIT
 from dynoffload.units import MiB
 
 if TYPE_CHECKING:

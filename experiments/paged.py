@@ -116,7 +116,7 @@ class Paged(Experiment[Params]):
         if own.limited and (reason := why_unavailable(swap=own.paged_steps > 0)):
             raise LimitError(
                 f"{reason}: neither dynoffload within a hard limit nor the system's paging can be "
-                "measured. Run as root on a system with memory cgroups, or pass --limited=false to "
+                "measured. Run as root on a system with memory cgroups, or pass --no-limited to "
                 "measure the step times alone"
             )
         return found

@@ -56,26 +56,6 @@ def zoo_kind(name: str, preset: str, shape: Mapping[str, int], **sizes: Any) -> 
     return Kind(lambda: zoo.build(name, preset, **sizes), samples)
 
 
-def _t5(length: int, **sizes: int) -> Kind:
-    import torch
-
-    def build() -> nn.Module:
-        from transformers import T5Config, T5ForConditionalGeneration
-
-        torch.manual_seed(0)
-        config = T5Config(vocab_size=512, decoder_start_token_id=0, pad_token_id=0, **sizes)
-        model: nn.Module = T5ForConditionalGeneration(config)
-        return model.train()
-
-    def samples(seed: int) -> Iterator[Sample]:
-        generator = torch.Generator().manual_seed(seed)
-        while True:
-            source, target = torch.randint(3, 512, (2, 1, length), generator=generator)
-            yield Sample(kwargs={"input_ids": source, "labels": target})
-
-    return Kind(build, samples)
-
-
 def _transformers(
     model: str, config: str, inputs: Callable[[torch.Generator], dict[str, Any]], **options: Any
 ) -> Kind:
@@ -94,6 +74,17 @@ def _transformers(
             yield Sample(kwargs=inputs(generator))
 
     return Kind(build, samples)
+
+
+def _t5(length: int, **sizes: int) -> Kind:
+    def pairs(generator: torch.Generator) -> dict[str, Any]:
+        import torch
+
+        source, target = torch.randint(3, _WORDS, (2, 1, length), generator=generator)
+        return {"input_ids": source, "labels": target}
+
+    words = {"vocab_size": _WORDS, "decoder_start_token_id": 0, "pad_token_id": 0}
+    return _transformers("T5ForConditionalGeneration", "T5Config", pairs, **words, **sizes)
 
 
 def _text(generator: torch.Generator) -> dict[str, Any]:
@@ -182,3 +173,45 @@ NETWORKS: dict[str, Callable[[], Kind]] = {
     "vit (fit)": lambda: _vit(320, 5, 5),
 }
 """By name; those to fit, so called, are other networks than those to validate by."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One training: a network, the share of its footprint that is its budget, and a policy."""
+
+    network: str
+    share: float
+    policy: str
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        return f"{self.network}, {self.share:.3g}, {self.policy}"
+
+
+SETTINGS = (
+    *(Setting("moe", share, "pilot") for share in (0.5, 0.25, 0.125)),
+    Setting("moe", 0.25, "repeat"),
+    Setting("moe", 0.25, "on-demand"),
+    Setting("moe", 0.125, "on-demand"),
+    *(Setting("tree", share, "pilot") for share in (0.5, 0.25, 0.125)),
+    Setting("tree", 0.25, "repeat"),
+    Setting("tree", 0.25, "on-demand"),
+    *(Setting("mixtral", share, "repeat") for share in (0.5, 0.25, 0.125)),
+    Setting("mixtral", 0.25, "on-demand"),
+    *(Setting("t5", share, "repeat") for share in (0.5, 0.25, 0.125)),
+    Setting("t5", 0.25, "on-demand"),
+)
+"""What is validated."""
+FIT = tuple(
+    Setting(network, share, policy)
+    for network, more in (
+        *((f"{name} (fit)", True) for name in ("moe", "tree", "t5", "mixtral")),
+        *((f"{name} (fit)", False) for name in ("evoformer", "gpt2", "vit")),
+    )
+    for share, policy in (
+        *((1.3, "repeat"), (0.5, "repeat"), (0.25, "repeat"), (0.3, "on-demand")),
+        *([(0.2, "on-demand")] if more else []),
+    )
+)
+"""What the runtime's own work is fitted on: from where little moves to where most does."""

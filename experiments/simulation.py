@@ -19,12 +19,14 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dynoffload.errors import ConfigError
+from dynoffload.estimation.calibration import Fitted
 from dynoffload.experiments import simulated_run
 from dynoffload.experiments.comparing import Table, draw_diagonal, marked
 from dynoffload.experiments.harness import Experiment, Row, option, table
 from dynoffload.experiments.processes import ONE_THREAD, fresh
+from dynoffload.experiments.simulated_networks import FIT, SETTINGS, Setting
 from dynoffload.experiments.simulated_run import Task
-from dynoffload.experiments.simulation_fit import PHASES, Fit, Material, Real, fitted, simulated
+from dynoffload.experiments.simulation_fit import PHASES, Material, Real, fitted, simulated
 from dynoffload.memory.spill import default_spill_dir
 from dynoffload.pilot.progress import Report
 from dynoffload.simulation import Link
@@ -44,46 +46,6 @@ TRACES, PILOT_NAME = "traces", "trained.pilot"
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One training: a network, the share of its footprint that is its budget, and a policy."""
-
-    network: str
-    share: float
-    policy: str
-
-    @property
-    def name(self) -> str:
-        """What tables call it."""
-        return f"{self.network}, {self.share:.3g}, {self.policy}"
-
-
-SETTINGS = (
-    *(Setting("moe", share, "pilot") for share in (0.5, 0.25, 0.125)),
-    Setting("moe", 0.25, "repeat"),
-    Setting("moe", 0.25, "on-demand"),
-    Setting("moe", 0.125, "on-demand"),
-    *(Setting("tree", share, "pilot") for share in (0.5, 0.25, 0.125)),
-    Setting("tree", 0.25, "repeat"),
-    Setting("tree", 0.25, "on-demand"),
-    *(Setting("mixtral", share, "repeat") for share in (0.5, 0.25, 0.125)),
-    Setting("mixtral", 0.25, "on-demand"),
-    *(Setting("t5", share, "repeat") for share in (0.5, 0.25, 0.125)),
-    Setting("t5", 0.25, "on-demand"),
-)
-"""What is validated."""
-FIT = tuple(
-    Setting(network, share, policy)
-    for network, more in (
-        *((f"{name} (fit)", True) for name in ("moe", "tree", "t5", "mixtral")),
-        *((f"{name} (fit)", False) for name in ("evoformer", "gpt2", "vit")),
-    )
-    for share, policy in (
-        *((1.3, "repeat"), (0.5, "repeat"), (0.25, "repeat"), (0.3, "on-demand")),
-        *([(0.2, "on-demand")] if more else []),
-    )
-)
-"""What the runtime's own work is fitted on: from where little moves to where most does."""
 _PILOTED = frozenset(one.network for one in SETTINGS if one.policy == "pilot")
 
 
@@ -129,7 +91,7 @@ class Simulated(Experiment[Params]):
         return Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
 
     @cached_property
-    def fitted(self) -> tuple[Fit, dict[Setting, tuple[Material, Real]]]:
+    def fitted(self) -> tuple[Fitted, dict[Setting, tuple[Material, Real]]]:
         """The machine, and what it was fitted on."""
         steps, warmup, runs = self.params.steps, self.params.warmup, self.params.runs
         return fit_machine(steps, warmup, runs, self.folder, self.spill, self.report)
@@ -203,7 +165,7 @@ def fit_machine(
     folder: Path,
     spill: str,
     report: Report,
-) -> tuple[Fit, dict[Setting, tuple[Material, Real]]]:
+) -> tuple[Fitted, dict[Setting, tuple[Material, Real]]]:
     """Measure the link, train the settings of `FIT`, and return what fits them, with what they
     did.
 
@@ -315,7 +277,7 @@ def _real(
 # Comparing
 
 
-def compared(setting: Setting, material: Material, real: Real, fit: Fit, warmup: int) -> Row:
+def compared(setting: Setting, material: Material, real: Real, fit: Fitted, warmup: int) -> Row:
     """Return one setting's numbers, real and simulated, and how far they are apart."""
     machine, work = fit.on(real.link), fit.at(real.pace_s, real.moves)
     whole = simulated(material, real.sizing, setting.policy, machine, work)

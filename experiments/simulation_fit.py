@@ -26,9 +26,10 @@ from typing import Any
 import numpy as np
 
 from dynoffload.config import OffloadConfig
+from dynoffload.estimation.calibration import Fitted
 from dynoffload.runtime.opening import IO_THREADS
 from dynoffload.simulation import Link, Machine
-from dynoffload.simulation.execution import StepResult
+from dynoffload.simulation.fast_memory import StepResult
 from dynoffload.simulation.overhead import COSTS, Division, Phase, RuntimeOverhead
 from dynoffload.simulation.recorded import Network, Recorded
 from dynoffload.simulation.training import Training
@@ -103,31 +104,6 @@ class Simulated:
     phases: tuple[Sequence[Phase], ...]
 
 
-@dataclass(frozen=True)
-class Fit:
-    """The machine with its link, and the runtime's own work.
-
-    Attributes:
-        machine: with its link.
-        work: what the runtime itself takes, and the kernel to move pages, ...
-        pace_s: ... where `probe_overhead` says so much.
-    """
-
-    machine: Machine
-    work: RuntimeOverhead
-    pace_s: float
-
-    def on(self, link: Link) -> Machine:
-        """Return the machine with the bandwidths of another hour."""
-        own = self.machine.link
-        link = replace(link, latency_s=own.latency_s, fault_s=own.fault_s)
-        return replace(self.machine, link=link)
-
-    def at(self, pace_s: float, moves: Mapping[int, float]) -> RuntimeOverhead:
-        """Return the runtime's own work in another hour."""
-        return replace(self.work.times(pace_s / self.pace_s), moves=moves)
-
-
 def simulated(
     material: Material,
     sizing: Mapping[str, int],
@@ -150,7 +126,7 @@ def simulated(
     return Simulated(tuple(results), tuple(phases))
 
 
-def fitted(cases: Sequence[tuple[Material, Real, str]], link: Link, warmup: int) -> Fit:
+def fitted(cases: Sequence[tuple[Material, Real, str]], link: Link, warmup: int) -> Fitted:
     """Return what fits ``cases`` best.
 
     Args:
@@ -199,10 +175,10 @@ def _counted(phase: Phase) -> np.ndarray:
     return np.array([*own, phase.faults, phase.beside_s], dtype=float)
 
 
-def _fit_of(costs: np.ndarray, link: Link, pace_s: float) -> Fit:
+def _fit_of(costs: np.ndarray, link: Link, pace_s: float) -> Fitted:
     *own, fault, beside = map(float, costs)
     machine = Machine(
         replace(link, fault_s=fault), fast_bytes=1, interference=beside / (1 + beside)
     )
     work = RuntimeOverhead(**dict(zip(COSTS, own, strict=True)), moves={})
-    return Fit(machine, work, pace_s)
+    return Fitted(machine, work, pace_s)

@@ -18,13 +18,14 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from dynoffload.errors import ConfigError
+from dynoffload.estimation.calibration import Fitted
 from dynoffload.experiments.baselines import BASELINES
 from dynoffload.experiments.baselines.cgroup import LimitError
 from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.contest import Side, Turns, Way, measure
 from dynoffload.experiments.harness import Experiment, Row, option
 from dynoffload.experiments.simulation import PILOT_NAME, TRACES, material
-from dynoffload.experiments.simulation_fit import Fit, Material
+from dynoffload.experiments.simulation_fit import Material
 from dynoffload.experiments.step_time_policies import (
     BOUND,
     PILOT,
@@ -173,7 +174,7 @@ class StepTime(Experiment[Params]):
         self._spill_dir = str(params.spill_dir or default_spill_dir())
 
     @cached_property
-    def fit(self) -> Fit:
+    def fit(self) -> Fitted:
         """The machine, and what the runtime takes on it; one for all rows, also resumed ones."""
         from dynoffload.estimation import Calibration
 
@@ -182,10 +183,10 @@ class StepTime(Experiment[Params]):
             machine, work = dict(known["machine"]), dict(known["work"])
             link, moves = Link(**machine.pop("link")), work.pop("moves")
             work["moves"] = {int(nbytes): seconds for nbytes, seconds in moves.items()}
-            return Fit(Machine(link, **machine), RuntimeOverhead(**work), known["pace_s"])
+            return Fitted(Machine(link, **machine), RuntimeOverhead(**work), known["pace_s"])
         self.report("the link")
         found = Calibration.of(self._spill_dir, self.params.calibration)
-        return Fit(found.machine, found.work, found.pace_s)
+        return Fitted(found.machine, found.work, found.pace_s)
 
     def cases(self) -> Mapping[str, tuple[str, Fraction]]:
         return {

@@ -17,6 +17,7 @@ from functools import partial
 from statistics import fmean
 
 from dynoffload.errors import ConfigError, DynOffloadError
+from dynoffload.estimation.calibration import Fitted
 from dynoffload.experiments import simulation_fit
 from dynoffload.experiments.baselines import DTR as DTR_RUN
 from dynoffload.experiments.baselines import REPLAY
@@ -25,11 +26,11 @@ from dynoffload.experiments.baselines.recomputing import DTR, Capuchin
 from dynoffload.experiments.baselines.simulated import Replay, UnifiedMemory
 from dynoffload.experiments.contest import Side
 from dynoffload.experiments.processes import fresh
-from dynoffload.experiments.simulation_fit import Fit, Material
+from dynoffload.experiments.simulation_fit import Material
 from dynoffload.profiler.trace import Phase, Trace
 from dynoffload.runtime.opening import IO_THREADS
 from dynoffload.simulation import Strategy, Workload, simulate, workload
-from dynoffload.simulation.execution import StepResult
+from dynoffload.simulation.fast_memory import StepResult
 from dynoffload.units import KiB
 
 PAGE_BYTES = 64 * KiB
@@ -91,7 +92,7 @@ def simulated(
     budget: int,
     sizing: Mapping[str, int] | None,
     refused: str,
-    fit: Fit,
+    fit: Fitted,
     counted: Sequence[int],
     patience: float = PATIENCE_S,
 ) -> Side:
@@ -126,7 +127,7 @@ def simulated(
 
 
 def by_operators(
-    policy: str, work: Workload, budget: int, fit: Fit, counted: Sequence[int]
+    policy: str, work: Workload, budget: int, fit: Fitted, counted: Sequence[int]
 ) -> Side:
     """Simulate a policy that is not the runtime's, operator by operator."""
     strategy = POLICIES[policy].strategy

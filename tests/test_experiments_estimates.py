@@ -23,8 +23,7 @@ from dynoffload.experiments.estimates import (
 )
 from dynoffload.experiments.estimates import NETWORKS as ESTIMATED
 from dynoffload.experiments.harness import carry_out
-from dynoffload.experiments.simulated_networks import NETWORKS, Kind, zoo_kind
-from dynoffload.experiments.simulation import FIT, SETTINGS
+from dynoffload.experiments.simulated_networks import FIT, NETWORKS, SETTINGS, Kind, zoo_kind
 
 OURS = {
     "budget": 100,

@@ -79,7 +79,7 @@ def test_paged_says_what_it_cannot_measure(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ConfigError, match="mapped"):
         tiny(rows=("maped",))
     monkeypatch.setattr(paged, "why_unavailable", lambda swap: "limits are set by root alone")
-    with pytest.raises(cgroup.LimitError, match=r"root alone: neither .* --limited=false"):
+    with pytest.raises(cgroup.LimitError, match=r"root alone: neither .* --no-limited"):
         paged.Paged(tiny(rows=("main",))).cases()
     monkeypatch.setattr(paged, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="not installed: install it, or measure --rows main,"):

@@ -17,12 +17,13 @@ from torch.optim import AdamW
 
 from dynoffload import config
 from dynoffload.errors import ConfigError
+from dynoffload.estimation.calibration import Fitted
 from dynoffload.experiments import zoo
 from dynoffload.experiments.baselines import BASELINES
 from dynoffload.experiments.baselines.cgroup import why_unavailable
 from dynoffload.experiments.contest import Contestant, Side, Turns, Way, measure
 from dynoffload.experiments.harness import carry_out, rendered
-from dynoffload.experiments.simulation_fit import Fit, Material
+from dynoffload.experiments.simulation_fit import Material
 from dynoffload.experiments.step_time import Params, StepTime, errors, reasons, standing
 from dynoffload.experiments.step_time_policies import (
     BOUND,
@@ -41,7 +42,7 @@ from dynoffload.simulation.overhead import Division, RuntimeOverhead
 from dynoffload.simulation.recorded import network_of, recorded
 
 LINK = Link(1e9, 1e9, 1.5e9, latency_s=1e-4, fault_s=2e-5)
-FIT = Fit(Machine(LINK, 1), RuntimeOverhead(visit_s=2e-5), 0.02)
+FIT = Fitted(Machine(LINK, 1), RuntimeOverhead(visit_s=2e-5), 0.02)
 POLICIES_RUN = ("repeat", "on-demand", BOUND)
 
 

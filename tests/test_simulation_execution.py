@@ -14,7 +14,8 @@ from dynoffload.experiments.baselines.recomputing import Recomputing, Rematerial
 from dynoffload.experiments.bound import phase_bound
 from dynoffload.planning.lookahead import LookAhead
 from dynoffload.planning.schedule import Action, Kind, Schedule, Use
-from dynoffload.simulation.execution import Execution, State, StepResult
+from dynoffload.simulation.execution import Execution
+from dynoffload.simulation.fast_memory import State, StepResult
 from dynoffload.simulation.following import Plan
 from dynoffload.simulation.machine import Link, Machine
 

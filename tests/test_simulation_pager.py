@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dynoffload.planning.schedule import Action, Kind, Schedule, Use
 from dynoffload.simulation import Link, Machine
-from dynoffload.simulation.execution import State
+from dynoffload.simulation.fast_memory import State
 from dynoffload.simulation.pager import SimulatedPager
 
 PAGE = 100

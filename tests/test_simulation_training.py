@@ -24,7 +24,7 @@ from dynoffload.profiler.trace import Trace
 from dynoffload.runtime.migration.migrator import Migrator
 from dynoffload.runtime.sizing import Sizing
 from dynoffload.simulation import Link, Machine
-from dynoffload.simulation.execution import StepResult
+from dynoffload.simulation.fast_memory import StepResult
 from dynoffload.simulation.overhead import Division, RuntimeOverhead
 from dynoffload.simulation.recorded import Network, Recorded, network_of, recorded
 from dynoffload.simulation.training import Training

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import subprocess
 import sys
-import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.table import Table
-from rich.text import Text
 
 from dynoffload.cli.app import app, say_wrote, stdout
 from dynoffload.errors import ConfigError
 from dynoffload.termination import ended_by_signal
 
-_SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _OPEN: dict[str, Any] = {
     "allow_extra_args": True,
     "ignore_unknown_options": True,
@@ -88,9 +87,10 @@ def experiment(
     kind = experiments.load(name)
     if show_options or show_help:
         stdout().print(experiments.summary(name), highlight=False)
-        _list_options(name, kind.parameters)
+        typer.echo(parser_of(name, kind.parameters).format_help())
         return
-    options = parse_options(name, ctx.args, harness.options_of(kind.parameters))
+    options = vars(parser_of(name, kind.parameters).parse_args(ctx.args))
+    del options["json"]  # it is the command's own
     to_stdout = json_path is not None and str(json_path) == "-"
     written = None if to_stdout else json_path
     tables = contextlib.redirect_stdout(sys.stderr) if to_stdout else contextlib.nullcontext()
@@ -132,59 +132,47 @@ def _run_all(folder: Path, more: Sequence[str]) -> None:
         raise ConfigError(f"failed: {', '.join(failed)}; the same command goes on with them")
 
 
-def parse_options(
-    experiment_name: str, words: list[str], accepted: Mapping[str, tuple[Any, Any]]
-) -> dict[str, Any]:
-    """Return ``--name value``, ``--name=value`` and ``--switch`` as keyword arguments.
-
-    Raises:
-        ConfigError: for an option that the experiment does not have, or a value of a wrong type.
-    """
-    options: dict[str, Any] = {}
-    rest = list(words)
-    while rest:
-        word, equals, value = rest.pop(0).partition("=")
-        key = word[2:].replace("-", "_")
-        if not word.startswith("--") or key not in accepted:
-            known = ", ".join("--" + name.replace("_", "-") for name in accepted) or "none"
-            raise ConfigError(
-                f"experiment {experiment_name!r} has no option {word!r}; its options: {known}"
-            )
-        kind = accepted[key][0]
-        if not equals and kind is bool:
-            options[key] = True
-            continue
-        if not equals:
-            if not rest:
-                raise ConfigError(f"option {word} needs a value")
-            value = rest.pop(0)
-        options[key] = _convert(word, value, kind)
-    return options
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}; --options lists what there is")
 
 
-def _convert(option: str, value: str, kind: Any) -> Any:
-    """Return ``value`` as ``kind``: a plain type, a union, or a list separated by commas."""
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        kinds = [k for k in inner if k is not type(None)]
-        for choice in kinds[:-1]:
-            try:
-                return _convert(option, value, choice)
-            except ConfigError:
-                continue
-        return _convert(option, value, kinds[-1])
-    if origin in (list, tuple) or str(origin).endswith("Sequence'>"):
-        words = [word.strip() for word in value.split(",")]
-        items = [_convert(option, word, inner[0]) for word in words if word]
-        return items if origin is list else tuple(items)
-    if kind is bool:
-        if value.lower() not in _SWITCH:
-            raise ConfigError(f"option {option}: {value!r} is neither true nor false")
-        return _SWITCH[value.lower()]
-    try:
-        return kind(value) if kind in (int, float, Path) else value
-    except ValueError as error:
-        raise ConfigError(f"option {option}: {value!r} is not of type {kind.__name__}") from error
+def parser_of(name: str, params: type[Any]) -> argparse.ArgumentParser:
+    """Return what parses the options of an experiment: the fields of its dataclass."""
+    from dynoffload.experiments import harness
+
+    parser = _Parser(
+        f"experiment {name}", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS
+    )
+    written = "where the numbers are written as JSON, with a figure beside them if one is drawn; "
+    parser.add_argument("--json", metavar="PATH", help=f"{written}- prints them")
+    meanings = harness.meanings_of(params)
+    for key, (kind, default) in harness.options_of(params).items():
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        meaning = meanings[key] + ("" if shown in (None, "") else f" ({shown})")
+        options: dict[str, Any] = {"dest": key, "help": meaning.replace("%", "%%")}
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            kinds = [one for one in typing.get_args(kind) if one not in (type(None), ...)]
+            one = kinds[0] if kinds else kind
+            many = typing.get_origin(kind) is tuple
+            options |= {"type": _Several(one) if many else one, "metavar": one.__name__.upper()}
+        parser.add_argument(f"--{key.replace('_', '-')}", default=default, **options)
+    return parser
+
+
+@dataclass(frozen=True)
+class _Several:
+    """Reads values that are separated by commas."""
+
+    kind: Callable[[str], Any]
+
+    def __call__(self, text: str) -> tuple[Any, ...]:
+        return tuple(self.kind(word.strip()) for word in text.split(",") if word.strip())
+
+    def __repr__(self) -> str:
+        return f"list of {getattr(self.kind, '__name__', self.kind)}"
 
 
 def _list(registered: Mapping[str, str], summary: Callable[[str], str]) -> None:
@@ -202,20 +190,3 @@ def _list_bench(bench: Mapping[str, str]) -> None:
     )
     for stem, words in bench.items():
         stdout().print(f"  dynoffload experiment {words or stem}", highlight=False, markup=False)
-
-
-def _list_options(name: str, params: type[Any]) -> None:
-    from dynoffload.experiments import harness
-
-    table = Table(title=name, title_justify="left", box=None)
-    table.add_column("option", no_wrap=True)
-    table.add_column("default", overflow="fold")
-    table.add_column("")
-    written = "Where the numbers are written as JSON, with a figure beside them if one is drawn; "
-    table.add_row("--json", "", f"{written}- prints them.")
-    meanings = harness.meanings_of(params)
-    for key, (_, default) in harness.options_of(params).items():
-        shown = ", ".join(map(str, default)) if isinstance(default, tuple) else default
-        text = "" if shown is None else str(shown)
-        table.add_row("--" + key.replace("_", "-"), Text(text), Text(meanings[key]))
-    stdout().print(table)

@@ -1,6 +1,7 @@
 """What training would take, before it is begun: memory by tier, and the time of a step."""
 
 from dynoffload.estimation.calibration import Calibration
-from dynoffload.estimation.estimate import Estimate, estimate, estimates
+from dynoffload.estimation.estimate import estimate, estimates
+from dynoffload.estimation.result import Estimate
 
 __all__ = ["Calibration", "Estimate", "estimate", "estimates"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,85 +23,6 @@ from dynoffload.units import MiB
 
 _SECONDS, _FILE_BYTES = 0.3, 512 * MiB  # of each measurement of the link
 _MAKE = "make one by 'dynoffload experiment simulation --json PATH'"
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """What the runtime itself takes, as it was fitted.
-
-    Attributes:
-        work: seconds, by the fields of `RuntimeOverhead` that are fitted.
-        latency_s: of a transfer.
-        fault_s: of an access that waits for one.
-        interference: see `Machine`.
-        pace_s: what `probe_overhead` said then.
-        where: it was fitted.
-    """
-
-    work: Mapping[str, float]
-    latency_s: float
-    fault_s: float
-    interference: float
-    pace_s: float
-    where: str
-
-    @classmethod
-    def of(cls, path: str | Path | None) -> Fitted:
-        """Read what ``dynoffload experiment simulation --json PATH`` wrote; as shipped without it.
-
-        Raises:
-            ConfigError: the file is none of those.
-        """
-        return _SHIPPED if path is None else _load(Path(path))
-
-    def on(self, directory: str | Path) -> Calibration:
-        """Measure the link to ``directory`` now, how pages move, and the runtime's pace.
-
-        Raises:
-            BackendError: the system refuses the pager, or is too busy to tell the pace.
-            SpillError: the directory cannot be used.
-        """
-        tiers = measure_tiers(directory, _SECONDS, file_bytes=_FILE_BYTES)
-        link = Link(
-            tiers.read_bps,
-            tiers.write_bps,
-            tiers.mixed_bps,
-            latency_s=self.latency_s,
-            fault_s=self.fault_s,
-        )
-        pace = probe_overhead(directory)
-        factor = pace.seconds / self.pace_s
-        said = (
-            "the disk was measured now; dynoffload's own overhead was fitted "
-            f"{self.where}, and is scaled by {factor:.2g}, as a probe took here"
-        )
-        return Calibration(
-            Machine(link, fast_bytes=1, interference=self.interference),
-            RuntimeOverhead(**self.work, moves=measure_moves(directory)).times(factor),
-            said,
-            pace.seconds,
-            (pace.least, pace.most),
-        )
-
-
-# As fitted in docs/results/simulation.json, on two cores of a virtual machine.
-_SHIPPED = Fitted(
-    {
-        "visit_s": 3.84e-05,
-        "save_s": 4.93e-05,
-        "ask_s": 1.74e-05,
-        "update_s": 0.000627,
-        "draft_s": 0.00041,
-        "settle_s": 0.000157,
-        "plan_s": 1.44e-05,
-        "copy_s": 3.04e-10,
-    },
-    latency_s=0.000561,
-    fault_s=3.15e-06,
-    interference=0.264,
-    pace_s=0.0406,
-    where="on another machine (--calibration takes this one's)",
-)
 
 
 @dataclass(frozen=True)
@@ -136,22 +57,96 @@ class Calibration:
             ConfigError: the file is none of those.
             SpillError: the directory cannot be used.
         """
-        return Fitted.of(fitted).on(directory)
+        return Fitted.of(fitted).measured(directory)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What the runtime itself takes, as it was fitted, to be carried to another hour.
+
+    Attributes:
+        machine: with the latencies of its link, and what transfers cost compute.
+        work: what the runtime itself takes, and the kernel to move pages, ...
+        pace_s: ... where `probe_overhead` says so much.
+        where: it was fitted.
+    """
+
+    machine: Machine
+    work: RuntimeOverhead
+    pace_s: float
+    where: str = ""
+
+    @classmethod
+    def of(cls, path: str | Path | None) -> Fitted:
+        """Read what ``dynoffload experiment simulation --json PATH`` wrote; as shipped without it.
+
+        Raises:
+            ConfigError: the file is none of those.
+        """
+        return _SHIPPED if path is None else _load(Path(path))
+
+    def on(self, link: Link) -> Machine:
+        """Return the machine with the bandwidths of ``link``."""
+        own = self.machine.link
+        link = replace(link, latency_s=own.latency_s, fault_s=own.fault_s)
+        return replace(self.machine, link=link)
+
+    def at(self, pace_s: float, moves: Mapping[int, float]) -> RuntimeOverhead:
+        """Return the runtime's own work at another pace."""
+        return replace(self.work.times(pace_s / self.pace_s), moves=moves)
+
+    def measured(self, directory: str | Path) -> Calibration:
+        """Measure the link to ``directory`` now, how pages move, and the runtime's pace; see
+        `Calibration.of`."""
+        tiers = measure_tiers(directory, _SECONDS, file_bytes=_FILE_BYTES)
+        pace = probe_overhead(directory)
+        said = (
+            "the disk was measured now; dynoffload's own overhead was fitted "
+            f"{self.where}, and is scaled by {pace.seconds / self.pace_s:.2g}, as a probe took here"
+        )
+        return Calibration(
+            self.on(Link(tiers.read_bps, tiers.write_bps, tiers.mixed_bps)),
+            self.at(pace.seconds, measure_moves(directory)),
+            said,
+            pace.seconds,
+            (pace.least, pace.most),
+        )
+
+
+def _fitted(found: Mapping[str, Any], where: str) -> Fitted:
+    latency, fault = (float(found["link"][key]) for key in ("latency_s", "fault_s"))
+    machine = Machine(
+        Link(1.0, 1.0, 2.0, latency, fault), 1, interference=float(found["interference"])
+    )
+    costs: dict[str, Any] = {key: float(found["work"][key]) for key in COSTS}
+    return Fitted(machine, RuntimeOverhead(**costs), float(found["pace_s"]), where)
+
+
+# As fitted in docs/results/simulation.json, on two cores of a virtual machine.
+_SHIPPED = _fitted(
+    {
+        "work": {
+            "visit_s": 3.84e-05,
+            "save_s": 4.93e-05,
+            "ask_s": 1.74e-05,
+            "update_s": 0.000627,
+            "draft_s": 0.00041,
+            "settle_s": 0.000157,
+            "plan_s": 1.44e-05,
+            "copy_s": 3.04e-10,
+        },
+        "link": {"latency_s": 0.000561, "fault_s": 3.15e-06},
+        "interference": 0.264,
+        "pace_s": 0.0406,
+    },
+    "on another machine (--calibration takes this one's)",
+)
 
 
 def _load(path: Path) -> Fitted:
     try:
         written: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        found: dict[str, Any] = written.get("summary", written)
-        work = {key: float(found["work"][key]) for key in COSTS}
-        fitted = Fitted(
-            work,
-            float(found["link"]["latency_s"]),
-            float(found["link"]["fault_s"]),
-            float(found["interference"]),
-            float(found["pace_s"]),
-            f"in {path}",
-        )
+        fitted = _fitted(written.get("summary", written), f"in {path}")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror or error}): {_MAKE}") from error
     except KeyError as error:

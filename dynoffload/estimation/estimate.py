@@ -1,15 +1,14 @@
 """What training under a budget would take: memory by tier, bytes moved, seconds, and their bound.
 
-What it is: `estimate`, which measures a few plain steps (`measuring`), divides the budget as the
-runtime would, and simulates training under it on this machine's link. What it is not: training, nor
-a guess from the number of parameters.
+`estimate` measures a few plain steps (`measuring`), divides the budget as the runtime would, and
+simulates training under it on this machine's link.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from dynoffload.errors import BudgetError, ConfigError
 from dynoffload.estimation.calibration import Calibration, Fitted
 from dynoffload.estimation.hollow import hollowed
 from dynoffload.estimation.measuring import Loss, Measured, measure, states_of, update_seconds
+from dynoffload.estimation.result import OVER, UNDER, Estimate, judged, with_note
 from dynoffload.managed import is_managed
 from dynoffload.memory.pager import probe
 from dynoffload.memory.spill import check_room, default_spill_dir, grown
@@ -34,87 +34,17 @@ from dynoffload.runtime.resident import RESIDENT_SHARE
 from dynoffload.runtime.sizing import Sizing, sizing_of
 from dynoffload.runtime.updates.update import innermost
 from dynoffload.simulation import Machine
-from dynoffload.simulation.execution import StepResult
+from dynoffload.simulation.fast_memory import StepResult
 from dynoffload.simulation.overhead import Division
 from dynoffload.simulation.pager import SimulatedPager
 from dynoffload.simulation.recorded import Network, Recorded
 from dynoffload.simulation.training import Training
 from dynoffload.units import format_bytes, parse_bytes
 
-"""Policies whose steps can be estimated; what a pilot predicts is taken to be the last order."""
-
 _BATCHES = 6  # that are measured at most
 _WARMUP = 4  # simulated steps that do not count: in the first, state comes to be
 _STEPS = 8  # that count, at least
-OVER, UNDER = 0.18, 0.26
-"""How far estimates of a step lay above and below real ones: docs/results/estimates.md."""
-_DISTURBED = 0.25  # of a step, by which its repeats may differ
 _DIVIDED = frozenset(Division.__dataclass_fields__)
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What a training would take; bytes and seconds.
-
-    Attributes:
-        model: its class.
-        budget: of fast memory.
-        feasible: whether it can be trained under that.
-        reason: why not, and what would be enough; "" if it can.
-        least: the least budget that is enough, where this one is too small; else 0.
-        timed: whether bytes moved and seconds under the budget are estimated; if not,
-            ``assumptions`` say why.
-        parameters: bytes of them, and of buffers.
-        gradients: bytes.
-        optimizer: bytes of its state.
-        activations: bytes that the largest step measured saves for backward.
-        staging: bytes of fast memory for what comes and goes: chunks that are filled, and reserve.
-        temporaries: bytes of what operators make and do not save, beside the budget.
-        fast_peak: most bytes that the runtime holds in fast memory.
-        file_peak: bytes of the spill file.
-        resident: all fits, so that nothing is paged.
-        plain_s: mean seconds of a plain step.
-        step_s: mean seconds of a step under the budget.
-        step_low_s, step_high_s: the range of ``step_s``: the spread of the probe's repeats, and
-            how far estimates lay off where they were compared with real trainings.
-        spread: share of ``step_s`` by which the probe's repeats differ.
-        stall_s: of those, waiting for the file tier.
-        own_s: of those, the runtime's own work.
-        bytes_in: read in a step.
-        bytes_out: written in a step.
-        bound: what takes longest: "compute", "own work", or what is waited for, "reads" or
-            "writes", by which of them takes longer.
-        faster_link_s: seconds of a step were the link twice as fast.
-        assumptions: what the numbers stand on.
-    """
-
-    model: str
-    budget: int
-    feasible: bool
-    reason: str = ""
-    least: int = 0
-    timed: bool = False
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    activations: int = 0
-    staging: int = 0
-    temporaries: int = 0
-    fast_peak: int = 0
-    file_peak: int = 0
-    resident: bool = False
-    plain_s: float = 0.0
-    step_s: float = 0.0
-    step_low_s: float = 0.0
-    step_high_s: float = 0.0
-    spread: float = 0.0
-    stall_s: float = 0.0
-    own_s: float = 0.0
-    bytes_in: float = 0.0
-    bytes_out: float = 0.0
-    bound: str = ""
-    faster_link_s: float = 0.0
-    assumptions: tuple[str, ...] = ()
 
 
 def estimate(
@@ -223,7 +153,7 @@ def estimates(
     )
     if isinstance(given, Fitted):  # read before, so that a wrong file is told at once
         tell("measuring the disk")
-        given = given.on(directory)
+        given = given.measured(directory)
     assumed.append(given.said)
     known = replace(_known(model, optimizer, measured), assumptions=tuple(assumed))
     found = []
@@ -266,7 +196,7 @@ def _under(
     if options.step_aside and whole <= RESIDENT_SHARE * known.budget:
         low, high = (known.plain_s * share for share in measured.spread)
         return replace(
-            _judged(known, known.plain_s, low, high),
+            judged(known, known.plain_s, low, high),
             timed=True,
             resident=True,
             staging=0,
@@ -280,18 +210,18 @@ def _under(
         try:
             sizing = sizing_of(model, optimizer, known.budget, options)
         except BudgetError:
-            return _noted(
+            return with_note(
                 known,
                 f"{sliced} are paged by experts, whose steps are simulated as if they were paged "
                 "whole; so they do not fit, and bytes and times are not estimated",
             )
-        known = _noted(
+        known = with_note(
             known,
             f"{sliced} are estimated as paged whole, though experts that are not hit move no byte: "
             "training is faster than this where few are hit",
         )
     if all(one.nbytes < sizing.min_paged_bytes for one in measured.network.parameters):
-        return _noted(
+        return with_note(
             known,
             f"no parameter has {format_bytes(sizing.min_paged_bytes)}, so none is paged, and bytes "
             "and times are not estimated: lower min_paged_bytes",
@@ -301,10 +231,6 @@ def _under(
 
 def _enough(budget: int, error: BudgetError) -> int:
     return budget + error.lacking if error.lacking else 0
-
-
-def _noted(known: Estimate, note: str) -> Estimate:
-    return replace(known, assumptions=(*known.assumptions, note))
 
 
 def _silent(doing: str, done: int | None = None, total: int | None = None) -> None:
@@ -402,7 +328,7 @@ def _simulated(
         for plain, own in zip(measured.spread, calibration.pace_spread, strict=True)
     )
     return replace(
-        _judged(known, seconds, low, high, over=OVER, under=UNDER),
+        judged(known, seconds, low, high, over=OVER, under=UNDER),
         timed=True,
         fast_peak=max(one.peak_bytes for one in steps)
         + sizing.small_bytes
@@ -414,40 +340,6 @@ def _simulated(
         bytes_out=bytes_out,
         bound=max(parts, key=lambda name: parts[name]),
         faster_link_s=_mean(quicker, "seconds"),
-    )
-
-
-def _judged(
-    known: Estimate,
-    seconds: float,
-    low: float,
-    high: float,
-    *,
-    over: float = 0.0,
-    under: float = 0.0,
-) -> Estimate:
-    """Return ``known`` with the seconds of a step, their range, and a warning if the probe was
-    disturbed.
-
-    Args:
-        seconds: estimated.
-        low, high: by the spread of the probe's repeats.
-        over, under: shares by which an estimate may lie above or below what is real.
-    """
-    spread = (high - low) / seconds if seconds else 0.0
-    known = replace(
-        known,
-        step_s=seconds,
-        step_low_s=low / (1 + over),
-        step_high_s=high / (1 - under),
-        spread=spread,
-    )
-    if spread <= _DISTURBED:
-        return known
-    return _noted(
-        known,
-        f"the probe was disturbed: its repeats differ by more than {_DISTURBED:.0%}, as when other "
-        "programs use the machine; estimate again when it is idle",
     )
 
 

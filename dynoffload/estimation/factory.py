@@ -1,7 +1,6 @@
 """A training named by a function: ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION``.
 
-What it is: `job_of`, which finds the function, calls it, and checks what it returns. What it is
-not: a script runner; the function builds a model, and trains nothing.
+`job_of` finds the function, calls it, and checks what it returns; it builds, and trains nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ _RETURNS = (
     "return (model, optimizer, batches) or (model, optimizer, batches, loss), or a dict with these "
     "keys; optimizer and loss may be None"
 )
+_NO_BATCHES = (Mapping, str, torch.Tensor)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _job(name: str, made: object) -> Job:
         unknown = sorted(map(str, made.keys() - set(_KEYS)))
         if unknown:
             raise ConfigError(f"{name}() returned the key {unknown[0]!r}: {_RETURNS}")
-        values = [made.get(key) for key in _KEYS]
+        values: list[Any] = [made.get(key) for key in _KEYS]
     elif isinstance(made, tuple) and len(made) in (3, 4):
         values = [*made, None][:4]
     else:
@@ -111,17 +111,20 @@ def _job(name: str, made: object) -> Job:
         what += f" of {len(made)}" if isinstance(made, tuple) else ""
         raise ConfigError(f"{name}() returned {what}: {_RETURNS}")
     model, optimizer, batches, loss = values
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"{name}() returned {type(model).__name__} as the model: {_RETURNS}")
-    if not isinstance(optimizer, Optimizer | None):
-        raise ConfigError(
-            f"{name}() returned {type(optimizer).__name__} as the optimizer: {_RETURNS}"
-        )
-    if not isinstance(batches, Iterable) or isinstance(batches, Mapping | str | torch.Tensor):
-        raise ConfigError(
-            f"{name}() returned {type(batches).__name__} as the batches: {_RETURNS}; batches are "
-            "iterated, each is passed to the model: put a single one into a list"
-        )
-    if not (loss is None or callable(loss)):
-        raise ConfigError(f"{name}() returned {type(loss).__name__} as the loss: {_RETURNS}")
-    return Job(model, optimizer, batches, loss)
+    is_iterated = isinstance(batches, Iterable) and not isinstance(batches, _NO_BATCHES)
+    for what, value, fits in (
+        ("model", model, isinstance(model, nn.Module)),
+        ("optimizer", optimizer, isinstance(optimizer, Optimizer | None)),
+        ("batches", batches, is_iterated),
+        ("loss", loss, loss is None or callable(loss)),
+    ):
+        if not fits:
+            more = (
+                "; batches are iterated, each is passed to the model: put a single one into a list"
+                if what == "batches"
+                else ""
+            )
+            raise ConfigError(
+                f"{name}() returned {type(value).__name__} as the {what}: {_RETURNS}{more}"
+            )
+    return Job(*values)

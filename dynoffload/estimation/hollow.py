@@ -1,8 +1,8 @@
 """Weights that take no memory: each page of theirs is one of a few that all of them share.
 
-What it is: `hollowed`, by which a model on the meta device computes for real while a block runs,
-with values of the size that networks begin with. What it is not: initialisation; two weights may
-have the same values, and what is computed with them is good for sizes, paths and times only.
+`hollowed` has a model on the meta device compute for real while a block runs, with values of the
+size that networks begin with. Two weights may have the same values: what is computed with them is
+good for sizes, paths and times only.
 
 [Note: shared pages]  A weight is an address range over which one file in memory is mapped again and
 again. Reading takes no memory; what is written to takes memory of its own, as the mapping is

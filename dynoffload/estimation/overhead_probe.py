@@ -1,9 +1,8 @@
 """How quick the runtime's own work is on this machine now.
 
-What it is: `probe_overhead`, which trains a small network in which nothing moves, plainly and in a
-session in turns: what the session takes more is the runtime's own work. What it is not: what a
-saved tensor or an update takes, which is fitted on many networks; a pace carries that from one
-hour, or machine, to another.
+`probe_overhead` trains a small network in which nothing moves, plainly and in a session in turns:
+what the session takes more is the runtime's own work. It carries what was fitted on many networks
+from one hour, or machine, to another.
 """
 
 from __future__ import annotations

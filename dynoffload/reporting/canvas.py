@@ -1,7 +1,7 @@
 """The paper that the report's figures are drawn on: colours, axes, legends, and the way to SVG.
 
-What it is: one look for all figures, in a page or in a file of their own. What it is not: any
-figure. matplotlib is imported inside, and without pyplot: no display, no global state.
+One look for all figures, in a page or in a file of their own. matplotlib is imported inside, and
+without pyplot: no display, no global state.
 
 [Note: colours that follow the page] An SVG inside a page can take its colours from CSS variables,
 so one drawing serves the light and the dark page. matplotlib knows no variables: each colour is

@@ -1,7 +1,7 @@
 """A `RunLog` by columns: numpy arrays, and the few reductions that every figure needs.
 
-What it is: conversion once per report, and downsampling that keeps the extremes. What it is not:
-drawing or words. Times are seconds, quantities are bytes.
+Converted once per report, and downsampled so that extremes stay. Times are seconds, quantities are
+bytes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The figures of the report, one function per figure; each returns an SVG element.
 
-What it is: matplotlib drawings. What it is not: numbers (see ``columns`` and ``summary``), the look
-of axes and colours (see ``canvas``) or the layout of the page.
+Numbers come from ``columns`` and ``summary``, the look of axes and colours from ``canvas``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A run as a trace that ui.perfetto.dev and chrome://tracing open, to zoom into single transfers.
 
-What it is: the Trace Event Format ("JSON Object Format", Duncan and others, Google 2016) with one
-track for steps and phases, one for waits, as many as needed for fetches and evictions that overlap,
-and counters for memory. What it is not: a profile of operators.
+In the Trace Event Format ("JSON Object Format", Duncan and others, Google 2016): one track for
+steps and phases, one for waits, as many as needed for fetches and evictions that overlap, and
+counters for memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A run in a few numbers and plain words.
 
-What it is: the reductions behind the report's headline, its tables and the comparison of policies.
-What it is not: drawing, or HTML. Steps that stand for a run are medians after warm-up, since the
-first steps build plans and fill caches.
+The reductions behind the report's headline, its tables and the comparison of policies. Steps that
+stand for a run are medians after warm-up, since the first steps build plans and fill caches.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The runtime's device, simulated: the verbs of `dynoffload.memory.device.Device`, and their time.
 
-`SimulatedPager` is an `Execution` that is driven verb by verb, as the runtime drives its pager, and
+`SimulatedPager` is a `FastMemory` that is driven verb by verb, as the runtime drives its pager, and
 keeps the pager's rules: what was only staged is clean and what was at its address is not; the stamp
 of a region is renewed by verbs, not by accesses; whoever touches an absent region waits for it;
 regions have twins.
@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from dynoffload.planning.extents import Extents
 from dynoffload.planning.schedule import Schedule, Use
-from dynoffload.simulation.execution import Execution, State, StepResult
+from dynoffload.simulation.fast_memory import FastMemory, State, StepResult
 from dynoffload.simulation.following import Plan
 from dynoffload.simulation.machine import Machine
 from dynoffload.simulation.traffic import Transfer
@@ -30,7 +30,7 @@ FAULT_LOOKAHEAD = 8
 _REPEATS = 4  # times that one operator asks again for what has left while it waited for the rest
 
 
-class SimulatedPager(Execution):
+class SimulatedPager(FastMemory):
     """A pool of pages and the regions that move in and out of it.
 
     Args:

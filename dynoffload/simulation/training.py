@@ -27,7 +27,7 @@ from dynoffload.planning.reference import (
 )
 from dynoffload.planning.schedule import Schedule
 from dynoffload.simulation.chunks import Chunks
-from dynoffload.simulation.execution import StepResult
+from dynoffload.simulation.fast_memory import StepResult
 from dynoffload.simulation.machine import Machine
 from dynoffload.simulation.overhead import Division, Phase, RuntimeOverhead
 from dynoffload.simulation.pager import SimulatedPager

@@ -14,7 +14,8 @@ from typing import NamedTuple, Protocol
 
 from dynoffload.errors import BudgetError
 from dynoffload.planning.schedule import Action, Kind, Schedule, Use
-from dynoffload.simulation.execution import Execution, State, StepResult
+from dynoffload.simulation.execution import Execution
+from dynoffload.simulation.fast_memory import State, StepResult
 from dynoffload.simulation.following import Plan
 from dynoffload.simulation.machine import Link, Machine
 from dynoffload.simulation.policies import Strategy
