@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import SMALL_PAGES, Twin, assert_same, footprint_of
+from fused_networks import paging_of
 from hazards import (
     Mlp,
     Side,
@@ -30,6 +31,7 @@ from hazards import (
     guarded,
     hazard,
     loss_of,
+    trains,
 )
 from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
@@ -222,10 +224,9 @@ def test_the_guard_leaves_settings_of_the_process_alone(
                 loss_of(model, step).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        assert session._paging is not None
-        assert session._paging.updates is not None
-        maker = session._paging.updates.runner
-        step_of = maker.step
+        updates = paging_of(session).updates
+        assert updates is not None
+        step_of = updates.runner.step
 
         def slow(optimizer: Any) -> None:
             if threading.current_thread().name == "dynoffload-guard":
@@ -233,7 +234,7 @@ def test_the_guard_leaves_settings_of_the_process_alone(
                 assert go_on.wait(100)
             step_of(optimizer)
 
-        monkeypatch.setattr(maker, "step", slow)
+        monkeypatch.setattr(updates.runner, "step", slow)
         before = value()
         watcher = threading.Thread(target=lambda: twin.model.layers[1].weight.norm())
         try:
@@ -322,80 +323,31 @@ def test_a_mode_that_watches_the_step_sees_its_updates(backend: str) -> None:
     side = Side(backend)
     model = Mlp(depth=3)
     optimizer = AdamW(model.parameters(), lr=1e-2, foreach=False)
-    with side.offload(model, optimizer) as session:
+    with side.offload(model, optimizer):
         for step in range(3):
             loss_of(model, step).backward()
             with Counting() as counting:
                 optimizer.step()
             optimizer.zero_grad()
-            assert session is not None
-            assert session._paging is not None
-            assert session._paging.updates is not None
-            assert not session._paging.updates.pending.by_slot
             assert sum("addcdiv_" in call for call in counting.calls) == len([*model.parameters()])
-
-
-@guarded
-def test_a_mode_around_a_look_sees_no_update(backend: str) -> None:
-    side = Side(backend)
-    model = Mlp(depth=3)
-    optimizer = AdamW(model.parameters(), lr=1e-2, foreach=False)
-    with side.offload(model, optimizer):
-        for step in range(3):
-            side.step(loss_of(model, step), optimizer)
-            with Counting() as counting, torch.no_grad():
-                loss_of(model, 50)
-            assert not any("addcdiv" in call for call in counting.calls)
 
 
 @each_backend
 def test_a_mode_that_changes_operators(backend: str) -> None:
     """First at the step, then around forward."""
 
-    def program(side: Side) -> None:
-        model = Mlp(depth=3)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                loss_of(model, step).backward()
-                if step == 1:
-                    with Doubling():
-                        optimizer.step()
-                else:
-                    optimizer.step()
-                optimizer.zero_grad()
-                with Doubling():
-                    side.see("score", loss_of(model, 50).detach())
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        loss_of(model, step).backward()
+        if step == 1:
+            with Doubling():
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+        with Doubling():
+            side.see("score", loss_of(model, 50).detach())
 
-    hazard(backend, program)
-
-
-class Summing(torch.optim.SGD):
-    """Not split; here to show that modes reach optimizers of the user's as well."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    noise = torch.zeros(parameter.shape)
-                    parameter.data.add_(parameter.grad + noise, alpha=-group["lr"])
-        return None
-
-
-@each_backend
-def test_an_optimizer_of_the_users_under_a_default_dtype(backend: str) -> None:
-    def program(side: Side) -> None:
-        model = Mlp(depth=3)
-        optimizer = Summing(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, states=0, share=0.6):
-            for step in range(6):
-                loss_of(model, step).backward()
-                with default_dtype(torch.float64):
-                    optimizer.step()
-                optimizer.zero_grad()
-                read(side, model)
-
-    hazard(backend, program)
+    trains(backend, each, lambda: Mlp(depth=3))
 
 
 OPTIMIZERS = [
