@@ -1,7 +1,6 @@
 """Days in the life of a random graph: what its user does in one step.
 
-What it is: `live`, which trains a `Graph` for one day of its plan and returns what there was to
-see, and the optimizers that users choose. What it is not: a test, nor aware of offloading.
+`live` trains a `Graph` for one day of its plan and returns what there was to see.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Lives of random graphs: all that is drawn about one, and the life itself, plainly and paged.
-
-What it is: `Life`, a strategy of them, and `compare`, which lives one twice. What it is not: a
-test. A life with a failing disk is told by faulty_graphs.py.
-"""
+"""Lives of random graphs: all that is drawn about one, and the life itself, plainly and paged."""
 
 from __future__ import annotations
 

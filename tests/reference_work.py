@@ -1,11 +1,7 @@
 """A fixed piece of work to weigh others against, so that no test depends on how fast a machine is.
 
-What it is: `reference_work`, numpy calls on small arrays as planning and prediction make them, of
-about a millisecond where the limits of the product were set; and `times_reference`, which measures
-both in turns. What it is not: a test, or a benchmark: what a prediction takes in seconds is
-measured by the experiments.
-
-The time is the thread's own, which another process on the core does not lengthen.
+The work is numpy calls on small arrays, as planning and prediction make them, of about a
+millisecond. The time is the thread's own, which another process on the core does not lengthen.
 """
 
 from __future__ import annotations

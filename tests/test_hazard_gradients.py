@@ -1,9 +1,9 @@
 """Hazard: gradients that users read, write, replace and keep between backward and the next one.
 
 The graph: linear layers, whose gradients are accumulated over micro-batches, clipped by norm and by
-value, scaled, made noisy, zeroed in place or set to None, put in by hand, kept in a buffer of the
-user's own, or averaged out of one. Each voids what was drafted in backward, and each must come
-after the update that still waits for the old gradient.
+value, zeroed in place or set to None, put in by hand, or kept in a buffer of the user's own. Each
+voids what was drafted in backward, and each must come after the update that still waits for the old
+gradient.
 """
 
 from __future__ import annotations
@@ -178,28 +178,6 @@ def test_a_gradient_that_the_user_keeps(backend: str, when: str) -> None:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=False)
                 kept[0].add_(0.01)
-
-    hazard(backend, program)
-
-
-@each_backend
-def test_microbatch_gradients_collected(backend: str) -> None:
-    """Each micro-batch's gradients are kept by the user, averaged, and put in by hand."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                collected = []
-                for part in range(3):
-                    optimizer.zero_grad()
-                    loss_of(model, 10 * step + part).backward()
-                    collected.append([p.grad for p in model.parameters()])
-                for parameter, *made in zip(model.parameters(), *collected, strict=True):
-                    parameter.grad = torch.stack(made).mean(0)
-                optimizer.step()
-                optimizer.zero_grad()
 
     hazard(backend, program)
 

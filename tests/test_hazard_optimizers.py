@@ -4,8 +4,7 @@ The graph: a few linear layers, with every optimizer of `torch.optim` in each of
 (for-loop, foreach, fused, capturable, differentiable, amsgrad, maximize, centered, nesterov, and
 rates that are tensors), over an odd-sized and a small parameter too, and for Muon, which takes
 matrices only, wide and tall ones without biases; transformers' Adafactor, whose state is factored;
-optimizers of the user's own, with state for a group or a name of their own; those that are refused;
-and state that is reset, put away and copied.
+optimizers of the user's own; those that are refused; and state that is reset, put away and copied.
 """
 
 from __future__ import annotations
@@ -226,26 +225,6 @@ def test_adafactor_of_transformers(backend: str, relative: bool) -> None:
     hazard(backend, lambda side: train(side, make))
 
 
-class Sign(Optimizer):
-    """One of the user's: a momentum under a name of its own, and a count for the whole group."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 1e-2) -> None:
-        super().__init__(parameters, {"lr": lr, "count": 0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["count"] += 1
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["trace"] = parameter.grad.clone()
-                state["trace"].lerp_(parameter.grad, 0.1)
-                parameter.add_(state["trace"].sign(), alpha=-group["lr"] / group["count"])
-
-
 class Foreach(Optimizer):
     """One of the user's: whole lists at a time, several states to a parameter."""
 
@@ -283,7 +262,7 @@ class Late(AdamW):
 
 
 @each_backend
-@pytest.mark.parametrize("kind", [Sign, Foreach, Late])
+@pytest.mark.parametrize("kind", [Foreach, Late])
 def test_an_optimizer_of_the_users(backend: str, kind: type[Optimizer]) -> None:
     hazard(backend, lambda side: train(side, lambda p: kind(p, lr=1e-2), states=1))
 

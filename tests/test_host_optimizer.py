@@ -36,13 +36,26 @@ def test_steps_are_those_of_the_reference(kind: str) -> None:
     pair.assert_same()
 
 
-def test_queues_that_are_late() -> None:
+@pytest.mark.parametrize("how", ["plain", "delayed", "in a file", "accumulated and clipped"])
+def test_queues_that_are_late(how: str, tmp_path: Path) -> None:
     """Nothing is read too early or written too late, whatever copies take."""
-    with racing(0) as queues:
-        model = on_accelerator(odd(), queues)
-        pair = Pair("momentum", model=model, queues=queues)
-        pair.train(words(4))
+    options: dict[str, Any] = {"delayed": how == "delayed"}
+    if how == "in a file":
+        options["spill_dir"] = tmp_path
+    with racing(1) as queues:
+        pair = Pair("momentum", model=on_accelerator(odd(), queues), queues=queues, **options)
+        for number, sample in enumerate(words(6)):
+            pair.backward(sample)
+            if how == "accumulated and clipped":
+                if number % 2 == 0:
+                    continue
+                pair.ours.clip_grad_norm_(0.1)
+                nn.utils.clip_grad_norm_(pair.reference.parameters(), 0.1, foreach=False)
+            pair.step()
+            pair.zero_grad()
         assert queues.copies > 0
+        pair.ours.finish()
+        pair.theirs.catch_up()
         pair.assert_same()
         pair.ours.close()
 

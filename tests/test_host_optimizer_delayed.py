@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 from exactness import assert_same
-from host_reference import Pair, odd, on_accelerator, racing, words
+from host_reference import Pair, odd, words
 from torch.optim import AdamW
 
 from dynoffload.errors import StepLostError
@@ -30,16 +30,6 @@ def test_a_delay_is_the_one_that_is_written_plainly(
     pair.ours.finish()
     pair.theirs.catch_up()
     pair.assert_same()
-
-
-def test_on_late_queues() -> None:
-    with racing(1) as queues:
-        pair = Pair(model=on_accelerator(odd(), queues), queues=queues, delayed=True)
-        pair.train(words(6))
-        pair.ours.finish()
-        pair.theirs.catch_up()
-        pair.assert_same()
-        pair.ours.close()
 
 
 def test_the_update_is_made_beside_the_next_step() -> None:

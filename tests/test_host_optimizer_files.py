@@ -13,7 +13,7 @@ import pytest
 import torch
 from emulated import emulated
 from exactness import assert_same
-from host_reference import Pair, odd, on_accelerator, racing, words
+from host_reference import Pair, odd, words
 from torch.optim import AdamW
 
 from dynoffload.errors import SpillError, StepLostError
@@ -56,14 +56,6 @@ def is_mapped(tensor: torch.Tensor) -> bool:
         if first <= tensor.data_ptr() < last:
             return int(line.split()[4]) != 0
     return False
-
-
-def test_files_below_late_queues(tmp_path: Path) -> None:
-    with racing(1) as queues:
-        pair = Pair(model=on_accelerator(odd(), queues), queues=queues, spill_dir=tmp_path)
-        pair.train(words(4))
-        pair.assert_same()
-        pair.ours.close()
 
 
 def test_staging_is_as_large_as_four_tiles(tmp_path: Path) -> None:

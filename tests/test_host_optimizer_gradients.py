@@ -15,8 +15,6 @@ from host_reference import (
     Pair,
     Reference,
     odd,
-    on_accelerator,
-    racing,
     step_of_replica,
     words,
 )
@@ -272,20 +270,6 @@ def test_a_gradient_is_held_until_it_has_left_and_no_longer() -> None:
     assert 0 < sum(moment.nbytes for moment in held) <= 4 * 4096
     optimizer.step()
     assert len(gone) == 2 * (sum(1 for _ in model.parameters()) - 2)  # two are never used
-
-
-def test_accumulation_on_late_queues() -> None:
-    with racing(1) as queues:
-        pair = Pair(model=on_accelerator(odd(), queues), queues=queues)
-        for sample in words(6):
-            pair.backward(sample)
-            pair.backward(sample)
-            pair.ours.clip_grad_norm_(0.1)
-            torch.nn.utils.clip_grad_norm_(pair.reference.parameters(), 0.1, foreach=False)
-            pair.step()
-            pair.zero_grad()
-        pair.assert_same()
-        pair.ours.close()
 
 
 def test_two_optimizers_of_one_model() -> None:

@@ -6,7 +6,6 @@ import ctypes
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -104,28 +103,6 @@ def test_every_function_is_called_on_one_element(monkeypatch: pytest.MonkeyPatch
     floats = (torch.float32, torch.float64)
     assert {(name, dtype, 1) for name in ROUTED for dtype in floats} <= seen.calls
     assert set(FUNCTIONS) >= ROUTED
-
-
-@pytest.mark.usefixtures("unsettled")
-def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    at_once: list[int] = []
-    inside = threading.Semaphore(1)
-
-    class Watch:
-        def __enter__(self) -> None:
-            assert inside.acquire(blocking=False)
-            at_once.append(1)
-
-        def __exit__(self, *error: object) -> None:
-            inside.release()
-
-    monkeypatch.setattr(numerics, "_disable_current_modes", Watch)
-    threads = [threading.Thread(target=settle_kernels) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert at_once == [1]
 
 
 def test_kernels_are_settled_as_a_block_is_entered() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,17 +21,9 @@ _FIXED = {"fused": True, "foreach": False, "capturable": False, "differentiable"
 """Options that say how a step is computed, and what may be asked for."""
 
 
-@dataclass(eq=False)
-class Slice:
-    """What is updated as one tensor; tensors are flat, float32, on the CPU.
-
-    Attributes:
-        master: changed in place.
-        gradient: what it is updated by.
-        moments: changed in place, by their keys.
-        step: how many updates it has had.
-        group: its hyperparameters.
-    """
+class Slice(NamedTuple):
+    """What is updated as one tensor, in place: flat, float32, on the CPU; ``step`` counts its
+    updates, and ``group`` has its hyperparameters."""
 
     master: torch.Tensor
     gradient: torch.Tensor

@@ -59,52 +59,8 @@ class ObservedState(State):
     def before(self) -> State:
         """Return what this stands for, with the entries of now."""
         self._before.clear()
-        self._before.update(super().items())
+        self._before.update(dict.items(self))
         return self._before
-
-    def __setitem__(self, key: torch.Tensor, value: Any) -> None:
-        self._on_look(key)
-        super().__setitem__(key, value)
-        self._before[key] = value
-
-    def __delitem__(self, key: torch.Tensor) -> None:
-        self._on_look(key)
-        super().__delitem__(key)
-        self._before.pop(key, None)
-
-    def __contains__(self, key: object) -> bool:
-        self._on_look(key if isinstance(key, torch.Tensor) else None)
-        return super().__contains__(key)
-
-    def setdefault(self, key: torch.Tensor, default: Any = None) -> Any:
-        """Return the entry of ``key``, made of ``default`` if there is none."""
-        if key not in self:
-            self[key] = default
-        return super().__getitem__(key)
-
-    def pop(self, key: torch.Tensor, *default: Any) -> Any:
-        """Remove and return the entry of ``key``."""
-        self._on_look(key)
-        self._before.pop(key, None)
-        return super().pop(key, *default)
-
-    def popitem(self) -> tuple[torch.Tensor, Any]:
-        """Remove and return the last entry."""
-        self._on_look(None)
-        key, value = super().popitem()
-        self._before.pop(key, None)
-        return key, value
-
-    def clear(self) -> None:
-        """Remove all entries."""
-        self._on_look(None)
-        super().clear()
-        self._before.clear()
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """Take entries over."""
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
 
     def copy(self) -> State:  # type: ignore[override]
         """Return the same entries, in a mapping that reports nothing."""
@@ -120,30 +76,39 @@ class ObservedState(State):
     def __ror__(self, other: Any) -> Any:
         return other | self.copy()
 
-    def __ior__(self, other: Any) -> ObservedState:  # type: ignore[override]
-        self.update(other)
-        return self
-
     def __reduce__(self) -> Any:
         """Copy and pickle as the plain mapping."""
         self._on_look(None)
         return defaultdict, (self.default_factory,), None, None, iter(super().items())
 
 
-def _reporting(name: str, *, of_one: bool) -> Callable[..., Any]:
-    """Return a method of a mapping, of one entry or of all, that reports the look first."""
-    read = getattr(defaultdict, name)
+def _reporting(name: str, *, of_one: bool, writes: bool) -> Callable[..., Any]:
+    """Return a method of a mapping, of one entry or of all, that reports the look first; what it
+    ``writes`` goes into what the state stands for, too."""
+    plain = getattr(defaultdict, name)
 
-    def call(state: ObservedState, *args: Any) -> Any:
-        state._on_look(args[0] if of_one else None)
-        return read(state, *args)
+    def call(state: ObservedState, *args: Any, **kwargs: Any) -> Any:
+        key: Any = args[0] if of_one else None
+        state._on_look(key)
+        found = plain(state, *args, **kwargs)
+        if writes and not of_one:
+            state.before()
+        elif writes and dict.__contains__(state, key):
+            state._before[key] = dict.__getitem__(state, key)
+        elif writes:
+            state._before.pop(key, None)
+        return found
 
     return call
 
 
-for _name in ("__getitem__", "get"):
-    setattr(ObservedState, _name, _reporting(_name, of_one=True))
+for _name in ("__getitem__", "get", "__contains__"):
+    setattr(ObservedState, _name, _reporting(_name, of_one=True, writes=False))
+for _name in ("__setitem__", "__delitem__", "setdefault", "pop"):
+    setattr(ObservedState, _name, _reporting(_name, of_one=True, writes=True))
 for _name in ("__iter__", "__reversed__", "__len__", "__eq__", "__ne__", "__repr__"):
-    setattr(ObservedState, _name, _reporting(_name, of_one=False))
+    setattr(ObservedState, _name, _reporting(_name, of_one=False, writes=False))
 for _name in ("keys", "values", "items"):
-    setattr(ObservedState, _name, _reporting(_name, of_one=False))
+    setattr(ObservedState, _name, _reporting(_name, of_one=False, writes=False))
+for _name in ("popitem", "clear", "update", "__ior__"):
+    setattr(ObservedState, _name, _reporting(_name, of_one=False, writes=True))

@@ -48,7 +48,7 @@ class UpdateRunner:
 
     def __init__(self, paged: PagedOptimizer) -> None:
         self._optimizer, self._store, self._device = paged.optimizer, paged.store, paged.device
-        self.slices = SliceUpdates(paged, self.run)
+        self.slices = SliceUpdates(paged, self.run_on)
         self.undo_log: UndoLog | None = None
         self.scaled = False
         step = type(paged.optimizer).step
@@ -115,10 +115,10 @@ class UpdateRunner:
             storages: where regions are shown; the others are at their own addresses.
         """
         if isinstance(update, SliceUpdate):
-            self.slices.apply(slot, update, storages, self.undo_log)
+            self.slices.apply(slot, update, storages)
             return
         parameter = slot.parameter
-        given, made = self.run_on(update, storages, parameter)
+        given, made = self.run_on(update, storages, slot)
         old, states = update.state or {}, update.states
         now = states.get(parameter)
         if now is None and update.state is None and made:
@@ -132,14 +132,14 @@ class UpdateRunner:
         self,
         update: Update,
         storages: Mapping[int, torch.UntypedStorage],
-        changed: nn.Parameter | None = None,
+        changed: Slot | None = None,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Run the optimizer's code for ``update`` on a stand-in.
 
         Args:
             update: the update.
             storages: as for `_apply`.
-            changed: the parameter that it changes, for the undo log.
+            changed: what it changes of the user's, for the undo log.
 
         Returns:
             The state that the stand-in was given, and what the optimizer left there.
@@ -165,9 +165,9 @@ class UpdateRunner:
         if update.state is not None:
             own[stand_in] = dict(given)
         if changed is not None and self.undo_log is not None:
-            self.undo_log.keep_tensor(changed, None, None, update.data, stand_in.detach())
+            self.undo_log.keep_tensor(changed, None, update.data, stand_in.detach())
             for key, value in (update.state or {}).items():
-                self.undo_log.keep_tensor(changed, key, None, value, given[key])
+                self.undo_log.keep_tensor(changed, key, value, given[key])
         update.begun = True
         self.run([{**update.group, "params": [stand_in]}], own)
         return given, own.get(stand_in, {})

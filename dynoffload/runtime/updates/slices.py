@@ -15,14 +15,12 @@ taken for zero.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dynoffload.memory.pager import Pager
@@ -30,14 +28,14 @@ from dynoffload.runtime.adoption.slicing import keeps_bits
 from dynoffload.runtime.adoption.slots import Fused, Slot
 from dynoffload.runtime.adoption.store import view_of
 from dynoffload.runtime.updates.torch_context import as_of_step
-from dynoffload.runtime.updates.undo_log import UndoLog
-from dynoffload.runtime.updates.update import Group, PagedOptimizer, copied
+from dynoffload.runtime.updates.update import Group, PagedOptimizer, Update, copied
 
 MOST_STEPS = 256
 """Steps that a slice may lag behind: what waits is bounded, and so is the time to catch up. Some
 catch up earlier, as early as after half of them, so that not all do in one step."""
 
-Run = Callable[[list[Group], MutableMapping[torch.Tensor, Any]], None]
+Run = Callable[..., tuple[dict[str, Any], dict[str, Any]]]
+"""`UpdateRunner.run_on`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +82,7 @@ class SliceUpdates:
 
     Args:
         paged: the optimizer and its tensors.
-        run: runs the optimizer's own code over groups, with a given state.
+        run: runs the optimizer's own code for one update.
     """
 
     def __init__(self, paged: PagedOptimizer, run: Run) -> None:
@@ -126,29 +124,24 @@ class SliceUpdates:
         state]."""
         like = fused.like
         one = torch.zeros((1,) * like.dim(), dtype=like.dtype, device=self._device.device)
-        stand_in = nn.Parameter(one)
-        stand_in.grad = torch.zeros_like(one)
-        version = stand_in.grad._version
-        own: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-        if state:
-            own[stand_in] = {
-                key: torch.zeros_like(one) if key in fused.states else value
-                for key, value in state.items()
-            }
+        gradient = torch.zeros_like(one)
+        version = gradient._version
+        small = {
+            key: torch.zeros_like(one) if key in fused.states else value
+            for key, value in (state or {}).items()
+        }
+        update = Update(group, one, gradient, small or None, [], torch.get_num_threads(), {})
         with _disable_current_modes():  # below one, operators over lists leave versions as they are
-            self._run([{**group, "params": [stand_in]}], own)
-        made = own.get(stand_in)
-        if made is not None:
-            if state is None:
-                state = {}
-                self._optimizer.state[fused.parameter] = state
-            for key, value in made.items():
-                if isinstance(value, torch.Tensor) and value.shape == one.shape:
-                    if key not in fused.states:
-                        state[key] = self.rows.view(fused, self.rows.state_row(fused, key))
-                else:
-                    state[key] = value
-        return stand_in.grad is None or stand_in.grad._version != version
+            _, made = self._run(update, {})
+        if made and state is None:
+            state = self._optimizer.state[fused.parameter] = {}
+        for key, value in made.items():
+            assert state is not None
+            if not isinstance(value, torch.Tensor) or value.shape != one.shape:
+                state[key] = value
+            elif key not in fused.states:
+                state[key] = self.rows.view(fused, self.rows.state_row(fused, key))
+        return gradient._version != version
 
     def joins(self, update: SliceUpdate, step: Step) -> bool:
         """Return whether ``step`` can wait with those of ``update``."""
@@ -168,11 +161,7 @@ class SliceUpdates:
 
     @torch.no_grad()
     def apply(
-        self,
-        slot: Slot,
-        update: SliceUpdate,
-        storages: Mapping[int, torch.UntypedStorage],
-        undo_log: UndoLog | None,
+        self, slot: Slot, update: SliceUpdate, storages: Mapping[int, torch.UntypedStorage]
     ) -> None:
         """Make an update, whose regions are at hand.
 
@@ -180,33 +169,37 @@ class SliceUpdates:
             slot: the slice.
             update: its update.
             storages: where regions are shown; the others are at their own addresses.
-            undo_log: takes what it changes, as it was.
         """
         assert slot.fused is not None
         like = slot.fused.like[0]
 
         def tensor(region: int) -> torch.Tensor:
-            storage = storages.get(region)
-            return view_of(self._device.storage(region) if storage is None else storage, like)
+            return view_of(self._device.storage(region), like)
 
-        data = tensor(slot.region)
         states = {key: tensor(region) for key, region in slot.states.items()}
-        if undo_log is not None:
-            for key, kept in ((None, slot.region), *slot.states.items()):
-                own = view_of(self._device.storage(kept), like)
-                undo_log.keep_tensor(slot.parameter, key, slot.number, own, tensor(kept))
         zeros = self._zeros_like(slot.fused) if any(step.zero for step in update.steps) else None
         if zeros is not None:
             self._device.acquire([zeros], pin=True)
         try:
-            for step in update.steps:
+            for number, step in enumerate(update.steps):
                 region = zeros if step.zero else update.gradient
                 assert region is not None
                 update.begun = True
-                others = step.threads != update.threads
+                state = None
+                if step.small is not None:
+                    # The order of keys is the optimizer's own business: it asks for them by name.
+                    state = {**states, **{key: copied(value) for key, value in step.small.items()}}
+                data, gradient = tensor(slot.region), tensor(region)
+                one = Update(step.group, data, gradient, state, [], step.threads, {})
                 kind, guard = self._device.device.type, bool(storages)
+                others = step.threads != update.threads
                 with as_of_step(step.threads, kind, guard=guard) if others else nullcontext():
-                    self._make(data, tensor(region), states, step)
+                    given, made = self._run(one, storages, None if number else slot)
+                for key in states.keys() & made.keys():
+                    if made[key] is not given.get(key):
+                        shown = storages.get(slot.states[key])
+                        target = states[key] if shown is None else view_of(shown, like)
+                        target.copy_(made[key])
         finally:
             if zeros is not None:
                 self._device.unpin([zeros])
@@ -221,26 +214,6 @@ class SliceUpdates:
             self._store.names[region] = "zeros"
             self._device.clear([region])
         return region
-
-    def _make(
-        self,
-        data: torch.Tensor,
-        gradient: torch.Tensor,
-        states: dict[str, torch.Tensor],
-        step: Step,
-    ) -> None:
-        stand_in = nn.Parameter(data)
-        stand_in.grad = gradient
-        given: dict[str, Any] = {}
-        own: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-        if step.small is not None:
-            # The order of keys is the optimizer's own business: it asks for them by name.
-            given = {**states, **{key: copied(value) for key, value in step.small.items()}}
-            own[stand_in] = dict(given)
-        self._run([{**step.group, "params": [stand_in]}], own)
-        for key, value in own.get(stand_in, {}).items():
-            if key in states and value is not given.get(key):
-                states[key].copy_(value)
 
     def end(self, slot: Slot, update: SliceUpdate) -> None:
         """An update was made."""

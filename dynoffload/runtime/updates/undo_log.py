@@ -24,6 +24,7 @@ from dynoffload.memory.accelerator.storages import place_of
 from dynoffload.memory.local import local
 from dynoffload.memory.pieces import Buffer, Holder, same_bits
 from dynoffload.memory.spill import SpillFile, reason, transfer
+from dynoffload.runtime.adoption.slots import Slot
 
 _SMALL = 16  # elements of a state tensor that is kept in memory
 
@@ -93,23 +94,26 @@ class UndoLog:
         """
         state = dict.get(self._optimizer.state, parameter) or {}
         for key, value in ((None, local(parameter).detach()), *state.items()):
-            self.keep_tensor(parameter, key, None, local(value), local(value))
+            self._keep(parameter, key, None, local(value), local(value))
 
-    def keep_tensor(
-        self, parameter: torch.Tensor, key: str | None, number: int | None, own: Any, shown: Any
-    ) -> None:
-        """A parameter, or a tensor of its state, is about to change.
+    def keep_tensor(self, slot: Slot, key: str | None, own: Any, shown: Any) -> None:
+        """A parameter or a tensor of its state, or a slice of one, is about to change.
 
         Args:
-            parameter: the user's object.
+            slot: of the parameter, or of the slice.
             key: of the state; None for the parameter itself.
-            number: of the slice that will change, or None for all of it.
             own: the tensor where it lies; what is none is passed over.
             shown: the same bytes, maybe elsewhere.
 
         Raises:
             SpillError: it cannot be written; nothing has changed.
         """
+        number = None if slot.fused is None else slot.number
+        self._keep(slot.parameter, key, number, own, shown)
+
+    def _keep(
+        self, parameter: torch.Tensor, key: str | None, number: int | None, own: Any, shown: Any
+    ) -> None:
         if parameter not in self._states or not isinstance(shown, torch.Tensor):
             return
         before = self._states[parameter] or {}
