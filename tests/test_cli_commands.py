@@ -6,29 +6,27 @@ import json
 import math
 import os
 import re
-import runpy
 import signal
 import subprocess
 import sys
-import types
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from synthetic_runlog import synthetic_log
 from typer.testing import CliRunner
 
 from dynoffload import __version__, experiments
 from dynoffload.cli import app
-from dynoffload.cli.experiment import _described, options_of, parse_options
+from dynoffload.cli.experiment import parse_options
 from dynoffload.cli.pilot import numbers_of
 from dynoffload.doctor.system import filesystem_of
 from dynoffload.errors import ConfigError
+from dynoffload.experiments.harness import Experiment, Row, meanings_of, option, options_of
 from dynoffload.pilot.evaluate import Scores
 from dynoffload.pilot.train import Evaluation, TrainResult
-
-synthetic_log = runpy.run_path(str(Path(__file__).with_name("synthetic_runlog.py")))[
-    "synthetic_log"
-]
 
 
 @pytest.fixture
@@ -176,35 +174,30 @@ def test_doctor_as_json_of_a_refused_directory(runner: CliRunner, tmp_path: Path
 # -- experiment ---------------------------------------------------------------------------------
 
 
-def run_fake(
-    json_path: Path | None = None,
-    *,
-    steps: int = 3,
-    rate: float | None = None,
-    fast: bool = False,
-    preset: str = "tiny",
-    budgets: tuple[int, ...] = (),
-) -> dict[str, Any]:
-    """Measure nothing.
+@dataclass(frozen=True)
+class Fakes:
+    steps: int = option(3, "of each run, again and again")
+    rate: float | None = option(None, "some")
+    fast: bool = option(False, "a switch")
+    preset: str = option("tiny", "a name")
+    budgets: tuple[int, ...] = option((), "numbers")
 
-    Args:
-        json_path: nobody's.
-        steps: of each run,
-            again and again.
-        rate: some.
-        fast: a switch.
-        preset: a name.
-        budgets: numbers.
-    """
-    return {"steps": steps, "rate": rate, "fast": fast, "preset": preset, "budgets": list(budgets)}
+
+class Fake(Experiment[Fakes]):
+    """Measures nothing."""
+
+    parameters = Fakes
+
+    def cases(self) -> Mapping[str, None]:
+        return {"one": None}
+
+    def run(self, case: None) -> Row:
+        return {}
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    module = types.ModuleType("fake_experiment")
-    module.run = run_fake  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "fake_experiment", module)
-    monkeypatch.setattr(experiments, "EXPERIMENTS", {"fake": "fake_experiment:run"})
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experiments, "EXPERIMENTS", {"fake": f"{__name__}:Fake"})
     monkeypatch.setattr(experiments, "summary", lambda name: f"What {name} measures.")
 
 
@@ -226,7 +219,7 @@ def test_options_reach_the_experiment_by_type(
     assert made_by["machine"]["cores"] == os.cpu_count()
     assert made_by["command"].startswith("dynoffload")
     assert re.fullmatch(r"[0-9a-f]{12}(-dirty)?|\d+\.\d+\.\d+\S*", made_by["commit"])
-    assert found == {
+    assert found["params"] == {
         "steps": 5,
         "rate": 0.5,
         "fast": True,
@@ -237,7 +230,7 @@ def test_options_reach_the_experiment_by_type(
 
 def test_json_to_standard_output(runner: CliRunner, fake: None) -> None:
     result = runner.invoke(app, ["experiment", "fake", "--json", "-"])
-    assert json.loads(result.stdout)["steps"] == 3
+    assert json.loads(result.stdout)["params"]["steps"] == 3
 
 
 def test_an_experiments_options_are_listed(runner: CliRunner, fake: None) -> None:
@@ -264,15 +257,18 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
 def test_an_experiment_that_is_terminated_leaves_nothing_behind(tmp_path: Path) -> None:
     """``timeout`` and schedulers end a job by SIGTERM."""
     code = (
-        "import sys, tempfile, time, types\n"
+        "import tempfile, time\n"
         "from dynoffload import experiments\n"
         "from dynoffload.cli import app\n"
-        "def run(json_path=None):\n"
-        "    with tempfile.TemporaryDirectory():\n"
-        "        print('ready', flush=True)\n"
-        "        time.sleep(60)\n"
-        "    return {}\n"
-        "experiments.load = lambda name: run\n"
+        "from dynoffload.experiments.harness import Experiment\n"
+        "class Slow(Experiment):\n"
+        "    def cases(self):\n"
+        "        return {'one': None}\n"
+        "    def run(self, case):\n"
+        "        with tempfile.TemporaryDirectory():\n"
+        "            print('ready', flush=True)\n"
+        "            time.sleep(60)\n"
+        "experiments.load = lambda name: Slow\n"
         "app(['experiment', 'slow'])\n"
     )
     with subprocess.Popen(
@@ -302,7 +298,7 @@ def test_an_experiment_that_is_terminated_leaves_nothing_behind(tmp_path: Path) 
 )
 def test_bad_options_are_named(words: list[str], named: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_options("fake", words, options_of(run_fake))
+        parse_options("fake", words, options_of(Fakes))
     assert named in str(caught.value)
 
 
@@ -321,8 +317,8 @@ def test_numbers_that_json_does_not_have_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(experiments.EXPERIMENTS))
 def test_every_registered_experiment_is_there_and_runs_by_its_name_alone(name: str) -> None:
     assert experiments.summary(name)
-    accepted, meanings = _described(experiments.load(name))  # raises where one has no default
-    assert accepted.keys() <= meanings.keys()
+    params = experiments.load(name).parameters
+    assert options_of(params).keys() == meanings_of(params).keys()  # raises without a default
 
 
 # -- pilot --------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def test_an_unknown_operator_is_told_with_where_it_was(monkeypatch: pytest.Monke
                 y = super().forward(x)
                 return y - torch.ops.dynoffload_test.mystery(y.detach())
 
-        strange = Architecture("none", "", "", lambda g, c: {"x": torch.ones(2, 3)}, loss=_sum)
+        strange = Architecture("none", "", lambda g, c: {"x": torch.ones(2, 3)}, loss=_sum)
         monkeypatch.setattr(Architecture, "build", lambda self: Strange(3, 2))
         monkeypatch.setitem(ARCHITECTURES, "strange", strange)
         found = carry_out(Idioms, Params(architectures=("strange",)))["summary"]

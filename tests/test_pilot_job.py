@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from dynoffload.cli import app
 from dynoffload.datasets.trees import trees
 from dynoffload.errors import ConfigError, TraceError
-from dynoffload.experiments.zoo import tree_lstm
+from dynoffload.experiments import zoo
 from dynoffload.pilot.labels import FEW, label_traces, make_label
 from dynoffload.pilot.train import train_pilot
 from dynoffload.pilot.workers import run_tasks
@@ -41,7 +41,7 @@ def silent(doing: str, done: int | None = None, total: int | None = None) -> Non
 def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Traces of a Tree-LSTM on real syntax trees."""
     folder = tmp_path_factory.mktemp("traces")
-    model = tree_lstm.build("tiny", embedding=8, hidden=8)
+    model = zoo.build("tree", "tiny", embedding=8, hidden=8)
     drawn = [
         type("Batch", (), {"args": (tree,), "source": tree.source})()
         for tree in islice(trees(max_nodes=40, seed=0), COUNT)
@@ -141,7 +141,7 @@ def test_scores_on_what_a_pilot_was_trained_on_say_so(traces: Path, tmp_path: Pa
         type("Batch", (), {"args": (tree,), "source": tree.source})()
         for tree in islice(trees(max_nodes=40, seed=9), 6)
     ]
-    profile(tree_lstm.build("tiny", embedding=8, hidden=8), drawn, out=others, progress=False)
+    profile(zoo.build("tree", "tiny", embedding=8, hidden=8), drawn, out=others, progress=False)
 
     def told(folder: Path) -> tuple[str, int]:
         words = ["pilot", "eval", str(pilot), str(folder), "--jobs", "1"]

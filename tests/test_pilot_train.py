@@ -13,7 +13,7 @@ import torch
 
 from dynoffload.datasets.trees import trees
 from dynoffload.errors import PilotError, TraceError
-from dynoffload.experiments.zoo import moe_lm, tree_lstm
+from dynoffload.experiments import zoo
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.train import evaluate_pilot, train_pilot
 from dynoffload.profiler.network import fingerprint
@@ -41,7 +41,7 @@ def nodes(count: int) -> Iterator[object]:
 def moe_traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Traces of a small routed network at a few tokens per step, its weights at rest."""
     folder = tmp_path_factory.mktemp("moe")
-    model = moe_lm.build("tiny", experts=16, width=8)
+    model = zoo.build("moe", "tiny", experts=16, width=8)
     profile(model, [Tokens(step) for step in range(48)], out=folder, progress=False)
     return folder
 
@@ -50,7 +50,7 @@ def moe_traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tree_traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Traces of a small Tree-LSTM on real syntax trees."""
     folder = tmp_path_factory.mktemp("trees")
-    model = tree_lstm.build("tiny", embedding=8, hidden=8)
+    model = zoo.build("tree", "tiny", embedding=8, hidden=8)
     profile(model, nodes(24), out=folder, progress=False)
     return folder
 
@@ -78,9 +78,9 @@ def test_the_saved_pilot_scores_the_same_and_knows_its_network(
     result = train_pilot(moe_traces, progress=False)
     result.pilot.save(tmp_path / "moe.pilot")
     pilot = Pilot.load(tmp_path / "moe.pilot")
-    pilot.check(fingerprint(moe_lm.build("tiny", experts=16, width=8)))
+    pilot.check(fingerprint(zoo.build("moe", "tiny", experts=16, width=8)))
     with pytest.raises(PilotError, match="trained for network"):
-        pilot.check(fingerprint(moe_lm.build("tiny")))
+        pilot.check(fingerprint(zoo.build("moe", "tiny")))
     one = evaluate_pilot(pilot, moe_traces, progress=False)
     other = evaluate_pilot(result.pilot, moe_traces, progress=False)
     assert one.rows() == other.rows()
