@@ -20,7 +20,6 @@ from dynoffload.pilot.workers import run_tasks
 from dynoffload.planning.blocks import Vocabulary
 from dynoffload.planning.calls import CallSummary, summarize_calls
 from dynoffload.profiler.input_features import InputFeatures
-from dynoffload.profiler.program import resolve
 from dynoffload.profiler.routing import RoutingHint
 from dynoffload.profiler.storage import load_trace, trace_files
 
@@ -92,10 +91,10 @@ def label_traces(traces: str | Path, jobs: int | None, report: Report) -> list[L
 def make_label(path: str) -> Label | str:
     """Return the label of a trace file, or why there is none; called in worker processes."""
     try:
-        program = resolve(load_trace(Path(path)))  # refuses what is larger than any trace
+        trace = load_trace(Path(path))  # refuses what is larger than any trace
         with Path(path).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return Label(summarize_calls(program), program.sample, tuple(program.hints), digest)
+        return Label(summarize_calls(trace), trace.sample, tuple(trace.hints), digest)
     except DynOffloadError as error:
         return str(error)
     except OSError as error:

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, TypeVar
 
 from dynoffload.errors import ConfigError
@@ -44,31 +43,27 @@ def run_tasks(
     import joblib
     from joblib.parallel import LokyBackend, get_active_backend
 
-    parent = os.getpid() if isinstance(get_active_backend()[0], LokyBackend) else None
-    parallel = joblib.Parallel(n_jobs=jobs, return_as="generator_unordered", max_nbytes=None)
+    ours: dict[str, Any] = {}
+    if isinstance(get_active_backend()[0], LokyBackend):
+        ours = {"initializer": _end_with, "initargs": (os.getpid(),)}
+    parallel = joblib.Parallel(
+        n_jobs=jobs, return_as="generator_unordered", max_nbytes=None, **ours
+    )
     yield from parallel(
-        joblib.delayed(_numbered)(parent, task, number, *arguments)
+        joblib.delayed(_numbered)(task, number, *arguments)
         for number, arguments in enumerate(given)
     )
 
 
-def _numbered(
-    parent: int | None, task: Callable[..., Made], number: int, *arguments: Any
-) -> tuple[int, Made]:
-    """Carry a task out; a worker that ``parent`` started ends with it."""
-    if parent is not None:
-        _end_with(parent)
+def _numbered(task: Callable[..., Made], number: int, *arguments: Any) -> tuple[int, Made]:
     with one_thread():
         return number, task(*arguments)
 
 
-@cache
 def _end_with(parent: int) -> None:
-    """Let this process end with its parent, unless it is that one: a parent that is killed tells
-    its workers nothing, and they would wait for it. It may be gone by now. The kernel's own signal
-    comes when the parent's *thread* ends that asked."""
-    if os.getpid() == parent:
-        return
+    """Let this worker end with its parent: one that is killed tells its workers nothing, and they
+    would wait for it. It may be gone by now. The kernel's own signal comes when the parent's
+    *thread* ends that asked."""
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -1,7 +1,7 @@
 """What a training step did: operators, idioms, regions and costs.
 
-`Recorder` (or `profile`, without a loop of one's own) makes a `Trace` of each step; `resolve` makes
-a `Program` of a trace, and a `CostModel` tells what a trace takes on a machine.
+`Recorder` (or `profile`, without a loop of one's own) makes a `Trace` of each step, and a
+`CostModel` tells what a trace takes on a machine.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dynoffload.profiler.idioms import Idioms, idioms_of, is_known, rule_of
 from dynoffload.profiler.input_features import Features, InputFeatures, describe_input
 from dynoffload.profiler.network import fingerprint, shape_key
 from dynoffload.profiler.profiling import profile
-from dynoffload.profiler.program import Program, Visit, resolve
 from dynoffload.profiler.recorder import Recorder
 from dynoffload.profiler.routing import RoutingHint, RoutingProbe
 from dynoffload.profiler.storage import load_trace, load_traces, save_trace, trace_files
@@ -27,14 +26,12 @@ __all__ = [
     "ModuleCall",
     "Operator",
     "Phase",
-    "Program",
     "Recorder",
     "RegionInfo",
     "RoutingHint",
     "RoutingProbe",
     "Timing",
     "Trace",
-    "Visit",
     "Work",
     "describe_input",
     "fingerprint",
@@ -43,7 +40,6 @@ __all__ = [
     "load_trace",
     "load_traces",
     "profile",
-    "resolve",
     "rule_of",
     "save_trace",
     "shape_key",

@@ -18,7 +18,6 @@ from dynoffload.planning.blocks import Block, Vocabulary
 from dynoffload.planning.calls import summarize_calls
 from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.input_features import InputFeatures
-from dynoffload.profiler.program import Program
 from dynoffload.profiler.recorder import Recorder
 from dynoffload.profiler.trace import Trace
 
@@ -29,9 +28,9 @@ def block(index: int, path: str, variant: str = "", nbytes: int = 1024) -> Block
     return Block(index, path, variant, (path,), nbytes, 64, idioms)
 
 
-def label_of(program: Program) -> Label:
-    """Return what a pilot learns from a program, as of a trace without a file."""
-    return Label(summarize_calls(program), program.sample, tuple(program.hints), "")
+def label_of(trace: Trace) -> Label:
+    """Return what a pilot learns from a trace without a file."""
+    return Label(summarize_calls(trace), trace.sample, tuple(trace.hints), "")
 
 
 def vocabulary(names: Sequence[tuple[str, str]], network: str = "n" * 64) -> Vocabulary:

@@ -19,13 +19,11 @@ from dynoffload.profiler import (
     Idioms,
     InputFeatures,
     ModuleCall,
+    Operator,
     Phase,
-    Program,
     Recorder,
     RegionInfo,
     Trace,
-    Visit,
-    resolve,
 )
 
 MIB = 1 << 20
@@ -41,42 +39,37 @@ class Call:
 def program(root: Sequence[Call], network: str = "net") -> CallSummary:
     """Write the summary of some calls; a call with ``own`` bytes has one parameter and two states.
 
-    Every visit of forward leaves 10 bytes of activations.
+    Every call with bytes of its own leaves 10 bytes of activations.
     """
     calls: list[ModuleCall] = []
-    visits: list[Visit] = []
-    regions: dict[str, RegionInfo] = {}
+    operators: list[Operator] = []
+    regions: list[RegionInfo] = []
+    number: dict[str, int] = {}
 
-    def write(call: Call, parent: int, operator: int) -> int:
-        index, start = len(calls), operator
+    def write(call: Call, parent: int) -> None:
+        index, start = len(calls), len(operators)
         calls.append(ModuleCall(call.path, call.key, parent, start, start))
         if call.own:
-            names = {
-                f"{call.path}.weight{end}": kind
-                for end, kind in [
-                    ("", "parameter"), (":grad", "gradient"), (":exp_avg", "state"),
-                ]
-            }  # fmt: skip
-            regions.update((n, RegionInfo(n, kind, call.own)) for n, kind in names.items())
-            used = (f"{call.path}.weight",)
-            place = (operator, operator + 1)
-            visits.append(Visit(call.path, Phase.FORWARD, Idioms(stream=1), used, 10, place))
-            operator += 1
+            if call.path not in number:
+                number[call.path] = len(regions)
+                name = f"{call.path}.weight"
+                regions.append(RegionInfo(name, "parameter", call.own))
+                regions.append(RegionInfo(f"{name}:grad", "gradient", call.own))
+                regions.append(RegionInfo(f"{name}:exp_avg", "state", call.own))
+            uses = ((number[call.path],), (len(regions),))
+            stream = Idioms(stream=1)
+            regions.append(RegionInfo("", "activation", 10, born=start))
+            operators.append(
+                Operator("", Phase.FORWARD, call.path, index, stream, 0, 0, 0.0, *uses, 0)
+            )
         for inner in call.inner:
-            operator = write(inner, index, operator)
-        calls[index] = ModuleCall(call.path, call.key, parent, start, operator)
-        return operator
+            write(inner, index)
+        calls[index] = ModuleCall(call.path, call.key, parent, start, len(operators))
 
-    last = 0
     for call in root:
-        last = write(call, -1, last)
-    for number, visit in enumerate(reversed(visits)):
-        used = (*visit.regions, f"{visit.path}.weight:grad")
-        place = (last + number, last + number + 1)
-        visits.append(Visit(visit.path, Phase.BACKWARD, Idioms(), used, 0, place))
-    return summarize_calls(
-        Program(network, tuple(visits), regions, tuple(calls), InputFeatures({}), "", 0)
-    )
+        write(call, -1)
+    sample = InputFeatures({})
+    return summarize_calls(Trace(network, "", 0, "", sample, regions, calls, operators))
 
 
 def linear(path: str, own: int = 100) -> Call:
@@ -355,7 +348,7 @@ def record(model: nn.Module, samples: Iterable[Sequence[int]]) -> list[CallSumma
             model(torch.ones(1, 8), sample).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return [summarize_calls(resolve(trace)) for trace in traces]
+    return [summarize_calls(trace) for trace in traces]
 
 
 def test_recorded_experts_and_cells_encode_as_they_ran() -> None:

@@ -23,7 +23,7 @@ from dynoffload.pilot.fit import fit_pilot, placed_hints
 from dynoffload.pilot.labels import encode_example
 from dynoffload.planning.blocks import Vocabulary
 from dynoffload.planning.cutting import build_vocabulary
-from dynoffload.profiler import Recorder, RoutingProbe, Trace, load_trace, resolve, save_trace
+from dynoffload.profiler import Recorder, RoutingProbe, Trace, load_trace, save_trace
 from dynoffload.profiler.routing import hinted, probes_of
 
 HINTING = {"moe": {"rows": 1, "length": 8}, "switch": {"rows": 1, "length": 8}}
@@ -158,7 +158,7 @@ def test_what_a_probe_says_is_checked(
 
 def _examples(name: str, count: int, **shape: Any) -> tuple[Vocabulary, list[Example]]:
     _, traces = _recorded(name, count, **shape)
-    labels = [label_of(resolve(trace)) for trace in traces]
+    labels = [label_of(trace) for trace in traces]
     vocabulary = build_vocabulary([label.calls for label in labels])
     return vocabulary, [encode_example(vocabulary, label) for label in labels]
 

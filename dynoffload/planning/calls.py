@@ -1,12 +1,11 @@
-"""The summary of a program: its calls, what each left alive, and the regions of each module.
+"""The summary of a trace: its calls, what each left alive, and the regions of each module.
 
-Cutting a program into blocks, and reading it as blocks, need no more. Outlines are arrays:
-thousands fit where dozens of programs do.
+Cutting a step into blocks, and reading it as blocks, need no more. Summaries are arrays: thousands
+fit where dozens of traces do.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,9 +15,10 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
+from dynoffload.profiler.columns import Columns
 from dynoffload.profiler.idioms import Idioms
-from dynoffload.profiler.program import Program
-from dynoffload.profiler.trace import Phase, owner_of
+from dynoffload.profiler.owners import forward_owners
+from dynoffload.profiler.trace import Trace, owner_of
 
 Ints = npt.NDArray[np.int64]
 Small = npt.NDArray[np.int32]
@@ -26,7 +26,7 @@ Small = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class CallSummary:
-    """What a program ran, as arrays; C calls, R regions, P pairs of a module and a region.
+    """What a step ran, as arrays; C calls, R regions, P pairs of a module and a region.
 
     Attributes:
         network: the model's fingerprint.
@@ -91,60 +91,56 @@ class CallSummary:
         return [tuple(modules) for modules in found]
 
 
-_LARGEST = 2**62
+def summarize_calls(trace: Trace) -> CallSummary:
+    """Return the summary of a trace.
 
-
-def summarize_calls(program: Program) -> CallSummary:
-    """Return the summary of a program.
-
-    A visit of forward belongs to the last call of its module that began before the visit ended.
+    Operators of forward count for the call that they belong to; see
+    `dynoffload.profiler.owners`. An activation is left alive if it is there after the operators
+    in a row that belong to the same call as the one that made it.
     """
     numbers: dict[str, int] = defaultdict(count().__next__)
     number = numbers.__getitem__
 
-    calls = program.calls
-    activations = [0] * len(calls)
+    calls, columns = trace.calls, Columns.of(trace.operators)
+    owner = forward_owners(trace, columns)
+    mine = owner >= 0
     idioms = np.zeros((len(calls), len(Idioms._fields)), dtype=np.int64)
-    calls_of: dict[str, list[int]] = defaultdict(list)
-    for index, call in enumerate(calls):
-        calls_of[call.path].append(index)
-    owners: dict[str, None] = {}
-    owned: dict[tuple[str, str], None] = {}
-    for visit in program.visits:
-        if visit.phase is Phase.OPTIMIZER:
+    np.add.at(idioms, owner[mine], columns.idioms[mine])
+    bounds = np.array([0, *(np.flatnonzero(np.diff(owner)) + 1).tolist(), len(owner)])
+    row_ends = np.repeat(bounds[1:], np.diff(bounds))
+    activations = np.zeros(len(calls), dtype=np.int64)
+    for region in trace.regions:
+        born, died = region.born, region.died
+        if region.kind != "activation" or not 0 <= born < len(owner) or not mine[born]:
             continue
-        owned.update(dict.fromkeys((visit.path, region) for region in visit.regions))
-        if visit.phase is not Phase.FORWARD:
-            continue
-        owners[visit.path] = None
-        of_module = calls_of.get(visit.path)
-        if of_module is None:
-            continue
-        began = bisect_left(of_module, visit.operators[1], key=lambda i: calls[i].start)
-        index = of_module[max(began - 1, 0)]
-        activations[index] += visit.activation_bytes
-        idioms[index] += visit.idioms
-    for name, region in program.regions.items():
-        owner = owner_of(region)
-        if owner is not None:
-            owned[owner, name] = None
+        if died < 0 or died >= row_ends[born]:
+            activations[owner[born]] += region.nbytes
+    regions = {r.name: r for r in trace.regions if r.kind not in ("activation", "input")}
+    owners = {calls[index].path: None for index in np.unique(owner[mine]).tolist()}
+    user = np.repeat(owner, np.diff(columns.stops))
+    pairs = np.unique(np.stack((user, columns.used), axis=1)[user >= 0], axis=0).tolist()
+    owned = {(calls[call].path, trace.regions[used].name): None for call, used in pairs}
+    owned = {pair: None for pair in owned if pair[1] in regions}
+    for name, region in regions.items():
+        path = owner_of(region)
+        if path is not None:
+            owned[path, name] = None
 
     def small(values: Iterable[int]) -> Small:
         return np.fromiter(values, dtype=np.int32)
 
     return CallSummary(
-        network=program.network,
-        source=program.source,
-        step=program.step,
+        network=trace.network,
+        source=trace.source,
+        step=trace.step,
         call_path=small(number(call.path) for call in calls),
         call_key=small(number(call.shape_key) for call in calls),
         call_parent=small(call.parent for call in calls),
-        # Of a trace that is not right, they may be more than a number holds.
-        call_activations=np.array([min(nbytes, _LARGEST) for nbytes in activations], np.int64),
+        call_activations=activations,
         call_idioms=idioms,
         owners=small(number(path) for path in owners),
-        region=small(number(name) for name in program.regions),
-        region_bytes=np.array([r.nbytes for r in program.regions.values()], dtype=np.int64),
+        region=small(number(name) for name in regions),
+        region_bytes=np.array([region.nbytes for region in regions.values()], dtype=np.int64),
         owned=small(number(name) for pair in owned for name in pair).reshape(-1, 2),
         names=tuple(numbers),
     )
