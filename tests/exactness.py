@@ -228,6 +228,19 @@ class Twin:
         self.optimizer = self.make_optimizer(self.model.parameters())
         self.its = self.make_optimizer(self.reference.parameters())
 
+    @property
+    def sides(self) -> tuple[tuple[nn.Module, Optimizer], tuple[nn.Module, Optimizer]]:
+        """Both copies, each with its optimizer; the first is to be paged."""
+        return (self.model, self.optimizer), (self.reference, self.its)
+
+    def train(self, loss_of: Callable[[nn.Module, Any], Tensor], samples: Iterable[Any]) -> None:
+        """Train both, one step for each sample."""
+        for sample in samples:
+            for model, optimizer in self.sides:
+                loss_of(model, sample).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
     def assert_same(self) -> None:
         """Assert that both are in the same state."""
         assert_same_training(self.model, self.optimizer, self.reference, self.its)

@@ -38,7 +38,7 @@ BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped"]
 @contextmanager
 def debugged(kind: str, page: int, directory: Path, *, debug: bool = True) -> Iterator[Device]:
     """Open a device of eight pages in debug mode."""
-    device = KINDS[kind](8 * page, page, directory, threads=2, debug=debug)
+    device = KINDS[kind](8 * page, page, directory, debug=debug)
     try:
         yield device
     finally:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import runpy
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from synthetic_runlog import synthetic_log
 
 from dynoffload.memory.device import Cause, Counters, Device, Event, EventKind
 from dynoffload.reporting import write_run
@@ -20,9 +20,6 @@ from dynoffload.runtime.recording import Recording
 from dynoffload.telemetry import RunLog, StepStats
 from dynoffload.units import GiB, MiB
 
-synthetic_log = runpy.run_path(str(Path(__file__).with_name("synthetic_runlog.py")))[
-    "synthetic_log"
-]
 REGION_BYTES = 4096
 
 

@@ -56,7 +56,7 @@ def _profiled(folder: Path) -> tuple[int, Pilot]:
         model, _samples(24, seed=5), out=folder, optimizer=optimizer, progress=False
     )
     total = max(footprint(load_trace(path)).total for path in paths)
-    return total, train_pilot(folder, model="lightgbm", progress=False).pilot
+    return total, train_pilot(folder, progress=False).pilot
 
 
 @pytest.fixture(scope="module")

@@ -297,12 +297,12 @@ class Forecast:
 
         def work() -> None:
             try:
-                pilot = learner.learn()
+                learner.learn()
             except Exception:
                 self._learns = False  # once is enough: training goes on with what there is
                 logger.exception("no pilot can be learned from the steps so far")
             else:
-                logger.info("a pilot (%s) was learned from the steps so far", pilot.kind)
+                logger.info("a pilot was learned from the steps so far")
                 self._trials[_PILOT] = Trial(_PILOT)  # not of the one before
 
         self._thread = threading.Thread(target=work, name="dynoffload-learner", daemon=True)

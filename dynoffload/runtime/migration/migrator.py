@@ -18,7 +18,7 @@ from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
 from dynoffload.planning.lookahead import LookAhead
 from dynoffload.planning.reference import Reference, Saved, Visit, completing, visits_made
-from dynoffload.planning.schedule import Policy, Schedule
+from dynoffload.planning.schedule import Schedule
 from dynoffload.runtime.adoption.slots import Slot
 from dynoffload.runtime.adoption.units import Unit
 from dynoffload.runtime.passes.activations import Activations
@@ -59,7 +59,7 @@ class Migrator:
         self._updates = updates
         self._activations = activations
         self._reserve = reserve_bytes
-        self.policy: Policy = LookAhead()
+        self.policy = LookAhead()
         self.prefetch = False  # until `set_prefetch`: every use is on demand
         self.phase = Phase.IDLE
         self.position = 0
