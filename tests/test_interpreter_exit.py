@@ -74,13 +74,6 @@ ENDS = {
         """,
         0,
     ),
-    "started": (
-        """
-        session = block().start()
-        train(model, optimizer)
-        """,
-        0,
-    ),
     "error": (
         """
         session = block().start()

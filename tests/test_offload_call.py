@@ -94,9 +94,6 @@ def test_a_block_that_is_started(left_by: str) -> None:
     ("budget", "error", "text"),
     [
         ("8", ConfigError, "^budget='8': '8' has no unit"),
-        (1.5e9, ConfigError, "^budget=1500000000.0: .* int"),
-        (-1, ConfigError, "^budget=-1: .* negative"),
-        ("", ConfigError, "^budget='': .* write a number and a unit"),
         (["8GiB"], ConfigError, r"^budget=\['8GiB'\]: .* is an int or a text"),
         (1j, ConfigError, "^budget=1j: .* is an int or a text"),
         (0, BudgetError, "a budget of 0 B cannot hold .* raise the budget to at least"),
@@ -173,29 +170,12 @@ def test_the_plan_line_says_why_it_does_not_spill_where_temporary_files_lie(
         pass
     plan = next(line for line in caplog.messages if "spilling to" in line)
     assert "spilling to /var/tmp (as the one for temporary files, /dev/shm, is on tmpfs" in plan
-
-
-def test_the_plan_line_gives_no_reason_for_a_directory_that_was_asked_for(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "dynoffload")
-    monkeypatch.setattr("tempfile.gettempdir", lambda: "/dev/shm")
+    caplog.clear()
     model = small()
-    with dynoffload.offload(
-        model, budget=footprint_of(model), spill_dir="/var/tmp", config=SMALL_PAGES
-    ):
+    asked = {"budget": footprint_of(model), "spill_dir": "/var/tmp", "config": SMALL_PAGES}
+    with dynoffload.offload(model, **asked):  # for which there is no reason to give
         pass
-    plan = next(line for line in caplog.messages if "spilling to" in line)
-    assert "spilling to /var/tmp, policy" in plan
-
-
-@pytest.mark.parametrize("spill_dir", [3, "", b"/tmp"])
-def test_a_spill_directory_is_a_path(spill_dir: Any) -> None:
-    with (
-        pytest.raises(ConfigError, match=r"spill_dir=.* is no directory: pass a path, or None"),
-        dynoffload.offload(small(), budget="8MiB", spill_dir=spill_dir),
-    ):
-        pytest.fail("the block must not begin")
+    assert "spilling to /var/tmp, policy" in caplog.text
 
 
 def test_a_budget_is_shown_as_it_was_typed(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -194,23 +193,6 @@ def test_a_report_of_a_thinned_log_says_so_and_its_totals_are_whole(tmp_path: Pa
     )
     again = RunLog.load(files.log)
     assert (again.dropped, again.first_detailed) == (log.dropped, 30)
-
-
-def test_while_aside_tensors_are_counted_and_activations_remembered() -> None:
-    """The device's peak in a step that moved nothing holds both; their difference stays."""
-    tensors, ordinary = 40 * REGION_BYTES, 1000
-    run = Run(outside=lambda device: tensors + ordinary if device is None else ordinary)
-    moved = run.step(fetches=3)
-    assert moved.peak_fast_bytes == 64 * REGION_BYTES + ordinary
-    aside = run.recording.end_step(None, None, 0, None, (), math.nan)
-    assert aside.peak_fast_bytes == tensors + ordinary, "no step showed all at once"
-    still = run.step(fetches=0)
-    assert still.bytes_in == 0
-    aside = run.recording.end_step(None, None, 0, None, (), math.nan)
-    assert aside.peak_fast_bytes == still.peak_fast_bytes
-    run.recording.restart()
-    aside = run.recording.end_step(None, None, 0, None, (), math.nan)
-    assert aside.peak_fast_bytes == tensors + ordinary, "another device, another measurement"
 
 
 def test_empty_memory_of_the_pool_is_no_headroom(monkeypatch: pytest.MonkeyPatch) -> None:
