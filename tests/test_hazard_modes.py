@@ -40,6 +40,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+import dynoffload
+from dynoffload.errors import ConfigError, StepLostError
 from dynoffload.runtime.updates.torch_context import may_wait
 
 
@@ -171,22 +173,47 @@ def test_a_mode_that_norms_and_products_follow(
     backend: str, where: str, scope: str, kind: type[Optimizer]
 ) -> None:
     """Adafactor takes norms and Muon multiplies matrices, which autocast casts and oneDNN does in
-    its own way."""
+    its own way. The looks are at one weight only; the others wait for the next forward."""
 
     def program(side: Side) -> None:
         model = Matrices()
         optimizer = kind(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, states=1):
+        with side.offload(model, optimizer, states=1) as session:
             for step in range(5):
                 loss_of(model, step).backward()
                 with OF_PRODUCTS[scope]() if where == "at the step" else contextlib.nullcontext():
                     optimizer.step()
                 optimizer.zero_grad()
                 if where == "at the look":
+                    if session is not None and scope == "mkldnn":
+                        session.flush()
                     with OF_PRODUCTS[scope]():
                         read(side, model)
 
     hazard(backend, program)
+
+
+@guarded
+@pytest.mark.parametrize("kind", [Adafactor, Muon])
+def test_products_after_onednn_was_switched_are_refused(
+    backend: str, kind: type[Optimizer]
+) -> None:
+    """The guard's thread does not switch it, as other threads may be at work."""
+    model = Matrices()
+    optimizer = kind(model.parameters(), lr=1e-2)
+    config = {"backend": backend, "step_aside": False, **SMALL_PAGES}
+    budget = footprint_of(model, 1) // 2
+    with dynoffload.offload(model, optimizer, budget=budget, pilot=None, config=config):
+        for step in range(2):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with without_mkldnn():
+            model.layers[1].weight.detach().norm()
+        with pytest.raises(StepLostError) as caught:
+            loss_of(model, 2)
+        assert isinstance(caught.value.__cause__, ConfigError)
+        assert "call session.flush() before" in str(caught.value.__cause__)
 
 
 def in_a_thread(call: Callable[[], Any]) -> Any:
@@ -380,8 +407,8 @@ def test_what_updates_depend_on(kind: type[Optimizer], foreach: bool) -> None:
     assert_same(state(deterministic, 0), plain, "deterministic")
     for dtype in (torch.float64, torch.bfloat16):
         optimizer = kind([nn.Parameter(torch.ones(2, 2))])
-        if may_wait(optimizer):
-            begin = 0 if may_wait(optimizer, first=True) else 1
+        if may_wait(optimizer, "cpu"):
+            begin = 0 if may_wait(optimizer, "cpu", first=True) else 1
             assert_same(state(lambda of=dtype: default_dtype(of), begin), plain, str(dtype))  # type: ignore[misc]
 
 

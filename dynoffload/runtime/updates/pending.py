@@ -91,7 +91,7 @@ class PendingUpdates:
             if self._locks:
                 self._device.unlock(update.regions)
             try:
-                with as_of_step(update.threads, self._device.device.type):
+                with as_of_step(update.settings, self._device.device.type):
                     self._runner.make(slot, update)
             except BaseException as error:
                 if update.begun:

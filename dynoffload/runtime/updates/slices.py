@@ -27,7 +27,7 @@ from dynoffload.memory.pager import Pager
 from dynoffload.runtime.adoption.slicing import keeps_bits
 from dynoffload.runtime.adoption.slots import Fused, Slot
 from dynoffload.runtime.adoption.store import view_of
-from dynoffload.runtime.updates.torch_context import as_of_step
+from dynoffload.runtime.updates.torch_context import StepSettings, as_of_step
 from dynoffload.runtime.updates.update import Group, PagedOptimizer, Update, copied
 
 MOST_STEPS = 256
@@ -46,13 +46,13 @@ class Step:
         group: the hyperparameters at the time of ``step()``, without parameters.
         small: the state that is not of the parameter's form, as it was; None before the first step.
         zero: the gradient is zero.
-        threads: of one operator at that time.
+        settings: of torch at that time.
     """
 
     group: Group
     small: dict[str, Any] | None
     zero: bool
-    threads: int
+    settings: StepSettings
 
 
 @dataclass(eq=False)
@@ -72,9 +72,9 @@ class SliceUpdate:
     begun: bool = False
 
     @property
-    def threads(self) -> int:
+    def settings(self) -> StepSettings:
         """Those of the first step."""
-        return self.steps[0].threads
+        return self.steps[0].settings
 
 
 class SliceUpdates:
@@ -111,8 +111,8 @@ class SliceUpdates:
         assert row is not None
         self.rows.point(fused, row)  # the user may have put a gradient there that was made for him
         clear = self._device.is_clear(row)
-        threads = torch.get_num_threads()
-        zero, other = Step(group, small, True, threads), Step(group, small, False, threads)
+        now = StepSettings.now()
+        zero, other = Step(group, small, True, now), Step(group, small, False, now)
         torch.autograd.graph.increment_version(fused.parameter)
         return [
             (slot, zero if is_clear and not writes else other)
@@ -130,7 +130,7 @@ class SliceUpdates:
             key: torch.zeros_like(one) if key in fused.states else value
             for key, value in (state or {}).items()
         }
-        update = Update(group, one, gradient, small or None, [], torch.get_num_threads(), {})
+        update = Update(group, one, gradient, small or None, [], StepSettings.now(), {})
         with _disable_current_modes():  # below one, operators over lists leave versions as they are
             _, made = self._run(update, {})
         if made and state is None:
@@ -190,10 +190,10 @@ class SliceUpdates:
                     # The order of keys is the optimizer's own business: it asks for them by name.
                     state = {**states, **{key: copied(value) for key, value in step.small.items()}}
                 data, gradient = tensor(slot.region), tensor(region)
-                one = Update(step.group, data, gradient, state, [], step.threads, {})
+                one = Update(step.group, data, gradient, state, [], step.settings, {})
                 kind, guard = self._device.device.type, bool(storages)
-                others = step.threads != update.threads
-                with as_of_step(step.threads, kind, guard=guard) if others else nullcontext():
+                others = step.settings != update.settings
+                with as_of_step(step.settings, kind, guard=guard) if others else nullcontext():
                     given, made = self._run(one, storages, None if number else slot)
                 for key in states.keys() & made.keys():
                     if made[key] is not given.get(key):

@@ -25,7 +25,7 @@ from dynoffload.runtime.updates.pending import PendingUpdates
 from dynoffload.runtime.updates.runner import OF_SCALER, UpdateRunner
 from dynoffload.runtime.updates.slices import SliceUpdate
 from dynoffload.runtime.updates.speculative import SpeculativeUpdates
-from dynoffload.runtime.updates.torch_context import may_wait
+from dynoffload.runtime.updates.torch_context import StepSettings, may_wait
 from dynoffload.runtime.updates.update import (
     FIRST_TIMERS,
     Group,
@@ -245,7 +245,8 @@ class StepCommit:
 
     def _update_paged(self, paged: Iterable[tuple[Slot, Group]]) -> None:
         waiting = []
-        threads, states = torch.get_num_threads(), self._optimizer.state
+        settings, states = StepSettings.now(), self._optimizer.state
+        kind = self._device.device.type
         self._begun = True
         for slot, group in paged:
             parameter, gradient = slot.parameter, slot.parameter.grad
@@ -253,9 +254,9 @@ class StepCommit:
             copy = states.get(parameter)
             copy = None if copy is None else dict(copy)  # no local holds the entry: it is counted
             data, part, regions = _data_of(parameter), local(gradient), slot.update_regions()
-            update = Update(group, data, part, copy, regions, threads, states)
+            update = Update(group, data, part, copy, regions, settings, states)
             torch.autograd.graph.increment_version(parameter)
-            if may_wait(self._optimizer, first=not copy) and (
+            if may_wait(self._optimizer, kind, first=not copy) and (
                 not self._defer or self._guards(slot, gradient)
             ):
                 waiting.append((slot, update))
@@ -267,7 +268,7 @@ class StepCommit:
     def _update_slices(self, fused: Fused, group: Group) -> None:
         self._begun = True
         taken = {slot for slot in fused.slots if self._takes_over(slot, group)}
-        waits = may_wait(self._optimizer)
+        waits = may_wait(self._optimizer, self._device.device.type)
         for slot, step in self._slices.steps(fused, group):
             if slot in taken:
                 continue

@@ -4,17 +4,18 @@ An update that waits runs inside whatever reads the parameter next, maybe on ano
 made with the settings of its ``step()``, and what is on around it (inference mode, `torch.func`
 transformations, function and dispatch modes, a compiler) must not see it.
 
-[Note: what cannot wait]  The default dtype, deterministic algorithms, oneDNN and autocast may be
-switched between a step and the access that makes its updates, and other threads may be at work
-then. So updates that depend on any of them are made in ``step()``: first ones, which make counts of
-steps; those of ASGD, which makes tensors of its rates; and those of Adafactor and Muon, which
-multiply matrices. A mode or a profiler of the user's that watches operators would miss an update
-that waits, and no other thread flushes denormals alike.
+[Note: what cannot wait]  The default dtype and autocast may be switched between a step and the
+access that makes its updates. So updates that depend on them are made in ``step()``: first ones,
+which make counts of steps; those of ASGD, which makes tensors of rates; and under autocast those
+of Adafactor and Muon, which multiply matrices. A mode or a profiler of the user's that watches
+operators would miss an update that waits, and no other thread flushes denormals alike.
 
-[Note: settings of the process]  The flag of a compiler and the number of threads that new threads
-begin with are the process's; all else is a thread's own. The guard's thread leaves them as they
-are. Autocast is switched off by its flag alone: leaving a block of `torch.autocast` takes a lock
-that the thread may hold which casts the very weight.
+[Note: settings of the process]  oneDNN, the flag of a compiler and the number of threads that new
+threads begin with are the process's; all else is a thread's own. The guard's thread makes updates
+while threads of the user's run, so it leaves them as they are, and refuses to multiply matrices if
+oneDNN was switched since the step. On the CPU no optimizer of torch depends on deterministic
+algorithms. Autocast is switched off by its flag alone: leaving a block of `torch.autocast` takes a
+lock that the thread may hold which casts the very weight.
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim import ASGD, SGD, Adafactor, Muon, Optimizer
 
+from dynoffload.errors import ConfigError
 from dynoffload.runtime.unseen import hidden, is_watched
 
 _LEAST = 5e-324  # the least denormal number
+_MULTIPLY = (Adafactor, Muon)
+"""Whose operators autocast casts and oneDNN makes; those of the others they do not."""
 _here = threading.local()
 
 
@@ -40,34 +44,68 @@ def flushes_denormals() -> bool:
     return _LEAST * 1.0 == 0.0
 
 
-def may_wait(optimizer: Optimizer, *, first: bool = False) -> bool:
-    """Return whether updates of this moment, or a parameter's ``first``, have the same bits later;
-    see [Note: what cannot wait]."""
-    if isinstance(optimizer, ASGD | Adafactor | Muon):
+def may_wait(optimizer: Optimizer, kind: str, *, first: bool = False) -> bool:
+    """Return whether updates of this moment, or a parameter's ``first``, have the same bits later,
+    on a device of type ``kind``; see [Note: what cannot wait]."""
+    if isinstance(optimizer, ASGD) or (first and not isinstance(optimizer, SGD | Muon)):
         return False
-    if first and not isinstance(optimizer, SGD):
+    if isinstance(optimizer, _MULTIPLY) and torch.is_autocast_enabled(kind):
         return False
     return not (flushes_denormals() or is_watched())
 
 
+class StepSettings(NamedTuple):
+    """The settings of torch that an update takes along.
+
+    Attributes:
+        threads: of one operator.
+        mkldnn: whether oneDNN may multiply matrices.
+    """
+
+    threads: int
+    mkldnn: bool
+
+    @classmethod
+    def now(cls) -> StepSettings:
+        """Return those of this moment."""
+        return cls(torch.get_num_threads(), torch._C._get_mkldnn_enabled())
+
+
+def check_behind(settings: StepSettings, optimizer: Optimizer) -> None:
+    """Refuse an update on the guard's thread that needs another setting of the process.
+
+    Raises:
+        ConfigError: oneDNN was switched on or off since ``step()``.
+    """
+    if isinstance(optimizer, _MULTIPLY) and settings.mkldnn != torch._C._get_mkldnn_enabled():
+        raise ConfigError(
+            f"oneDNN was switched {'off' if settings.mkldnn else 'on'} between step() and an "
+            f"access to a parameter, and {type(optimizer).__name__} multiplies matrices by it: "
+            "call session.flush() before it is switched"
+        )
+
+
 @contextlib.contextmanager
-def as_of_step(threads: int, kind: str, *, guard: bool = False) -> Iterator[None]:
+def as_of_step(settings: StepSettings, kind: str, *, guard: bool = False) -> Iterator[None]:
     """Have the settings of a step, and nothing of the code around.
 
     Args:
-        threads: of one operator, as of the step.
+        settings: of the step.
         kind: type of the device on which updates are made.
         guard: this is the guard's thread; see [Note: settings of the process].
     """
     with contextlib.ExitStack() as undo:
-        now = torch.get_num_threads()
-        if now != threads:
+        now, threads = StepSettings.now(), settings.threads
+        if now.threads != threads:
             of_new = _in_a_thread(torch.get_num_threads) if guard else threads
             if not guard:
-                undo.callback(torch.set_num_threads, now)
+                undo.callback(torch.set_num_threads, now.threads)
             torch.set_num_threads(threads)
             if of_new != threads:
                 _in_a_thread(torch.set_num_threads, of_new)
+        if now.mkldnn != settings.mkldnn and not guard:
+            undo.callback(torch._C._set_mkldnn_enabled, now.mkldnn)
+            torch._C._set_mkldnn_enabled(settings.mkldnn)
         if torch.is_autocast_enabled(kind):
             undo.callback(torch.set_autocast_enabled, kind, True)
             torch.set_autocast_enabled(kind, False)
