@@ -200,6 +200,12 @@ struct pager {
 };
 
 double pager_now(void);
+void pager_let_go(pthread_mutex_t **);
+/* Hold the mutex until the end of the block. */
+#define HOLD(p)                                                                                     \
+    __attribute__((cleanup(pager_let_go))) pthread_mutex_t *held_mutex = &(p)->mutex;               \
+    pthread_mutex_lock(held_mutex)
+void pager_end(const char *format, ...) __attribute__((noreturn, format(printf, 1, 2)));
 /* Pages that can be had without an eviction. */
 static inline uint32_t pager_room(const struct pager *p)
 {

@@ -2,6 +2,7 @@
 #include "pager.h"
 
 #include <errno.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,6 +17,22 @@ double pager_now(void)
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+void pager_let_go(pthread_mutex_t **held)
+{
+    pthread_mutex_unlock(*held);
+}
+
+/* For what nobody can be told in any other way: say it, and end the process. */
+void pager_end(const char *format, ...)
+{
+    va_list values;
+    va_start(values, format);
+    fputs("dynoffload: ", stderr);
+    vfprintf(stderr, format, values);
+    fputs(". The process ends here; the last saved checkpoint is not touched.\n", stderr);
+    abort();
 }
 
 void transfer_record(struct pager *p, int kind, int cause, uint32_t region, double start, uint64_t bytes)
@@ -142,13 +159,9 @@ int transfer_install(struct pager *p, uint32_t id)
 {
     struct region *r = &p->regions[id];
     int error = pool_install(p, r, r->asleep || r->waited || r->pins ? MOVE_SURELY_S : MOVE_SOON_S);
-    if (error && r->asleep) {
-        fprintf(stderr,
-                "dynoffload: the kernel cannot move region %u into place: %s. A thread is asleep "
-                "on it, so the process ends here.\n",
-                id, strerror(error));
-        abort();
-    }
+    if (error && r->asleep)
+        pager_end("the kernel cannot move region %u, on which a thread sleeps, into place: %s", id,
+                  strerror(error));
     r->visits++; /* also if it was in place in part, and went back */
     if (error)
         return error;
@@ -184,11 +197,8 @@ void transfer_drop(struct pager *p, uint32_t id)
 {
     struct region *r = &p->regions[id];
     if (r->state == RESIDENT) {
-        if (pool_withdraw(p, r, MOVE_SOON_S) && pool_replace(p, r)) {
-            fprintf(stderr, "dynoffload: the kernel cannot take the pages of region %u back: %s. "
-                            "The process ends here.\n", id, strerror(errno));
-            abort();
-        }
+        if (pool_withdraw(p, r, MOVE_SOON_S) && pool_replace(p, r))
+            pager_end("the kernel cannot take the pages of region %u back: %s", id, strerror(errno));
         r->state = STAGED;
     }
     if (r->state == STAGED)
@@ -344,16 +354,11 @@ static void fetch(struct pager *p, uint32_t id, int cause)
                 break;
         pthread_mutex_lock(&p->mutex);
         p->moving--;
-        if (error && r->asleep) {
-            fprintf(stderr,
-                    "dynoffload: cannot read %llu bytes of region %u back from the spill file: %s. "
-                    "A thread sleeps until it has them, so the process ends here; the last saved "
-                    "checkpoint is not touched.\n",
-                    (unsigned long long)r->bytes, id,
-                    error == EBADMSG ? "its bytes are not those that were written"
-                                     : strerror(error));
-            abort();
-        }
+        if (error && r->asleep)
+            pager_end("cannot read %llu bytes of region %u, for which a thread sleeps, back from the "
+                      "spill file: %s", (unsigned long long)r->bytes, id,
+                      error == EBADMSG ? "its bytes are not those that were written"
+                                       : strerror(error));
         if (error) {
             r->state = STAGED;
             leave(p, r);
@@ -427,18 +432,14 @@ void transfer_watch(struct pager *p)
     for (uint32_t i = p->urgent_head; i != p->urgent_tail;) {
         uint32_t id = p->urgent[i % p->region_capacity];
         struct region *r = &p->regions[id];
-        if (r->asleep && out_of_patience) {
-            fprintf(stderr,
-                    "dynoffload: a thread sleeps until %llu bytes of region %u are in memory, but "
-                    "of the pool of %llu bytes only %llu are free and nothing can leave: %s. The "
-                    "process ends here; the last saved checkpoint is not touched.\n",
-                    (unsigned long long)r->bytes, id,
-                    (unsigned long long)(p->pool_pages * p->page_bytes),
-                    (unsigned long long)(pager_room(p) * p->page_bytes),
-                    p->write_error ? strerror(p->write_error)
-                                   : "all is in use at once; raise the budget");
-            abort();
-        }
+        if (r->asleep && out_of_patience)
+            pager_end("a thread sleeps until %llu bytes of region %u are in memory, but of the pool "
+                      "of %llu bytes only %llu are free and nothing can leave: %s",
+                      (unsigned long long)r->bytes, id,
+                      (unsigned long long)(p->pool_pages * p->page_bytes),
+                      (unsigned long long)(pager_room(p) * p->page_bytes),
+                      p->write_error ? strerror(p->write_error)
+                                     : "all is in use at once; raise the budget");
         if (!r->asleep && p->write_error && p->stuck > 1)
             refuse(p, id, FAILED_WRITE, p->write_error, p->write_region);
         else if (!r->asleep && out_of_patience)
