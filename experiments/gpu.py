@@ -269,4 +269,6 @@ _SIZES = {
     "parameters": _cell("parameters", lambda count: f"{count / 1e6:.0f} million"),
     "times plain": _cell("larger", "{:.1f}".format),
     "step": _cell("seconds", format_seconds),
+    "pinned": _cell("pinned_bytes", format_bytes),
+    "charged": _cell("charged_bytes", format_bytes),
 }

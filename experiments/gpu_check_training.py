@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -352,7 +352,7 @@ def late(seed: int | None) -> Iterator[list[Late]]:
 
     def open_late(device: torch.device) -> Streams:
         made.append(Late(opened(device), seed, SCRATCH))
-        return made[-1]
+        return cast(Streams, made[-1])
 
     try:
         with mock.patch.object(target, "open_streams", open_late):

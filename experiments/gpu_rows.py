@@ -2,12 +2,15 @@
 
 `measure` caps the accelerator's allocator and trains a task. A step is timed from its call until
 the queue on which torch computes has come to its end, for all ways alike; copies that go on beside
-that, for the next step, are not waited for.
+that, for the next step, are not waited for. Host memory that is charged is the growth of the
+process's resident set since before the block. A step of a tiny network comes first, so that what
+the accelerator's libraries load is not counted.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -15,12 +18,13 @@ import torch
 
 from dynoffload.errors import BudgetError, DynOffloadError
 from dynoffload.experiments.gpu_check_training import deterministic
-from dynoffload.experiments.gpu_ways import WAYS, Task
+from dynoffload.experiments.gpu_ways import PLAIN, WAYS, Task
 from dynoffload.experiments.processes import NEVER_LEFT
 from dynoffload.experiments.trainer import finite
 from dynoffload.experiments.zoo.building import moved
 from dynoffload.memory.accelerator import torch_streams
 from dynoffload.memory.accelerator.streams import StreamEvent
+from dynoffload.memory.limits import resident_bytes
 from dynoffload.units import GiB, MiB
 
 MEASURED, NO_ROOM, NOT_MEASURED = "measured", "does not fit", "not measured"
@@ -36,8 +40,8 @@ def measure(task: Task) -> dict[str, Any]:
         the numbers if it is: ``steps_s``, ``seconds`` (their median), ``losses`` of all steps as
         `float.hex` writes them, ``parameters``, ``peak_allocated`` (after the first step) and
         ``peak_reserved`` bytes of the allocator (0 where it does not count), and of this library's
-        sessions ``bytes_in``, ``bytes_out``, ``stall_s`` (medians), ``peak_fast_bytes`` and
-        ``backend``.
+        sessions ``bytes_in``, ``bytes_out``, ``stall_s`` (medians), ``peak_fast_bytes``,
+        ``pinned_bytes`` and ``charged_bytes`` of the host, and ``backend``.
     """
     try:
         return {"state": MEASURED, "why": "", **_trained(task)}
@@ -56,7 +60,11 @@ def _trained(task: Task) -> dict[str, Any]:
 
     device = place_of(task)
     NEVER_LEFT.enter_context(deterministic())
+    tiny = replace(task, way=PLAIN, preset="tiny", sizes={}, shape={})
+    with WAYS[PLAIN](tiny, device) as ready:
+        ready.step(moved(next(zoo.samples(task.network)).args, device))
     _cap(device, task.cap_bytes)
+    before = resident_bytes()
     ready = NEVER_LEFT.enter_context(WAYS[task.way](task, device))
     torch.manual_seed(0)
     stream = zoo.samples(task.network, "train", **task.shape)
@@ -89,6 +97,9 @@ def _trained(task: Task) -> dict[str, Any]:
         # A session begins the allocator's count anew in each step.
         found["peak_allocated"] = max(one.peak_allocated_bytes for one in every[1:])
         found["backend"] = ready.session.backend
+        if ready.session.paging:
+            found["pinned_bytes"] = ready.session._paging.device.taken_bytes()
+            found["charged_bytes"] = resident_bytes() - before
     return found
 
 
@@ -103,8 +114,14 @@ def _wait(device: torch.device) -> None:
 
 
 def _cap(device: torch.device, nbytes: int) -> None:
-    """Let the accelerator's allocator take no more than ``nbytes``; 0 for no cap."""
-    if device.type != "cpu" and nbytes:
+    """Let the accelerator's allocator take no more than ``nbytes``, or 0 for no cap, and count its
+    peaks from now on."""
+    if device.type == "cpu":
+        return
+    torch.accelerator.synchronize(device)
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats(device)
+    if nbytes:
         module = torch.get_device_module(device)
         total = module.get_device_properties(device).total_memory
         module.set_per_process_memory_fraction(min(1.0, nbytes / total), device)

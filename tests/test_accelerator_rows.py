@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from devices import byte_at
 from emulated import DEVICE, Emulated, Race, Watcher, accelerated, emulated
 from exactness import Twin, assert_same, footprint_of
 from fused_networks import PAGES, Chosen, chosen_loss, fused_of
@@ -26,7 +25,6 @@ from torch.optim import AdamW
 from dynoffload.errors import BackendError, BudgetError
 from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.accelerator.storages import RowStorage
-from dynoffload.memory.region_allocator import users_of
 from dynoffload.runtime.residency import Residence
 
 PAGE = 4096
@@ -314,17 +312,6 @@ def test_memory_is_taken_back(device: Accelerator) -> None:
     assert free > 0
 
 
-def test_released_rows_are_nobodys(device: Accelerator) -> None:
-    """Also where others come to lie in their places."""
-    w = on_row(device, values())
-    storage = w.untyped_storage()
-    assert users_of(storage) == 2
-    for region in device.owners(w):
-        device.release(region)
-    assert device.owner(w) == -1
-    assert device.owner(byte_at(4096)) == -1
-
-
 def test_what_is_held_at_the_end_has_memory(tmp_path: Path) -> None:
     """Tensors over rows that somebody holds are ordinary afterwards, and share what they shared."""
     with emulated() as queues:
@@ -362,26 +349,6 @@ def test_experts_that_are_not_hit_move_no_byte() -> None:
         assert session.stats["bytes_in"].iloc[5:].min() > 0, "everything fits: this shows nothing"
         experts = {name.partition("[")[2][0] for name in moved if name.startswith("experts.")}
         assert experts == {"1", "5", "6"}, moved
-    twin.assert_same()
-
-
-def test_a_budget_below_one_fused_parameter_will_do() -> None:
-    """What must fit at once is an expert's update, not that of all; whole it would be refused."""
-    twin = Twin(Chosen(32), lambda p: AdamW(p, lr=1e-2))
-    largest = max(p.nbytes for p in twin.model.parameters())
-    with accelerated():
-        with twin.paged(largest, device=DEVICE, config=PAGES) as session:
-            for number in range(3):
-                for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
-                    chosen_loss(model, (number, [number, 7])).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-            assert session.stats["peak_fast_bytes"].max() <= largest
-        with (
-            pytest.raises(BudgetError),
-            twin.paged(largest, device=DEVICE, config={**PAGES, "slices": False}),
-        ):
-            pass
     twin.assert_same()
 
 

@@ -80,12 +80,15 @@ def test_ours_pages_on_the_accelerator(
     assert row["bytes_out"] > 0
     assert row["peak_fast_bytes"] <= task.budget_bytes
     assert 0 < row["peak_allocated"] <= task.budget_bytes
+    assert row["pinned_bytes"] >= (host or row["parameters"] * 14)  # all but what is small
+    assert "charged_bytes" in row
 
 
 def test_what_is_refused_is_a_row_with_its_reason() -> None:
-    row = row_of(replace(SMALL, way=OURS, budget_bytes=4096, device="cuda:99"))
-    assert row["state"] == NOT_MEASURED
-    assert row["why"].startswith("BackendError")
+    row = row_of(replace(SMALL, way=OURS, budget_bytes=4096))
+    assert (row["state"], row["why"].partition(":")[0]) == (NO_ROOM, "BudgetError")
+    row = row_of(replace(SMALL, way=OURS, config={"page_bytes": 3}))
+    assert (row["state"], row["why"].partition(":")[0]) == (NOT_MEASURED, "ConfigError")
 
 
 def test_blocks_are_those_of_the_longest_list() -> None:

@@ -106,22 +106,15 @@ class Accelerator(RegionPool):
                     f"{format_bytes(self.capacity)} has {format_bytes(free)} beside what is held: "
                     "raise the budget, or let operators take it slice by slice"
                 )
-            self._fill_scratch(cell)
+            with torch._C._DisableTorchDispatch():
+                self._make_room(cell.padded, True, [])
+                while not self._fill(cell, True):
+                    pass
         try:
             yield cell.storage
         finally:
-            with self._mutex:
-                self._free_unseen(cell)
-
-    @unseen
-    def _fill_scratch(self, cell: DeviceRegion) -> None:
-        self._make_room(cell.padded, True, [])
-        while not self._fill(cell, True):
-            pass
-
-    @unseen
-    def _free_unseen(self, cell: DeviceRegion) -> None:
-        self._free(cell)
+            with self._mutex, torch._C._DisableTorchDispatch():
+                self._free(cell)
 
     # What is used
 

@@ -15,9 +15,9 @@ from typing import NoReturn
 import torch
 
 from dynoffload.errors import BudgetError
-from dynoffload.memory.accelerator.pinned_pool import PinnedPool
+from dynoffload.memory.accelerator.pinned_pool import PinnedPool, Slot
 from dynoffload.memory.accelerator.region import DeviceRegion, Traffic
-from dynoffload.memory.accelerator.streams import Streams
+from dynoffload.memory.accelerator.streams import StreamEvent, Streams
 from dynoffload.memory.device import called
 from dynoffload.memory.spill import UNREAD, UNWRITTEN, NoFile, SpillFile, failure, reason, transfer
 from dynoffload.units import format_bytes
@@ -58,7 +58,7 @@ class HostTier:
         self._pool = PinnedPool(streams, page_bytes, pages * page_bytes, grows=budget is None)
         self.budget = budget
         self._settled = threading.Condition(mutex)  # told when a transfer of the file is over
-        self._draining: list[DeviceRegion] = []  # stand for slots that copies still use
+        self._draining: list[tuple[Slot, StreamEvent]] = []  # slots that copies still use
         self._workers: ThreadPoolExecutor | None = None
         if isinstance(spill, SpillFile):
             self._workers = ThreadPoolExecutor(threads, "dynoffload-file")
@@ -123,23 +123,19 @@ class HostTier:
         """Take a region's slot from it; what it holds there is gone."""
         self.settle(cell)
         slot, cell.slot, cell.in_host = cell.slot, None, False
-        if slot is None:
-            return
-        if cell.slot_is_idle():
+        if slot is not None and cell.copied is not None:
+            self._draining.append((slot, cell.copied))
+            cell.copied = None
+        elif slot is not None:
             self._pool.give(slot)
-        else:
-            stands = DeviceRegion(cell.region, cell.nbytes, cell.padded, 0, cell.storage, 0)
-            stands.slot, stands.copied, cell.copied = slot, cell.copied, None
-            self._draining.append(stands)
 
     def _drain(self) -> None:
         draining, self._draining = self._draining, []
-        for stands in draining:
-            if stands.slot_is_idle():
-                assert stands.slot is not None
-                self._pool.give(stands.slot)
+        for slot, copied in draining:
+            if copied.reached():
+                self._pool.give(slot)
             else:
-                self._draining.append(stands)
+                self._draining.append((slot, copied))
 
     def _victim(self, wanted: DeviceRegion, *, any_time: bool) -> DeviceRegion | None:
         """Return who leaves host memory first for ``wanted``: whoever need not be written, then
@@ -169,13 +165,12 @@ class HostTier:
         if any(cell.traffic is not Traffic.NONE for cell in self._cells.values()):
             self._settled.wait(1.0)
             return True
-        busy = [c for c in (*self._draining, *self._cells.values()) if c.copied is not None]
-        if not busy:
-            return False
-        moment = min(busy, key=lambda cell: cell.stamp).copied
-        assert moment is not None
-        moment.wait()
-        return True
+        cells = sorted(self._cells.values(), key=lambda cell: cell.stamp)
+        copies = [copied for _, copied in self._draining] + [cell.copied for cell in cells]
+        oldest = next((copied for copied in copies if copied is not None), None)
+        if oldest is not None:
+            oldest.wait()
+        return oldest is not None
 
     # The file
 

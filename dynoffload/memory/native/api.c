@@ -2,7 +2,6 @@
 #include "pager.h"
 
 #include <errno.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -14,18 +13,16 @@ API uint64_t pager_base(struct pager *p)
 
 API void pager_set_reserve(struct pager *p, uint32_t pages)
 {
-    pthread_mutex_lock(&p->mutex);
+    HOLD(p);
     p->reserve = pages;
     pthread_cond_broadcast(&p->work);
-    pthread_mutex_unlock(&p->mutex);
 }
 
 /* How long to wait for room that nobody makes, in seconds; see [Note: no room]. */
 API void pager_set_patience(struct pager *p, uint32_t seconds)
 {
-    pthread_mutex_lock(&p->mutex);
+    HOLD(p);
     p->patience = seconds;
-    pthread_mutex_unlock(&p->mutex);
 }
 
 /* Give `id` its place; it has no content yet. */
@@ -35,7 +32,7 @@ API int pager_create(struct pager *p, uint32_t id, uint32_t page, uint32_t pages
     uint32_t *slots = calloc(pages, sizeof *slots);
     if (!slots)
         return ENOMEM;
-    pthread_mutex_lock(&p->mutex);
+    HOLD(p);
     if (id >= p->region_high)
         p->region_high = id + 1;
     p->regions[id] = (struct region){.state = ABSENT, .page = page, .pages = pages, .bytes = bytes,
@@ -43,7 +40,6 @@ API int pager_create(struct pager *p, uint32_t id, uint32_t page, uint32_t pages
                                      .stamp = ++p->clock, .locks = (uint32_t)p->clock};
     for (uint32_t i = 0; i < pages; i++)
         p->owner[page + i] = id + 1;
-    pthread_mutex_unlock(&p->mutex);
     return 0;
 }
 
@@ -70,35 +66,32 @@ static void forget(struct pager *p, uint32_t id)
 /* The content is not needed any more; the place stays. */
 API void pager_discard(struct pager *p, uint32_t id)
 {
-    pthread_mutex_lock(&p->mutex);
+    HOLD(p);
     forget(p, id);
-    pthread_mutex_unlock(&p->mutex);
 }
 
 /* The content is zeros from now on; see [Note: clear regions]. */
 API void pager_clear(struct pager *p, const uint32_t *ids, uint32_t count)
 {
-    pthread_mutex_lock(&p->mutex);
+    HOLD(p);
     for (uint32_t i = 0; i < count; i++) {
         forget(p, ids[i]);
         p->regions[ids[i]].clear = p->regions[ids[i]].cleared = 1;
     }
-    pthread_mutex_unlock(&p->mutex);
 }
 
 /* Say of each region that was cleared whether it holds nothing else now. */
 API void pager_is_clear(struct pager *p, const uint32_t *ids, uint32_t count, uint8_t *answers)
 {
-    pthread_mutex_lock(&p->mutex);
+    HOLD(p);
     for (uint32_t i = 0; i < count; i++)
         answers[i] = (uint8_t)transfer_is_clear(p, ids[i]);
-    pthread_mutex_unlock(&p->mutex);
 }
 
 /* The region is no more. */
 API void pager_release(struct pager *p, uint32_t id)
 {
-    pthread_mutex_lock(&p->mutex);
+    HOLD(p);
     struct region *r = &p->regions[id];
     settle(p, id);
     for (uint32_t i = 0; i < r->pages; i++)
@@ -106,7 +99,6 @@ API void pager_release(struct pager *p, uint32_t id)
     forget(p, id);
     free(r->slots);
     *r = (struct region){.state = FREE, .next_use = NEVER};
-    pthread_mutex_unlock(&p->mutex);
 }
 
 /* Wait until the region is at its address; 1 with `*failure` if it cannot be. */
@@ -138,7 +130,7 @@ API int pager_acquire(struct pager *p, const uint32_t *ids, uint32_t count, int 
                       struct failure *failure)
 {
     int failed = 0;
-    pthread_mutex_lock(&p->mutex);
+    HOLD(p);
     for (uint32_t i = 0; i < count; i++) {
         struct region *r = &p->regions[ids[i]];
         r->pins++;
@@ -163,31 +155,28 @@ API int pager_acquire(struct pager *p, const uint32_t *ids, uint32_t count, int 
     if (!pin || failed)
         p->progress++;
     pthread_cond_broadcast(&p->work);
-    pthread_mutex_unlock(&p->mutex);
     return failed;
 }
 
 API void pager_unpin(struct pager *p, const uint32_t *ids, uint32_t count)
 {
-    pthread_mutex_lock(&p->mutex);
+    HOLD(p);
     for (uint32_t i = 0; i < count; i++)
         p->regions[ids[i]].pins--;
     p->progress++;
     pthread_cond_broadcast(&p->work);
-    pthread_mutex_unlock(&p->mutex);
 }
 
 /* Install what is staged already, wait for nothing. */
 API void pager_touch(struct pager *p, const uint32_t *ids, uint32_t count)
 {
-    pthread_mutex_lock(&p->mutex);
+    HOLD(p);
     for (uint32_t i = 0; i < count; i++) {
         struct region *r = &p->regions[ids[i]];
         r->stamp = ++p->clock;
         if (r->state == STAGED && !r->locked)
             transfer_install(p, ids[i]);
     }
-    pthread_mutex_unlock(&p->mutex);
 }
 
 static void unlock(struct pager *p, uint32_t id)
@@ -210,12 +199,11 @@ static void unlock(struct pager *p, uint32_t id)
 /* The owner has brought the regions up to date, or is about to under its own eyes. */
 API void pager_unlock(struct pager *p, const uint32_t *ids, uint32_t count)
 {
-    pthread_mutex_lock(&p->mutex);
+    HOLD(p);
     for (uint32_t i = 0; i < count; i++)
         unlock(p, ids[i]);
     gil_release_unlocked(p);
     pthread_cond_broadcast(&p->work);
-    pthread_mutex_unlock(&p->mutex);
 }
 
 /* From now on an access to the regions waits for their owner: to all of them, or to none if one
@@ -223,7 +211,7 @@ API void pager_unlock(struct pager *p, const uint32_t *ids, uint32_t count)
 API int pager_lock(struct pager *p, const uint32_t *ids, uint32_t count, struct failure *failure)
 {
     int error = 0;
-    pthread_mutex_lock(&p->mutex);
+    HOLD(p);
     for (uint32_t i = 0; i < count; i++) {
         struct region *r = &p->regions[ids[i]];
         error = region_put_aside(p, ids[i]);
@@ -240,7 +228,6 @@ API int pager_lock(struct pager *p, const uint32_t *ids, uint32_t count, struct 
         r->reported = 0;
         r->told = 0;
     }
-    pthread_mutex_unlock(&p->mutex);
     return error != 0;
 }
 
@@ -255,7 +242,7 @@ API int64_t pager_handed(struct pager *p, double timeout_s)
         until.tv_sec++;
         until.tv_nsec -= 1000000000L;
     }
-    pthread_mutex_lock(&p->mutex);
+    HOLD(p);
     p->serving++;
     int64_t id = -1;
     while (!p->stopping && p->handed_head == p->handed_tail)
@@ -269,7 +256,6 @@ API int64_t pager_handed(struct pager *p, double timeout_s)
     }
     p->serving--;
     pthread_cond_broadcast(&p->done);
-    pthread_mutex_unlock(&p->mutex);
     return id;
 }
 
@@ -278,7 +264,7 @@ API int64_t pager_handed(struct pager *p, double timeout_s)
 API int pager_show(struct pager *p, uint32_t id, uint32_t page, struct failure *failure)
 {
     int failed = 0, error;
-    pthread_mutex_lock(&p->mutex);
+    HOLD(p);
     struct region *r = &p->regions[id];
     r->pins++;
     r->failure.kind = 0;
@@ -300,31 +286,26 @@ API int pager_show(struct pager *p, uint32_t id, uint32_t page, struct failure *
         r->pins--;
     else
         r->shown = 1;
-    pthread_mutex_unlock(&p->mutex);
     return failed;
 }
 
 API void pager_hide(struct pager *p, uint32_t id, uint32_t page)
 {
-    pthread_mutex_lock(&p->mutex);
+    HOLD(p);
     struct region *r = &p->regions[id];
     double since = pager_now();
     int error;
     do
         error = pool_relocate(p, r, page, 1, MOVE_TRY_S);
     while (error && pool_again(p, error, since, PATIENCE));
-    if (error) {
-        fprintf(stderr, "dynoffload: the kernel cannot bring region %u back to its place: %s. "
-                        "The process ends here.\n", id, strerror(error));
-        abort();
-    }
+    if (error)
+        pager_end("the kernel cannot bring region %u back to its place: %s", id, strerror(error));
     r->dirty = 1;
     r->clear = 0;
     r->shown = 0;
     r->pins--;
     p->progress++;
     pthread_cond_broadcast(&p->done);
-    pthread_mutex_unlock(&p->mutex);
 }
 
 /* Follow a new plan from position 0. Uses are sorted by position. */
@@ -335,7 +316,7 @@ API int pager_plan(struct pager *p, const int64_t *action_position, const uint8_
     uint32_t *last = malloc(sizeof *last * (p->region_capacity + 1));
     if (!last)
         return ENOMEM;
-    pthread_mutex_lock(&p->mutex);
+    HOLD(p);
     plan_clear(p);
 #define COPY(field, count)                                                                          \
     do {                                                                                            \
@@ -364,50 +345,45 @@ API int pager_plan(struct pager *p, const int64_t *action_position, const uint8_
             p->regions[i].busy = 0; /* what could not move then may move now */
     }
     pthread_cond_broadcast(&p->work);
-    pthread_mutex_unlock(&p->mutex);
     free(last);
     return whole ? 0 : ENOMEM;
 }
 
 API void pager_advance(struct pager *p, int64_t position)
 {
-    pthread_mutex_lock(&p->mutex);
+    HOLD(p);
     plan_advance(p, position);
     pthread_cond_broadcast(&p->work);
-    pthread_mutex_unlock(&p->mutex);
 }
 
 /* State of each region, FREE..WRITING, and how often it is pinned. */
 API void pager_states(struct pager *p, uint8_t *states, uint32_t *pins, uint32_t count)
 {
-    pthread_mutex_lock(&p->mutex);
+    HOLD(p);
     for (uint32_t i = 0; i < count; i++) {
         states[i] = i < p->region_high ? p->regions[i].state : FREE;
         pins[i] = i < p->region_high ? p->regions[i].pins : 0;
     }
-    pthread_mutex_unlock(&p->mutex);
 }
 
 /* The totals. If `anew` the peak begins anew, and an error is told, which it is once. */
 API void pager_counters(struct pager *p, struct counters *counters, int anew)
 {
-    pthread_mutex_lock(&p->mutex);
+    HOLD(p);
     *counters = p->counters;
     counters->pages_taken = p->populated;
     if (anew) {
         p->counters.peak_pages = p->counters.pages_in_use;
         p->counters.error = 0;
     }
-    pthread_mutex_unlock(&p->mutex);
 }
 
 /* Copy out and forget the events since the last call; how many there were. */
 API uint32_t pager_events(struct pager *p, struct event *events)
 {
-    pthread_mutex_lock(&p->mutex);
+    HOLD(p);
     uint32_t count = p->event_count;
     memcpy(events, p->events, sizeof *events * count);
     p->event_count = 0;
-    pthread_mutex_unlock(&p->mutex);
     return count;
 }

@@ -5,7 +5,6 @@
 #include <fcntl.h>
 #include <linux/userfaultfd.h>
 #include <poll.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <sys/ioctl.h>
 #include <sys/syscall.h>
@@ -41,12 +40,9 @@ static void serve(struct pager *p, uint64_t address, uint32_t thread)
 {
     uint64_t page = (address - (uintptr_t)p->base) / p->page_bytes;
     uint32_t id = page < p->arena_pages ? p->owner[page] - 1 : NO_REGION;
-    if (id == NO_REGION) {
-        fprintf(stderr, "dynoffload: access to memory of a region that was released (page %llu of "
-                        "the arena). This is a bug: the process ends here.\n",
-                (unsigned long long)page);
-        abort();
-    }
+    if (id == NO_REGION)
+        pager_end("access to memory of a region that was released (page %llu of the arena), which "
+                  "is a bug", (unsigned long long)page);
     struct region *r = &p->regions[id];
     p->counters.faults++;
     if (r->next_use > p->position && r->next_use != NEVER &&
@@ -89,14 +85,11 @@ void *fault_serve(void *context)
         if (fds[1].revents)
             return NULL;
         pthread_mutex_lock(&p->mutex);
-        if (p->handed_head != p->handed_tail && pager_now() - p->handed_since > GRACE_S) {
-            fprintf(stderr,
-                    "dynoffload: a thread has waited %.0f s for a parameter whose optimizer update "
-                    "is still to be made, while it holds the interpreter's lock (for instance by "
-                    "reading a numpy view of it). Call session.flush() before such an access, or "
-                    "set defer_updates='never'. The process ends here.\n", GRACE_S);
-            abort();
-        }
+        if (p->handed_head != p->handed_tail && pager_now() - p->handed_since > GRACE_S)
+            pager_end("a thread has waited %.0f s for a parameter whose optimizer update is still to "
+                      "be made, while it holds the interpreter's lock (for instance by reading a "
+                      "numpy view of it). Call session.flush() before such an access, or set "
+                      "defer_updates='never'", GRACE_S);
         transfer_watch(p);
         ssize_t got = read(p->uffd, messages, sizeof messages);
         for (ssize_t i = 0; i < got / (ssize_t)sizeof *messages; i++)

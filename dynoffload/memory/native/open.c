@@ -1,12 +1,37 @@
-/* The beginning and the end of a pager. */
+/* The beginning and the end of a pager, and of the process where there is no other way. */
 #include "pager.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
 #include <unistd.h>
+
+double pager_now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+void pager_let_go(pthread_mutex_t **held)
+{
+    pthread_mutex_unlock(*held);
+}
+
+/* For what nobody can be told in any other way: say it, and end the process. */
+void pager_end(const char *format, ...)
+{
+    va_list values;
+    va_start(values, format);
+    fputs("dynoffload: ", stderr);
+    vfprintf(stderr, format, values);
+    fputs(". The process ends here; the last saved checkpoint is not touched.\n", stderr);
+    abort();
+}
 
 static void destroy(struct pager *p)
 {

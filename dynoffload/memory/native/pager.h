@@ -196,10 +196,16 @@ struct pager {
     pthread_cond_t work, done, hand;
     pthread_t *workers, fault_thread;
     uint32_t worker_count;
-    int fault_started, stopping, debug; /* debug: see sums.c, and free slots are poisoned */
+    int fault_started, stopping, debug; /* debug: see file.c, and free slots are poisoned */
 };
 
 double pager_now(void);
+void pager_let_go(pthread_mutex_t **);
+/* Hold the mutex until the end of the block. */
+#define HOLD(p)                                                                                     \
+    __attribute__((cleanup(pager_let_go))) pthread_mutex_t *held_mutex = &(p)->mutex;               \
+    pthread_mutex_lock(held_mutex)
+void pager_end(const char *format, ...) __attribute__((noreturn, format(printf, 1, 2)));
 /* Pages that can be had without an eviction. */
 static inline uint32_t pager_room(const struct pager *p)
 {
@@ -249,8 +255,8 @@ int region_put_aside(struct pager *, uint32_t id); /* address -> slots, and nobo
 void *fault_serve(void *);
 int fault_open(int *user_mode_only);
 
-/* sums.c */
-uint64_t sum_of(const struct pager *, const struct region *);
+/* file.c: 0 or an errno; without the mutex */
+int file_transfer(struct pager *, struct region *, int write);
 
 /* gil_release.c */
 int gil_release_enter(struct pager *); /* 0 or an errno */

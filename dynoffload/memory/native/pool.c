@@ -4,7 +4,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/userfaultfd.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
@@ -31,6 +30,7 @@ struct uffdio_move {
 #define PRESENT (1ull << 63) /* bits of /proc/self/pagemap */
 #define SWAPPED (1ull << 62)
 #define BACK_S 60.
+#define HALF "the kernel has moved half of a region and refuses to move it on or back: %s"
 #define POISON 0xff /* a NaN in every format of floats */
 
 char *arena_address(struct pager *p, const struct region *r)
@@ -145,11 +145,8 @@ static int move_page(struct pager *p, char *to, char *from, double patience_s)
 {
     uint64_t done, back;
     int error = move_span(p, to, from, p->page_bytes, patience_s, &done);
-    if (error && done && move_span(p, from, to, done, BACK_S, &back)) {
-        fprintf(stderr, "dynoffload: the kernel has moved half a page of a region and refuses to "
-                        "move it on or back: %s. The process ends here.\n", strerror(error));
-        abort();
-    }
+    if (error && done && move_span(p, from, to, done, BACK_S, &back))
+        pager_end(HALF, strerror(error));
     return error;
 }
 
@@ -179,12 +176,8 @@ int pool_relocate(struct pager *p, struct region *r, uint32_t page, int out, dou
         while (i-- > 0) {
             slot = slot_address(p, r->slots[i]);
             place = at + (uint64_t)i * p->page_bytes;
-            if (out ? move_page(p, place, slot, BACK_S) : move_page(p, slot, place, BACK_S)) {
-                fprintf(stderr, "dynoffload: the kernel has moved half of a region and refuses to "
-                                "move it on or back: %s. The process ends here.\n",
-                        strerror(error));
-                abort();
-            }
+            if (out ? move_page(p, place, slot, BACK_S) : move_page(p, slot, place, BACK_S))
+                pager_end(HALF, strerror(error));
         }
         if (out)
             for (uint32_t j = r->pages; j-- > 0;)
@@ -247,12 +240,9 @@ static void pool_grow(struct pager *p, uint32_t pages)
     do
         error = madvise(from, bytes, MADV_POPULATE_WRITE);
     while (error && (errno == EINTR || errno == EAGAIN));
-    if (error || ioctl(p->uffd, UFFDIO_REGISTER, &reg)) {
-        fprintf(stderr, "dynoffload: the system refuses %llu bytes that the budget allows: %s. "
-                        "Lower the budget. The process ends here.\n",
-                (unsigned long long)bytes, strerror(errno));
-        abort();
-    }
+    if (error || ioctl(p->uffd, UFFDIO_REGISTER, &reg))
+        pager_end("the system refuses %llu bytes that the budget allows: %s. Lower the budget",
+                  (unsigned long long)bytes, strerror(errno));
     for (uint32_t i = count; i-- > 0;) {
         poison(p, p->populated + i);
         p->full[p->fulls++] = p->populated + i;

@@ -28,7 +28,7 @@ API int pager_withdraw(struct pager *p, const uint32_t *ids, uint32_t count, uin
                        struct failure *failure)
 {
     int failed = 0;
-    pthread_mutex_lock(&p->mutex);
+    HOLD(p);
     for (uint32_t i = 0; i < count && !failed; i++) {
         int error = region_put_aside(p, ids[i]);
         if (error)
@@ -36,17 +36,15 @@ API int pager_withdraw(struct pager *p, const uint32_t *ids, uint32_t count, uin
         visits[i] = p->regions[ids[i]].visits;
     }
     pthread_cond_broadcast(&p->work);
-    pthread_mutex_unlock(&p->mutex);
     return failed;
 }
 
 /* How often each region was at its address so far. */
 API void pager_visits(struct pager *p, const uint32_t *ids, uint32_t count, uint32_t *visits)
 {
-    pthread_mutex_lock(&p->mutex);
+    HOLD(p);
     for (uint32_t i = 0; i < count; i++)
         visits[i] = p->regions[ids[i]].visits;
-    pthread_mutex_unlock(&p->mutex);
 }
 
 static int can_lend(const struct region *r, const struct region *twin)
@@ -61,7 +59,7 @@ static int can_lend(const struct region *r, const struct region *twin)
 API int pager_lend(struct pager *p, const uint32_t *ids, const uint32_t *twins, uint32_t count)
 {
     int all = 1;
-    pthread_mutex_lock(&p->mutex);
+    HOLD(p);
     for (uint32_t i = 0; i < count; i++)
         all = all && can_lend(&p->regions[ids[i]], &p->regions[twins[i]]);
     for (uint32_t i = 0; i < count && all; i++) {
@@ -78,7 +76,6 @@ API int pager_lend(struct pager *p, const uint32_t *ids, const uint32_t *twins, 
             p->counters.used_bytes += r->bytes;
         }
     }
-    pthread_mutex_unlock(&p->mutex);
     return all;
 }
 
@@ -87,7 +84,7 @@ API int pager_exchange(struct pager *p, const uint32_t *ids, const uint32_t *twi
                        struct failure *failure)
 {
     int failed = 0;
-    pthread_mutex_lock(&p->mutex);
+    HOLD(p);
     for (int at_rest = 0; !at_rest && !failed;) {
         at_rest = 1; /* unless one comes back while another is waited for */
         for (uint32_t i = 0; i < 2 * count && !failed; i++) {
@@ -116,6 +113,5 @@ API int pager_exchange(struct pager *p, const uint32_t *ids, const uint32_t *twi
         a->next_use = b->next_use, b->next_use = old.next_use;
     }
     pthread_cond_broadcast(&p->work);
-    pthread_mutex_unlock(&p->mutex);
     return failed;
 }

@@ -1,22 +1,8 @@
-/* Transfers between slots and the spill file, and the threads that make them. */
+/* Transfers between slots and the spill file: what is due, and the threads that make them. */
 #include "pager.h"
 
 #include <errno.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
-#include <sys/uio.h>
-#include <time.h>
-#include <unistd.h>
-
-#define IOV 256
-
-double pager_now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 void transfer_record(struct pager *p, int kind, int cause, uint32_t region, double start, uint64_t bytes)
 {
@@ -26,54 +12,6 @@ void transfer_record(struct pager *p, int kind, int cause, uint32_t region, doub
     }
     p->events[p->event_count++] =
         (struct event){start, pager_now(), bytes, region, (uint16_t)kind, (uint16_t)cause};
-}
-
-/* What is not what was written is refused. */
-static int compare(struct pager *p, struct region *r, int write)
-{
-    uint64_t sum = sum_of(p, r);
-    if (write)
-        r->sum = sum;
-    return sum == r->sum ? 0 : EBADMSG;
-}
-
-/* Read or write all pages of a region; 0 or an errno. Called without the mutex. */
-static int transfer_io(struct pager *p, struct region *r, int write)
-{
-    struct iovec iov[IOV];
-    uint64_t page = p->page_bytes;
-    for (uint32_t first = 0; first < r->pages;) {
-        int n = 0;
-        for (uint32_t i = first; i < r->pages && n < IOV; i++, n++) {
-            char *slot = p->base + (uint64_t)(p->arena_pages + r->slots[i]) * page;
-            iov[n] = (struct iovec){slot, page};
-        }
-        uint64_t want = (uint64_t)n * page, done = 0;
-        int64_t offset = r->offset + (int64_t)((uint64_t)first * page);
-        struct iovec *next = iov;
-        while (done < want) {
-            int left = n - (int)(next - iov);
-            ssize_t got = write ? pwritev(p->fd, next, left, offset + (int64_t)done)
-                                : preadv(p->fd, next, left, offset + (int64_t)done);
-            if (got < 0 && errno == EINTR)
-                continue;
-            if (got < 0)
-                return errno;
-            if (got == 0)
-                return EIO; /* past the end of a file that was allocated whole: it was truncated */
-            done += (uint64_t)got;
-            for (uint64_t rest = (uint64_t)got; rest;) {
-                uint64_t step = rest < next->iov_len ? rest : next->iov_len;
-                next->iov_base = (char *)next->iov_base + step;
-                next->iov_len -= step;
-                rest -= step;
-                if (!next->iov_len)
-                    next++;
-            }
-        }
-        first += (uint32_t)n;
-    }
-    return compare(p, r, write);
 }
 
 static void begin_wait(struct pager *p, struct region *r)
@@ -142,13 +80,9 @@ int transfer_install(struct pager *p, uint32_t id)
 {
     struct region *r = &p->regions[id];
     int error = pool_install(p, r, r->asleep || r->waited || r->pins ? MOVE_SURELY_S : MOVE_SOON_S);
-    if (error && r->asleep) {
-        fprintf(stderr,
-                "dynoffload: the kernel cannot move region %u into place: %s. A thread is asleep "
-                "on it, so the process ends here.\n",
-                id, strerror(error));
-        abort();
-    }
+    if (error && r->asleep)
+        pager_end("the kernel cannot move region %u, on which a thread sleeps, into place: %s", id,
+                  strerror(error));
     r->visits++; /* also if it was in place in part, and went back */
     if (error)
         return error;
@@ -184,11 +118,8 @@ void transfer_drop(struct pager *p, uint32_t id)
 {
     struct region *r = &p->regions[id];
     if (r->state == RESIDENT) {
-        if (pool_withdraw(p, r, MOVE_SOON_S) && pool_replace(p, r)) {
-            fprintf(stderr, "dynoffload: the kernel cannot take the pages of region %u back: %s. "
-                            "The process ends here.\n", id, strerror(errno));
-            abort();
-        }
+        if (pool_withdraw(p, r, MOVE_SOON_S) && pool_replace(p, r))
+            pager_end("the kernel cannot take the pages of region %u back: %s", id, strerror(errno));
         r->state = STAGED;
     }
     if (r->state == STAGED)
@@ -242,7 +173,7 @@ static void evict(struct pager *p, uint32_t id, int cause)
         p->moving++;
         pthread_mutex_unlock(&p->mutex);
         int zeros = r->cleared && holds_zeros(p, r);
-        int error = zeros ? 0 : transfer_io(p, r, 1);
+        int error = zeros ? 0 : file_transfer(p, r, 1);
         pthread_mutex_lock(&p->mutex);
         p->writing -= r->pages;
         p->moving--;
@@ -340,20 +271,15 @@ static void fetch(struct pager *p, uint32_t id, int cause)
         p->moving++;
         pthread_mutex_unlock(&p->mutex);
         for (int attempt = 0; attempt < 3; attempt++)
-            if (!(error = transfer_io(p, r, 0)))
+            if (!(error = file_transfer(p, r, 0)))
                 break;
         pthread_mutex_lock(&p->mutex);
         p->moving--;
-        if (error && r->asleep) {
-            fprintf(stderr,
-                    "dynoffload: cannot read %llu bytes of region %u back from the spill file: %s. "
-                    "A thread sleeps until it has them, so the process ends here; the last saved "
-                    "checkpoint is not touched.\n",
-                    (unsigned long long)r->bytes, id,
-                    error == EBADMSG ? "its bytes are not those that were written"
-                                     : strerror(error));
-            abort();
-        }
+        if (error && r->asleep)
+            pager_end("cannot read %llu bytes of region %u, for which a thread sleeps, back from the "
+                      "spill file: %s", (unsigned long long)r->bytes, id,
+                      error == EBADMSG ? "its bytes are not those that were written"
+                                       : strerror(error));
         if (error) {
             r->state = STAGED;
             leave(p, r);
@@ -427,18 +353,14 @@ void transfer_watch(struct pager *p)
     for (uint32_t i = p->urgent_head; i != p->urgent_tail;) {
         uint32_t id = p->urgent[i % p->region_capacity];
         struct region *r = &p->regions[id];
-        if (r->asleep && out_of_patience) {
-            fprintf(stderr,
-                    "dynoffload: a thread sleeps until %llu bytes of region %u are in memory, but "
-                    "of the pool of %llu bytes only %llu are free and nothing can leave: %s. The "
-                    "process ends here; the last saved checkpoint is not touched.\n",
-                    (unsigned long long)r->bytes, id,
-                    (unsigned long long)(p->pool_pages * p->page_bytes),
-                    (unsigned long long)(pager_room(p) * p->page_bytes),
-                    p->write_error ? strerror(p->write_error)
-                                   : "all is in use at once; raise the budget");
-            abort();
-        }
+        if (r->asleep && out_of_patience)
+            pager_end("a thread sleeps until %llu bytes of region %u are in memory, but of the pool "
+                      "of %llu bytes only %llu are free and nothing can leave: %s",
+                      (unsigned long long)r->bytes, id,
+                      (unsigned long long)(p->pool_pages * p->page_bytes),
+                      (unsigned long long)(pager_room(p) * p->page_bytes),
+                      p->write_error ? strerror(p->write_error)
+                                     : "all is in use at once; raise the budget");
         if (!r->asleep && p->write_error && p->stuck > 1)
             refuse(p, id, FAILED_WRITE, p->write_error, p->write_region);
         else if (!r->asleep && out_of_patience)
