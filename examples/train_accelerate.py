@@ -18,13 +18,13 @@ from accelerate import Accelerator
 
 import dynoffload
 from dynoffload.datasets.text import batches
-from dynoffload.experiments.zoo import moe_lm
+from dynoffload.experiments import zoo
 
 
 def arguments() -> argparse.Namespace:
     """Return what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--preset", default="small", choices=sorted(moe_lm.PRESETS))
+    parser.add_argument("--preset", default="small", choices=sorted(zoo.presets("moe")))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=128, help="tokens per batch")
     parser.add_argument("--budget", help="such as 80MB; without it the loop is plain")
@@ -35,7 +35,7 @@ def main() -> None:
     """Train and print the loss."""
     args = arguments()
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
-    model = moe_lm.build(args.preset)
+    model = zoo.build("moe", args.preset)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     rows = list(islice(batches("train", length=args.tokens), 2 * args.steps))
     pairs = [(row.tokens[0], row.targets[0]) for row in rows]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dynoffload.datasets.text import batches
-from dynoffload.experiments.zoo import moe_lm
+from dynoffload.experiments import zoo
 from dynoffload.integrations.lightning import OffloadCallback
 
 
@@ -27,7 +27,7 @@ class Language(lightning.LightningModule):
 
     def __init__(self, preset: str) -> None:
         super().__init__()
-        self.model = moe_lm.build(preset)
+        self.model = zoo.build("moe", preset)
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         """Return the loss of tokens and targets, ``[rows, length]`` each."""
@@ -43,7 +43,7 @@ class Language(lightning.LightningModule):
 def arguments() -> argparse.Namespace:
     """Return what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--preset", default="small", choices=sorted(moe_lm.PRESETS))
+    parser.add_argument("--preset", default="small", choices=sorted(zoo.presets("moe")))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=128, help="tokens per batch")
     parser.add_argument("--budget", help="such as 80MB; without it the loop is plain")

@@ -19,13 +19,13 @@ from pathlib import Path
 import torch
 
 from dynoffload.datasets.text import batches
-from dynoffload.experiments.zoo import moe_lm
+from dynoffload.experiments import zoo
 
 
 def arguments() -> argparse.Namespace:
     """Return what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--preset", default="small", choices=sorted(moe_lm.PRESETS))
+    parser.add_argument("--preset", default="small", choices=sorted(zoo.presets("moe")))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=128, help="tokens per batch")
     parser.add_argument("--budget", help="such as 80MB; without it the loop is plain")
@@ -36,7 +36,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Train, print the losses, and save the weights."""
     args = arguments()
-    model = moe_lm.build(args.preset)
+    model = zoo.build("moe", args.preset)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     samples = batches("train", length=args.tokens)

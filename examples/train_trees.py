@@ -19,13 +19,13 @@ import torch
 
 import dynoffload
 from dynoffload.datasets.trees import trees
-from dynoffload.experiments.zoo import tree_lstm
+from dynoffload.experiments import zoo
 
 
 def arguments() -> argparse.Namespace:
     """Return what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--preset", default="small", choices=sorted(tree_lstm.PRESETS))
+    parser.add_argument("--preset", default="small", choices=sorted(zoo.presets("tree")))
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--max-nodes", type=int, default=192, help="the largest tree")
     parser.add_argument("--budget", help="such as 80MiB; by default that of `dynoffload run`")
@@ -36,7 +36,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Train and print the loss."""
     args = arguments()
-    model = tree_lstm.build(args.preset, seed=args.seed)
+    model = zoo.build("tree", args.preset, seed=args.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
     samples = trees("train", max_nodes=args.max_nodes, seed=args.seed)
 

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dynoffload.datasets.text import batches
-from dynoffload.experiments.zoo import moe_lm
+from dynoffload.experiments import zoo
 
 
 def arguments() -> argparse.Namespace:
     """Return what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--preset", default="small", choices=sorted(moe_lm.PRESETS))
+    parser.add_argument("--preset", default="small", choices=sorted(zoo.presets("moe")))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=128, help="tokens per batch")
     parser.add_argument("--budget", help="of each rank, such as 200MB")
@@ -39,7 +39,7 @@ def main() -> None:
     args = arguments()
     dist.init_process_group("gloo")
     first = dist.get_rank() == 0
-    model = DistributedDataParallel(moe_lm.build(args.preset), find_unused_parameters=True)
+    model = DistributedDataParallel(zoo.build("moe", args.preset), find_unused_parameters=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     samples = batches("train", length=args.tokens, seed=dist.get_rank())
 

@@ -1,7 +1,6 @@
 """The experiments: measurements behind the published numbers, each by its name.
 
-An experiment is a class; see `dynoffload.experiments.harness`. Some are still a function
-``run(json_path: Path | None = None, **options) -> dict``, which prints its own tables.
+An experiment is a class; see `dynoffload.experiments.harness`.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from dynoffload.errors import ConfigError
 
 EXPERIMENTS: dict[str, str] = {
     "demo": "dynoffload.experiments.demo:Demo",
-    "paged": "dynoffload.experiments.paged:run",
-    "breakdown": "dynoffload.experiments.breakdown:Breakdown",
+    "paged": "dynoffload.experiments.paged:Paged",
     "exactness": "dynoffload.experiments.exactness:Exactness",
     "resident": "dynoffload.experiments.resident:Resident",
     "pilot-accuracy": "dynoffload.experiments.pilot_accuracy:PilotAccuracy",
@@ -43,11 +41,9 @@ EXPERIMENTS: dict[str, str] = {
     "moe-pipeline": "dynoffload.experiments.moe_pipeline:Pipeline",
     "gpu": "dynoffload.experiments.gpu:Gpu",
 }
-"""Name on the command line -> ``module:class`` or ``module:function``."""
+"""Name on the command line -> ``module:class``."""
 BENCH: dict[str, str] = {
     "paged": "",
-    "breakdown": "",
-    "breakdown-512": "breakdown --tokens 512",
     "exactness": "",
     "resident": "",
     "pilot-accuracy": "",
@@ -73,15 +69,15 @@ BENCH: dict[str, str] = {
 
 
 def load(name: str) -> Any:
-    """Return the class or the function of the experiment ``name``.
+    """Return the class of the experiment ``name``.
 
     Raises:
         ConfigError: if there is none of this name.
     """
     if name not in EXPERIMENTS:
         raise ConfigError(f"no experiment is named {name!r}: there are {', '.join(EXPERIMENTS)}")
-    module, _, function = EXPERIMENTS[name].partition(":")
-    return getattr(importlib.import_module(module), function)
+    module, _, kind = EXPERIMENTS[name].partition(":")
+    return getattr(importlib.import_module(module), kind)
 
 
 def summary(name: str) -> str:

@@ -8,6 +8,7 @@ the figure beside the JSON, and the table of the page beside it, whose prose is 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import types
 import typing
@@ -176,7 +177,11 @@ def carry_out(
 
             one.stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
-        begun: dict[str, Any] = {"params": plain(params), "made_by": provenance()}
+        begun: dict[str, Any] = {
+            "params": plain(params),
+            "inputs": inputs_of(params),
+            "made_by": provenance(),
+        }
         result = None
         if json_path is not None:
             make_room(json_path, "--json")
@@ -284,7 +289,7 @@ def _kept(
     def settings(of: Mapping[str, Any]) -> Any:
         made = of["made_by"]
         used = {key: value for key, value in of["params"].items() if key not in places}
-        return used, made["commit"], made["machine"]
+        return used, of.get("inputs"), made["commit"], made["machine"]
 
     if begun["made_by"]["commit"].endswith("-dirty"):
         return None  # no commit says which code that was
@@ -327,6 +332,20 @@ def meanings_of(params: type[Any]) -> dict[str, str]:
 def plain(params: Any) -> dict[str, Any]:
     """Return parameters as JSON holds them."""
     return {one.name: _plain(getattr(params, one.name)) for one in fields(params)}
+
+
+def inputs_of(params: Any) -> dict[str, str]:
+    """Return a digest of each file or folder that a parameter names for its contents."""
+    found = {}
+    for one in fields(params):
+        path = getattr(params, one.name)
+        if isinstance(path, Path) and not one.metadata["place"]:
+            digest = hashlib.sha256()
+            for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+                if file.is_file():
+                    digest.update(str(file.relative_to(path)).encode() + file.read_bytes())
+            found[one.name] = digest.hexdigest()
+    return found
 
 
 def _plain(value: Any) -> Any:

@@ -27,7 +27,13 @@ from dynoffload.experiments.baselines.cgroup import memory_group, swap_file
 from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.harness import Experiment, Row, option, table
 from dynoffload.experiments.trainer import BUDGETED, PLAIN, Spec
-from dynoffload.experiments.workers import Worker, WorkerError, ended_after, worker
+from dynoffload.experiments.workers import (
+    Worker,
+    WorkerError,
+    charged_before,
+    ended_after,
+    worker,
+)
 from dynoffload.experiments.zoo import FOLDING, TRUNK
 from dynoffload.memory.spill import default_spill_dir
 from dynoffload.units import format_seconds, parse_bytes
@@ -42,7 +48,6 @@ PACES = (2.0, 4.0, 8.0)
 """Times what plain training takes for as much."""
 _START_S = 120.0  # to come to the block and make a first step
 _PLAIN_S = 600.0  # of a step of plain training, before its pace is known
-_BEFORE = 3  # processes that are looked at before there is a network
 _SPARE = 1.5  # of swap: pages stay in it after they were read back
 
 
@@ -152,7 +157,7 @@ class Largest(Experiment[Params]):
         name, key = case
         subject, way = self.subjects()[name], WAYS[key]
         plain = next((row for row in self.rows if row["case"] == f"{name}, plain"), None)
-        base = before(subject, self.params) if plain is None else plain["process_before_bytes"]
+        base = charged_before(subject.spec(1)) if plain is None else plain["process_before_bytes"]
         room = _Room(base)
         if plain is not None:
             known = {one["size"]: one["seconds"] for one in plain["tries"] if not one["why"]}
@@ -354,16 +359,6 @@ def attempt(params: Params, subject: Subject, way: Way, size: int, room: _Room) 
     if slowest > allowed:
         why = f"a step of {format_seconds(slowest)}, above {format_seconds(allowed)}"
     return Try(size, why, median(seconds), losses)
-
-
-def before(subject: Subject, params: Params) -> int:
-    """Return what a process is charged with before there is a network, the least of several: the
-    first that reads a library's files is charged with them, later ones are not."""
-    spec, charged = replace(subject.spec(1), meta=True), []
-    for _ in range(_BEFORE):
-        with memory_group(None) as group, worker("before", spec, group) as started:
-            charged.append(started.before["charged_bytes"])
-    return min(charged)
 
 
 def _ended_by(tries: Sequence[Try], most: int) -> str:

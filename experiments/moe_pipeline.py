@@ -1,16 +1,14 @@
 """Experts over processes on slow links: parts and strategies beside the layer in one part.
 
-2 and 4 gloo processes, each in a network namespace whose link is slowed, or, where none can be
-made, with exchanges that take as long as their bytes would; layers in the proportions of GPT-S,
-BERT-L and GPT-XL, made smaller. Measured are every number of parts and strategy, the layer's own
-choice, what it took to choose, and peaks of allocations. Ranks share the cores of one machine.
+2 and 4 gloo processes whose exchanges take as long as their bytes would on a link; layers in the
+proportions of GPT-S, BERT-L and GPT-XL, made smaller. Measured are every number of parts and
+strategy, the layer's own choice, what it took to choose, and peaks of allocations. Ranks share the
+cores of one machine.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
 import random
 import tempfile
 import time
@@ -28,8 +26,8 @@ from dynoffload.errors import ConfigError
 from dynoffload.experiments.allocations import Allocations
 from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.harness import Cell, Experiment, Row, option, table
-from dynoffload.experiments.networks import DEVICE, SlowExchange, enter, limit_link, namespaces
 from dynoffload.experiments.processes import ONE_THREAD, at_once
+from dynoffload.experiments.slow_exchange import SlowExchange
 from dynoffload.memory.spill import default_spill_dir
 from dynoffload.moe.parallel import ExpertParallel, Strategy
 from dynoffload.moe.parallel.choice import NUMBERS
@@ -39,7 +37,6 @@ from dynoffload.units import format_bytes, format_seconds
 SIZES = {"GPT-S": (768, 3072), "BERT-L": (1024, 4096), "GPT-XL": (2048, 8192)}
 """Width and hidden width of the layers."""
 
-LINKS = ("auto", "namespaces", "delays")
 PARTS = (1, 2, 4, 8)
 """Of which peaks of allocations are measured."""
 
@@ -64,15 +61,12 @@ class Params:
     steps: int = option(9, "timed at least, of each number of parts and strategy")
     seconds: float = option(20.0, "that those of a row take at least")
     limit_share: float = option(0.6, "of what one part takes: the bound of the second choice")
-    links: str = option("auto", "namespaces, delays, or auto: namespaces where they can be made")
     timeout: float = option(120.0, "seconds that a rank waits for others in one exchange")
     patience: float = option(7200.0, "seconds after which a row is ended", place=True)
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.sizes if name not in SIZES]:
             raise ConfigError(f"sizes: {unknown[0]!r} is not one of {', '.join(SIZES)}")
-        if self.links not in LINKS:
-            raise ConfigError(f"links={self.links!r} is not one of {', '.join(LINKS)}")
         if self.steps < 1 or self.tokens < 1:
             raise ConfigError(f"steps={self.steps} and tokens={self.tokens} must be at least 1")
 
@@ -88,7 +82,6 @@ class Task:
         rate: of its link, in million bits a second; None to measure peaks of allocations.
         rank: of this process.
         store: a file by which ranks meet.
-        namespace: in which its link is; "" where exchanges are delayed.
     """
 
     params: Params
@@ -97,7 +90,6 @@ class Task:
     rate: float | None
     rank: int = 0
     store: str = ""
-    namespace: str = ""
 
 
 class Pipeline(Experiment[Params]):
@@ -117,35 +109,20 @@ class Pipeline(Experiment[Params]):
         }
 
     def run(self, case: Task) -> Row:
-        with contextlib.ExitStack() as stack:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=default_spill_dir()))
-            names = [""] * case.world
-            if self.params.links != "delays":
-                try:
-                    names = stack.enter_context(namespaces(case.world))
-                except ConfigError:
-                    if self.params.links == "namespaces":
-                        raise
+        with tempfile.TemporaryDirectory(dir=default_spill_dir()) as folder:
             found = at_once(
                 f"{case.size} by {case.world}",
                 rank_of,
-                [
-                    replace(case, rank=rank, store=f"{folder}/store", namespace=name)
-                    for rank, name in enumerate(names)
-                ],
+                [replace(case, rank=n, store=f"{folder}/store") for n in range(case.world)],
                 patience=self.params.patience,
                 environment=ONE_THREAD,
             )
-        row: Row = {"ranks": case.world, "size": case.size, **(found[0].value or {})}
-        return (
-            row if case.rate is None else {**row, "links": "namespaces" if names[0] else "delays"}
-        )
+        return {"ranks": case.world, "size": case.size, **(found[0].value or {})}
 
     def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
         timed = [row for row in result["rows"] if "mbit" in row]
         peaks = [row for row in result["rows"] if "peaks" in row]
         params = result["params"]
-        links = ", ".join(sorted({row["links"] for row in timed}))
         bound = f", memory at most {params['limit_share']:g} of one part that is kept"
         rows = [
             [
@@ -161,7 +138,7 @@ class Pipeline(Experiment[Params]):
         return [
             _table(
                 f"a step of the layer in parts, {params['tokens']} tokens a rank, widths by "
-                f"1/{params['factor']}, links by {links}",
+                f"1/{params['factor']}",
                 "free",
                 timed,
             ),
@@ -218,9 +195,6 @@ def _against(at: Mapping[Combination, Mapping[str, int]], parts: int, strategy: 
 
 def rank_of(task: Task) -> Row:
     """Be one rank of a case; return its row."""
-    if task.namespace:
-        enter(task.namespace)
-        os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -236,10 +210,6 @@ def rank_of(task: Task) -> Row:
     if task.rate is None:
         row["peaks"] = _peaks(layer, tokens)
     else:
-        if isinstance(layer.exchange, SlowExchange):
-            layer.exchange.rate = task.rate * 1e6 / 8
-        else:
-            limit_link(task.rate)
         row |= {"mbit": task.rate, **_measured(task, layer, tokens)}
     dist.destroy_process_group()
     return row
@@ -257,8 +227,9 @@ def _layer(task: Task, width: int, hidden: int) -> ExpertParallel:
         timeout=given.timeout,
         spill_dir=Path(task.store).parent,
     )
-    if not task.namespace:
-        layer.exchange = SlowExchange(timeout=given.timeout)
+    layer.exchange = SlowExchange(timeout=given.timeout)
+    if task.rate is not None:
+        layer.exchange.rate = task.rate * 1e6 / 8
     return layer
 
 

@@ -1,159 +1,256 @@
 """Training in a third of its memory: plain, under a budget in a cgroup, and by the system's swap.
 
-One network is trained three ways, each in a process of its own: (a) plain PyTorch with all the
-memory it wants; (b) dynoffload under ``budget`` in a cgroup of ``limit`` without swap, built on the
-meta device; (c) plain PyTorch in such a cgroup with a swap file. (a) and all variants of (b) take
-turns on one machine; (c) runs after them. All make the same steps on the same samples, and their
-losses are compared bit by bit.
+One network is trained by plain PyTorch with all the memory it wants, by dynoffload under ``budget``
+in a cgroup of ``limit`` without swap, built on the meta device, and by plain PyTorch in such a
+cgroup with a swap file. The first two take turns on one machine; the third runs after them. All
+make the same steps on the same samples, and their losses are compared bit by bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from dynoffload.doctor import Tiers, measure_tiers
+from dynoffload.doctor import measure_tiers
 from dynoffload.errors import ConfigError
-from dynoffload.experiments import write_json
+from dynoffload.experiments import contest
+from dynoffload.experiments.baselines import DTR, REPLAY
 from dynoffload.experiments.baselines.cgroup import LimitError, why_unavailable
-from dynoffload.experiments.comparing import Table, show
-from dynoffload.experiments.paged_rows import MAIN, ROWS, VARIANTS, Plan, Variant, measure_group
+from dynoffload.experiments.bound import StepVisit, step_bound, step_string
+from dynoffload.experiments.comparing import Table
+from dynoffload.experiments.contest import Side, Turns, Way
+from dynoffload.experiments.harness import Experiment, Row, option, table
+from dynoffload.experiments.trainer import BUDGETED, Spec
+from dynoffload.experiments.workers import Step
 from dynoffload.experiments.zoo import FUSED
+from dynoffload.memory.limits import available_bytes
 from dynoffload.memory.spill import default_spill_dir
-from dynoffload.pilot.progress import progress_bar
+from dynoffload.simulation.machine import Link
 from dynoffload.units import format_bytes, format_seconds, parse_bytes
 
 _TIER_SECONDS = 0.5
+_ROW_LENGTH = 256  # tokens of one sequence; a step has as many rows as its tokens make
+_BYTES_PER_PARAMETER = 16  # parameter, gradient and two tensors of state in fp32
+_SPARE = 1.35  # what plain training takes beyond those: activations, temporaries, libraries
+SYSTEM = "system"
+"""Plain training, paged by the system."""
 
 
-def run(
-    json_path: Path | None = None,
-    *,
-    rows: tuple[str, ...] = ROWS,
-    preset: str = "base",
-    tokens: int = 1024,
-    budget: str = "1GB",
-    limit: str = "2GB",
-    steps: int = 6,
-    warmup: int = 3,
-    paged_steps: int = 5,
-    profile_steps: int = 5,
-    limited: bool = True,
-    spill_dir: Path | None = None,
-) -> dict[str, Any]:
-    """Measure the rows asked for.
+@dataclass(frozen=True)
+class Variant:
+    """One way of training under the budget; see `Spec`.
 
-    Args:
-        json_path: where the numbers so far are written after each row.
-        rows: names of `VARIANTS`; without it `ROWS`.
-        preset: sizes of the MoE language model.
-        tokens: per step.
-        budget: of dynoffload.
-        limit: of the cgroups of (b) and (c).
-        steps: measured steps of (a) and (b), two per turn.
-        warmup: steps before them.
-        paged_steps: measured steps of (c), after one to warm up; 0 leaves (c) out.
-        profile_steps: steps of the run that measures the headroom.
-        limited: False measures (a) and (b) without cgroups, where those cannot be had.
-        spill_dir: where the spill file and the swap file lie.
-
-    Raises:
-        ConfigError: a row does not exist, or a number of steps is too small.
-        LimitError: cgroups or swap cannot be had here, and were not given up.
+    Attributes:
+        tokens: tokens per step as a share of the experiment's.
     """
-    unknown = [row for row in rows if row not in VARIANTS]
-    if unknown or not rows:
-        raise ConfigError(f"no row is named {unknown}; there are {', '.join(VARIANTS)}")
-    if any(VARIANTS[row].network == FUSED for row in rows) and find_spec("transformers") is None:
-        others = ",".join(row for row in rows if VARIANTS[row].network != FUSED)
+
+    network: str = "moe"
+    optimizer: str = "fused"
+    tokens: float = 1.0
+    config: dict[str, Any] = field(default_factory=dict)
+    baseline: str = ""
+    pilot: str | None = "auto"
+
+
+MAIN = "main"
+VARIANTS: dict[str, Variant] = {
+    MAIN: Variant(),
+    "mapped": Variant(config={"backend": "mapped"}),
+    "repeat": Variant(config={"policy": "repeat"}, pilot=None),
+    "on_demand": Variant(config={"policy": "on-demand"}, pilot=None),
+    "replay": Variant(baseline=REPLAY, pilot=None),
+    "dtr": Variant(baseline=DTR, pilot=None),
+    "rollback": Variant(config={"rollback": True}),
+    "foreach": Variant(optimizer="foreach"),
+    "tokens_512": Variant(tokens=0.5),
+    "fused": Variant(network=FUSED),
+}
+"""By the name that ``--rows`` takes."""
+ROWS = tuple(row for row in VARIANTS if row != DTR)
+
+
+@dataclass(frozen=True)
+class Params:
+    """What is trained, and within what."""
+
+    rows: tuple[str, ...] = option(ROWS, f"ways under the budget: {', '.join(VARIANTS)}")
+    preset: str = option("base", "sizes of the mixture of experts")
+    tokens: int = option(1024, "per step")
+    budget: str = option("1GB", "of dynoffload")
+    limit: str = option("2GB", "of the cgroups")
+    steps: int = option(6, "that count of each way under the budget, two per turn")
+    warmup: int = option(3, "steps before them")
+    paged_steps: int = option(5, "that count of the system's paging; 0 leaves it out")
+    limited: bool = option(True, "no measures without cgroups, where those cannot be had")
+    spill_dir: Path | None = option(None, "where the spill file and the swap file lie", place=True)
+
+    def __post_init__(self) -> None:
+        unknown = [row for row in self.rows if row not in VARIANTS]
+        if unknown or not self.rows:
+            raise ConfigError(f"no row is named {unknown}; there are {', '.join(VARIANTS)}")
+        if self.steps < 1 or self.warmup < 1 or self.paged_steps < 0:
+            raise ConfigError("steps and warmup are at least 1, paged_steps at least 0")
+
+
+class Paged(Experiment[Params]):
+    """A case is what has one plain run: variants of one network, optimizer and number of tokens."""
+
+    parameters = Params
+
+    def cases(self) -> Mapping[str, list[str]]:
+        own, found = self.params, dict[str, list[str]]()
+        for name in (name for name in VARIANTS if name in own.rows):
+            of = VARIANTS[name]
+            case = f"{of.network}, {of.optimizer}, {int(own.tokens * of.tokens)} tokens"
+            found.setdefault(case, []).append(name)
+        if "fused" in own.rows and find_spec("transformers") is None:
+            others = ",".join(row for row in own.rows if row != "fused")
+            raise ConfigError(
+                "the row 'fused' takes a network of transformers, which is not installed: install "
+                f"it, or measure --rows {others or MAIN}"
+            )
+        if own.limited and (reason := why_unavailable(swap=own.paged_steps > 0)):
+            raise LimitError(
+                f"{reason}: neither dynoffload within a hard limit nor the system's paging can be "
+                "measured. Run as root on a system with memory cgroups, or pass --limited=false to "
+                "measure the step times alone"
+            )
+        return found
+
+    def run(self, case: list[str]) -> Row:
+        own = self.params
+        spec, budget = self._spec(VARIANTS[case[0]]), parse_bytes(own.budget)
+        limit = parse_bytes(own.limit) if own.limited else None
+        weights = self._bytes_of(spec)
+        _require_memory(weights, len(case), limit or budget)
+        per_turn = min(2, own.steps)
+        turns = Turns(-(-own.steps // per_turn), own.warmup, per_turn)
+        ways = {name: Way(self._budgeted(spec, VARIANTS[name], budget), limit) for name in case}
+        plain, sides, described = contest.measure(spec, ways, turns, self.report, describe=True)
+        if limit is not None and own.paged_steps:
+            # Pages are kept in swap after they were read back; room for all of the process, more.
+            paged = {SYSTEM: Way(spec, limit, swap_bytes=int(weights * _SPARE) + limit)}
+            alone = Turns(own.paged_steps, warmup=1, per_turn=1, lead=0)
+            sides |= contest.measure(spec, paged, alone, self.report)[1]
+        return {
+            "plain_s": median(step.seconds for step in plain),
+            "plain_steps_s": [step.seconds for step in plain],
+            "budget_bytes": budget,
+            "limit_bytes": limit,
+            **_bound(described, plain, budget, Path(spec.spill_dir or "")),
+            "ways": {
+                name: asdict(side) | {"seconds": side.seconds} for name, side in sides.items()
+            },
+        }
+
+    def _spec(self, variant: Variant) -> Spec:
+        """Return what plain training beside ``variant`` runs."""
+        tokens = int(self.params.tokens * variant.tokens)
+        length = min(_ROW_LENGTH, tokens)
+        return Spec(
+            variant.network,
+            self.params.preset,
+            shape={"rows": max(1, tokens // length), "length": length},
+            optimizer=variant.optimizer,
+            spill_dir=str(self.params.spill_dir or default_spill_dir()),
+        )
+
+    def _budgeted(self, spec: Spec, variant: Variant, budget: int) -> Spec:
+        return replace(
+            spec,
+            mode=BUDGETED,
+            budget=budget,
+            config=variant.config,
+            baseline=variant.baseline,
+            pilot=variant.pilot,
+            meta=variant.baseline != DTR,  # which counts what is there as it begins
+        )
+
+    def _bytes_of(self, spec: Spec) -> int:
+        """Return what weights, gradients and optimizer state take."""
+        from dynoffload.experiments import zoo
+
+        model = zoo.build(spec.network, spec.preset, device="meta")
+        return sum(p.numel() for p in model.parameters()) * _BYTES_PER_PARAMETER
+
+    def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
+        preset = result["params"]["preset"]
+        return [
+            *(
+                table(f"{row['case']}, preset {preset}, AdamW in fp32", _COLUMNS, _lines(row))
+                for row in result["rows"]
+            ),
+            *(
+                f"{name} cannot run: {side['why']}"
+                for row in result["rows"]
+                for name, side in row["ways"].items()
+                if side["why"]
+            ),
+            "medians of a step; the bound is the least time of any plan that makes updates in "
+            "forward; spread, of any plan at all",
+        ]
+
+
+def _bound(described: Mapping[str, Any], plain: Sequence[Step], budget: int, where: Path) -> Row:
+    """Return the least time of a step under the budget, and the tiers that it is reckoned with."""
+    tiers = measure_tiers(where, _TIER_SECONDS)
+    visits = [StepVisit(tuple(names), saved) for names, saved in described["visits"]]
+    least = step_bound(
+        step_string(visits, described["parameters"]),
+        budget,
+        Link(tiers.read_bps, tiers.write_bps, tiers.mixed_bps),
+        median(step.forward_s for step in plain) + median(step.optimizer_s for step in plain),
+        median(step.backward_s for step in plain),
+    )
+    rates = ("read_bps", "write_bps", "mixed_bps", "memory_bps")
+    return {
+        "bound": asdict(least),
+        "tiers": {name: getattr(tiers, name) for name in rates},
+    }
+
+
+def _lines(row: Row) -> list[Row]:
+    """Return a line of the table for plain training and for each way."""
+    plain = asdict(Side(steps_s=tuple(row["plain_steps_s"]))) | {"seconds": row["plain_s"]}
+    return [
+        {"way": way, "plain": row["plain_s"], "bound": row["bound"], **side}
+        for way, side in {"plain": plain, **row["ways"]}.items()
+    ]
+
+
+def _over(row: Mapping[str, Any], what: float) -> str:
+    return "–" if row["seconds"] is None else f"{row['seconds'] / what:.2f}×"
+
+
+def _bytes(key: str) -> Any:
+    return lambda row: "–" if row[key] is None else format_bytes(int(row[key]))
+
+
+_COLUMNS: dict[str, Any] = {
+    "way": lambda row: row["way"],
+    "a step": lambda row: "–" if row["seconds"] is None else format_seconds(row["seconds"]),
+    "over plain": lambda row: _over(row, row["plain"]),
+    "over bound": lambda row: _over(row, row["bound"]["seconds"]),
+    "… spread": lambda row: _over(row, row["bound"]["spread_s"]),
+    "stall": lambda row: "–" if row["stall_s"] is None else format_seconds(row["stall_s"]),
+    "read": _bytes("bytes_in"),
+    "written": _bytes("bytes_out"),
+    "peak of the budget": _bytes("peak_fast_bytes"),
+    "peak of the group": _bytes("group_peak_bytes"),
+    "losses equal": lambda row: {True: "yes", False: "NO", None: ""}[row["losses_equal"]],
+}
+
+
+def _require_memory(weights: int, ways: int, limit: int) -> None:
+    """Refuse to start what would itself be paged, or killed."""
+    need, have = int(weights * _SPARE) + ways * limit, available_bytes()
+    if have < need:
         raise ConfigError(
-            f"the row {FUSED!r} takes a network of transformers, which is not installed: install "
-            f"it, or measure --rows {others or MAIN}"
+            f"plain training and {ways} runs under a budget side by side need about "
+            f"{format_bytes(need)}, and {format_bytes(have)} are available: free some memory, or "
+            "measure fewer --rows at a time"
         )
-    if steps < 1 or profile_steps < 1 or warmup < 1 or paged_steps < 0:
-        raise ConfigError("steps, warmup and profile_steps are at least 1, paged_steps at least 0")
-    if limited and (reason := why_unavailable(swap=paged_steps > 0)):
-        raise LimitError(
-            f"{reason}: neither dynoffload within a hard limit nor the system's paging can be "
-            "measured. Run as root on a system with memory cgroups, or pass --limited=false to "
-            "measure the step times alone"
-        )
-    per_turn = min(2, steps)
-    plan = Plan(
-        preset=preset,
-        tokens=tokens,
-        budget=parse_bytes(budget),
-        limit=parse_bytes(limit),
-        warmup=warmup,
-        rounds=-(-steps // per_turn),
-        per_turn=per_turn,
-        lead=1,
-        profile_steps=profile_steps,
-        paged_steps=paged_steps if limited else 0,
-        limited=limited,
-        spill_dir=spill_dir or default_spill_dir(),
-    )
-    chosen = [VARIANTS[row] for row in VARIANTS if row in rows]
-    result: dict[str, Any] = {}
-    with progress_bar(True) as report:
-        report("bandwidth of the tiers")
-        tiers = measure_tiers(plan.spill_dir, _TIER_SECONDS)
-        for group in dict.fromkeys(variant.group for variant in chosen):
-            members = [variant for variant in chosen if variant.group == group]
-            for variant, row in measure_group(plan, members, tiers, report):
-                if variant.key:
-                    result[variant.key] = row
-                else:
-                    result = {**row, **result}
-                if json_path is not None:
-                    write_json(json_path, result)
-    result |= {"preset": plan.preset, "tokens": plan.tokens, "tiers": _tiers_json(tiers)}
-    _print(result, chosen)
-    return result
-
-
-def _tiers_json(tiers: Tiers) -> dict[str, float]:
-    return {
-        "read_bps": tiers.read_bps,
-        "write_bps": tiers.write_bps,
-        "mixed_bps": tiers.mixed_bps,
-        "memory_bps": tiers.memory_bps,
-    }
-
-
-def _print(result: dict[str, Any], variants: Sequence[Variant]) -> None:
-    rows = [_shown(result[variant.key] if variant.key else result) for variant in variants]
-    heads = list(dict.fromkeys(head for row in rows for head in row))
-    show(
-        Table(
-            f"MoE {result['preset']}, {result['tokens']} tokens per step, AdamW in fp32",
-            ["a step", *(variant.key or MAIN for variant in variants)],
-            [[head, *(row.get(head, "–") for row in rows)] for head in heads],
-        ),
-        "medians of a step; the bound is the least time of any plan that makes updates in forward; "
-        "spread, of any plan at all",
-    )
-
-
-def _shown(row: dict[str, Any]) -> dict[str, str]:
-    """Return the numbers of a row as texts, by what they are called."""
-    if "infeasible" in row:
-        return {"cannot run": row["infeasible"]}
-    declared = row["process_before_bytes"] + row["budget_bytes"] + row["headroom_bytes"]
-    paged, peak = row["paged_s"], row["cgroup_peak_bytes"]
-    return {
-        "plain, in memory": format_seconds(row["in_memory_s"]),
-        "dynoffload": format_seconds(row["offload_s"]),
-        "… vs in memory": f"{row['offload_over_in_memory']:.2f}×",
-        "… vs bound": f"{row['offload_over_bound']:.2f}×",
-        "… vs bound, spread": f"{row['offload_over_spread']:.2f}×",
-        "… waiting": format_seconds(row["stall_s"]),
-        "paged by the system": "–" if paged is None else format_seconds(paged),
-        "… vs dynoffload": "–" if paged is None else f"{row['paged_over_offload']:.1f}×",
-        "peak fast": format_bytes(row["peak_fast_bytes"]),
-        "cgroup peak": "–" if peak is None else format_bytes(peak),
-        "… declared": format_bytes(declared),
-        "losses equal": "yes" if row["losses_equal"] else "NO",
-    }

@@ -44,7 +44,7 @@ class Kind:
     samples: Callable[[int], Iterator[Sample]]
 
 
-def zoo_kind(name: str, preset: str, shape: Mapping[str, int], **sizes: int) -> Kind:
+def zoo_kind(name: str, preset: str, shape: Mapping[str, int], **sizes: Any) -> Kind:
     """Return a network of the zoo; ``shape`` is its samples', ``sizes`` are its configuration's."""
     from dynoffload.experiments import zoo
 

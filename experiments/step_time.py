@@ -18,7 +18,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from dynoffload.errors import ConfigError
+from dynoffload.experiments.baselines import BASELINES
+from dynoffload.experiments.baselines.cgroup import LimitError
 from dynoffload.experiments.comparing import Table
+from dynoffload.experiments.contest import Side, Turns, Way, measure
 from dynoffload.experiments.harness import Experiment, Row, option
 from dynoffload.experiments.simulation import PILOT_NAME, TRACES, material
 from dynoffload.experiments.simulation_fit import Fit, Material
@@ -26,15 +29,16 @@ from dynoffload.experiments.step_time_policies import (
     BOUND,
     PILOT,
     POLICIES,
-    Side,
+    SYSTEM,
     replayed,
     simulated,
 )
-from dynoffload.experiments.step_time_runs import Turns, measure
-from dynoffload.experiments.trainer import Spec
+from dynoffload.experiments.trainer import BUDGETED, Spec
+from dynoffload.experiments.workers import charged_before, median_seconds
 from dynoffload.experiments.zoo import TRUNK
 from dynoffload.memory.spill import default_spill_dir
-from dynoffload.simulation import Workload
+from dynoffload.simulation import Link, Machine, Workload
+from dynoffload.simulation.overhead import RuntimeOverhead
 from dynoffload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -66,6 +70,7 @@ PRESETS: dict[str, dict[str, Spec]] = {
 """Networks by preset and name."""
 _LEARNED = 32  # recorded steps that the pilot learns from
 _LEAST_STEPS = 5
+_SPARE = 2.0  # of swap: pages stay in it after they were read back
 _TIE = 1.1
 """Times that differ by less are equal: single steps of one policy differ by more."""
 _SIDES = "measured", "simulated"
@@ -169,12 +174,18 @@ class StepTime(Experiment[Params]):
 
     @cached_property
     def fit(self) -> Fit:
-        """The machine, and what the runtime takes on it."""
+        """The machine, and what the runtime takes on it; one for all rows, also resumed ones."""
         from dynoffload.estimation import Calibration
 
+        if self.rows:
+            known = self.rows[0]["fit"]
+            machine, work = dict(known["machine"]), dict(known["work"])
+            link, moves = Link(**machine.pop("link")), work.pop("moves")
+            work["moves"] = {int(nbytes): seconds for nbytes, seconds in moves.items()}
+            return Fit(Machine(link, **machine), RuntimeOverhead(**work), known["pace_s"])
         self.report("the link")
-        known = Calibration.of(self._spill_dir, self.params.calibration)
-        return Fit(known.machine, known.work, known.pace_s)
+        found = Calibration.of(self._spill_dir, self.params.calibration)
+        return Fit(found.machine, found.work, found.pace_s)
 
     def cases(self) -> Mapping[str, tuple[str, Fraction]]:
         return {
@@ -190,15 +201,11 @@ class StepTime(Experiment[Params]):
         keys = [key for key in POLICIES if key in self.params.policies]
         budget = int(share * known.footprint)
         plain = [sum(known.steps[number].seconds) for number in turns.counted]
-        beside, own = measure(
-            found.spec,
-            [key for key in keys if POLICIES[key].runs],
-            budget,
-            turns,
-            found.pilot,
-            lambda key: self.report(f"{name}, {share}: {key}"),
-            footprint=known.footprint,
+        ways, own = self._ways(found, [key for key in keys if POLICIES[key].runs], budget)
+        beside, measured, _ = measure(
+            found.spec, ways, turns, lambda key: self.report(f"{name}, {share}: {key}")
         )
+        own |= measured
         sides: dict[str, Any] = {}
         for key in keys:
             self.report(f"{name}, {share}: {key}, simulated")
@@ -215,9 +222,32 @@ class StepTime(Experiment[Params]):
             "budget_bytes": budget,
             "footprint_bytes": known.footprint,
             "operators": found.operators,
-            "plain_s": {"measured": median(beside), "simulated": median(plain)},
+            "plain_s": {"measured": median_seconds(beside), "simulated": median(plain)},
             "policies": sides,
+            "fit": asdict(self.fit),
         }
+
+    def _ways(
+        self, found: _Recorded, keys: Sequence[str], budget: int
+    ) -> tuple[dict[str, Way], dict[str, Side]]:
+        """Return how the policies are run, and why those are not that cannot be."""
+        ways: dict[str, Way] = {}
+        refused: dict[str, Side] = {}
+        for key in keys:
+            if key != SYSTEM:
+                of = {"baseline": key} if key in BASELINES else {"config": {"policy": key}}
+                pilot = str(found.pilot) if key == PILOT else None
+                spec = replace(found.spec, mode=BUDGETED, budget=budget, pilot=pilot, **of)
+                ways[key] = Way(spec)
+                continue
+            try:
+                base = charged_before(found.spec)
+            except LimitError as error:
+                refused[key] = Side(str(error))
+            else:
+                swap = int(_SPARE * (base + found.material.footprint))
+                ways[key] = Way(found.spec, base + budget, swap)
+        return ways, refused
 
     def _recorded(self, name: str) -> _Recorded:
         if name in self._known:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import fmean, median
+from statistics import fmean
 
 from dynoffload.errors import ConfigError, DynOffloadError
 from dynoffload.experiments import simulation_fit
@@ -23,6 +23,7 @@ from dynoffload.experiments.baselines import REPLAY
 from dynoffload.experiments.baselines.intervals import Intervals
 from dynoffload.experiments.baselines.recomputing import DTR, Capuchin
 from dynoffload.experiments.baselines.simulated import Replay, UnifiedMemory
+from dynoffload.experiments.contest import Side
 from dynoffload.experiments.processes import fresh
 from dynoffload.experiments.simulation_fit import Fit, Material
 from dynoffload.profiler.trace import Phase, Trace
@@ -70,35 +71,6 @@ POLICIES: dict[str, Policy] = {
     BOUND: Policy("clairvoyant", runs=False),
 }
 """By the name that ``--policies`` takes."""
-
-
-@dataclass(frozen=True)
-class Side:
-    """One side of a comparison: a policy under a budget, measured or simulated.
-
-    Attributes:
-        why: it has no time; "" if it has, or if there is no such side.
-        steps_s: seconds of the steps that count.
-        bytes_in: read from the tier below, per step.
-        bytes_out: written to it.
-        note: what is to be known of it.
-        losses_equal: whether losses are those of plain training, bit by bit, as far as it came;
-            None if it made no step, or is simulated.
-        sizing: how the runtime divided the budget; None if it refused it, or did not.
-    """
-
-    why: str = ""
-    steps_s: tuple[float, ...] = ()
-    bytes_in: float = 0.0
-    bytes_out: float = 0.0
-    note: str = ""
-    losses_equal: bool | None = None
-    sizing: Mapping[str, int] | None = None
-
-    @property
-    def seconds(self) -> float | None:
-        """The median of a step."""
-        return median(self.steps_s) if self.steps_s and not self.why else None
 
 
 def replayed(material: Material, traces: Sequence[Trace]) -> Workload:

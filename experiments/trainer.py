@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import resource
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -199,20 +198,14 @@ class Trainer:
         return {**reply, "visits": visits, "parameters": sizes}
 
     def state(self) -> dict[str, Any]:
-        """Return what is known of the whole run so far."""
-        reply: dict[str, Any] = {
-            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        """Return what is known of a block so far; nothing of plain training."""
+        if self.session is None:
+            return {}
+        return {
+            "paging": self.session.paging,
+            "sizing": self.session.sizing and dataclasses.asdict(self.session.sizing),
+            "peak_fast_bytes": max((s.peak_fast_bytes for s in self.session.log.steps), default=0),
         }
-        if self.session is not None:
-            log = self.session.log
-            reply |= {
-                "backend": log.backend,
-                "paging": self.session.paging,
-                "sizing": self.session.sizing and dataclasses.asdict(self.session.sizing),
-                "headroom_bytes": log.headroom,
-                "peak_fast_bytes": max((s.peak_fast_bytes for s in log.steps), default=0),
-            }
-        return reply
 
 
 def finite(value: Any) -> Any:
@@ -220,24 +213,18 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _before() -> dict[str, int]:
-    """Return what the process takes now: its resident set, and what its cgroup is charged."""
-    from dynoffload.memory.limits import cgroup_directories, resident_bytes
-
-    charged = -1
-    for directory, _, usage in cgroup_directories()[:1]:
-        charged = int((directory / usage).read_text(encoding="ascii"))
-    return {"rss_bytes": resident_bytes(), "charged_bytes": charged}
-
-
 _RUNNING: list[Trainer] = []
 """The trainer of this process."""
 
 
-def build(spec: Spec) -> dict[str, int]:
-    """Build what ``spec`` says; return what the process takes before its block begins."""
+def build(spec: Spec) -> int:
+    """Build what ``spec`` says; return what this process's cgroup is charged with; -1 without."""
+    from dynoffload.memory.limits import cgroup_directories
+
     _RUNNING.append(Trainer(spec))
-    return _before()
+    for directory, _, usage in cgroup_directories()[:1]:
+        return int((directory / usage).read_text(encoding="ascii"))
+    return -1
 
 
 def enter() -> None:

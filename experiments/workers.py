@@ -6,18 +6,19 @@ A `Worker` is a process of `dynoffload.experiments.trainer`. It keeps the number
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
 from dynoffload.experiments import trainer
-from dynoffload.experiments.baselines.cgroup import MemoryGroup
+from dynoffload.experiments.baselines.cgroup import MemoryGroup, memory_group
 from dynoffload.experiments.processes import Process
 from dynoffload.experiments.processes import WorkerError as WorkerError
 from dynoffload.experiments.processes import ended_after as ended_after
 from dynoffload.experiments.trainer import Spec
+
+_BEFORE = 3  # processes that are looked at before there is a network
 
 
 @dataclass(frozen=True)
@@ -40,37 +41,47 @@ class Step:
     measured: bool = True
 
 
-class Worker:
-    """A training process; made by `worker`.
+class Worker(Process):
+    """A training process.
+
+    Args:
+        name: what messages call it.
+        spec: what it trains.
+        group: the cgroup that it runs in.
+        patience: seconds that an answer may take; None for ever.
 
     Attributes:
-        name: what messages call it.
         steps: all it made so far.
-        before: bytes it took just before it entered the block: ``rss_bytes`` and, as its cgroup
-            counts, ``charged_bytes``.
+        charged_bytes: what its cgroup counted just before it entered the block.
+
+    Raises:
+        WorkerError: it died while it started, or had no answer within ``patience`` seconds.
     """
 
     def __init__(
         self,
         name: str,
         spec: Spec,
-        group: MemoryGroup | None,
+        group: MemoryGroup | None = None,
         patience: float | None = None,
     ) -> None:
-        self.name, self.spec, self.group = name, spec, group
+        super().__init__(name, group=group, patience=patience)
+        self.spec = spec
         self.steps: list[Step] = []
-        self._process = Process(name, group=group, patience=patience)
+        self._ready = False
         try:
-            self.before = self._process.call(trainer.build, spec)
+            self.charged_bytes = self.call(trainer.build, spec)
         except BaseException:
             self.close()
             raise
-        self._ready = False
+
+    def __enter__(self) -> Worker:
+        return self
 
     def wait_ready(self) -> None:
         """Wait until it is inside its block, with its weights."""
         if not self._ready:
-            self._process.call(trainer.enter)
+            self.call(trainer.enter)
             self._ready = True
 
     def ask(self, do: str, *args: str) -> dict[str, Any]:
@@ -80,7 +91,7 @@ class Worker:
             WorkerError: it died; with its last words.
         """
         self.wait_ready()
-        return self._process.call(trainer.ask, do, *args)
+        return self.call(trainer.ask, do, *args)
 
     def step(self, *args: str, measured: bool = True, do: str = "step") -> dict[str, Any]:
         """Have one step made, keep its numbers and return the answer."""
@@ -99,38 +110,19 @@ class Worker:
         """The losses of all steps."""
         return [step.loss for step in self.steps]
 
-    @property
-    def patience(self) -> float | None:
-        """Seconds after which it is ended, if it has not answered; None for ever."""
-        return self._process.patience
 
-    @patience.setter
-    def patience(self, seconds: float | None) -> None:
-        self._process.patience = seconds
-
-    def kill(self) -> None:
-        """End the process at once; whoever waits for an answer learns that it died."""
-        self._process.kill()
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.close()
+worker = Worker
+"""The same; reads better in a ``with``."""
 
 
-@contextlib.contextmanager
-def worker(
-    name: str, spec: Spec, group: MemoryGroup | None = None, patience: float | None = None
-) -> Iterator[Worker]:
-    """Yield a new worker, in ``group`` if one is given; it is ended with the block.
-
-    Raises:
-        WorkerError: it died while it started, or had no answer within ``patience`` seconds.
-    """
-    started = Worker(name, spec, group, patience)
-    try:
-        yield started
-    finally:
-        started.close()
+def charged_before(spec: Spec) -> int:
+    """Return what a process is charged with before there is a network, the least of several: the
+    first that reads a library's files is charged with them, later ones are not."""
+    charged = []
+    for _ in range(_BEFORE):
+        with memory_group(None) as group, Worker("before", replace(spec, meta=True), group) as one:
+            charged.append(one.charged_bytes)
+    return min(charged)
 
 
 def losses_equal(first: Worker, second: Worker) -> bool:

@@ -27,7 +27,7 @@ import numpy as np
 from fuzz_files import mutated
 
 from dynoffload.errors import DynOffloadError, PilotError
-from dynoffload.pilot import artifact
+from dynoffload.pilot import pilot as pilot_file
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import fit_pilot
 from dynoffload.pilot.labels import Label, encode_example, make_label
@@ -42,6 +42,7 @@ from dynoffload.profiler.input_features import InputFeatures
 from dynoffload.profiler.storage import load_trace, save_trace
 from dynoffload.units import MiB
 
+LEARNED = 12  # of which one case trains a pilot on its trace
 BATCH = 500
 """Files that one child uses."""
 CPU_S = 5
@@ -108,7 +109,7 @@ class Fuzzer:
             kind, data = mutated(chance, self._seeds.traces[name][0], of)
             return name, f"trace {kind}", data
         name = chance.choice(list(self._seeds.pilots))
-        of = (artifact.FORMAT, artifact.VERSION)
+        of = (pilot_file.FORMAT, pilot_file.VERSION)
         kind, data = mutated(chance, self._seeds.pilots[name][0], of)
         return name, f"pilot {kind}", data
 
@@ -147,7 +148,7 @@ class Fuzzer:
 
     def _use(self, case: int, name: str, path: Path) -> None:
         if case % 2:
-            use_trace(path, self._labels, self._folder)
+            use_trace(path, self._labels, self._folder, learn=case % LEARNED == 1)
         else:
             use_pilot(path, self._seeds.pilots[name][1], self._folder)
 
@@ -224,13 +225,14 @@ def _follow(pilot: Pilot, example: Example) -> None:
         raise Malformed("chances that are none, within a step")
 
 
-def use_trace(path: Path, good: dict[str, list[Label]], folder: Path) -> None:
+def use_trace(path: Path, good: dict[str, list[Label]], folder: Path, *, learn: bool) -> None:
     """Load a trace, resolve, cut, encode and measure it; now and then learn it, and save it again.
 
     Args:
         path: of the trace.
         good: labels of undamaged traces by their networks, that it is learned with.
         folder: to write into.
+        learn: whether a pilot is trained on it.
     """
     trace = _named(path, lambda: load_trace(path))
     label = make_label(str(path))
@@ -246,7 +248,7 @@ def use_trace(path: Path, good: dict[str, list[Label]], folder: Path) -> None:
     if sizes is not None and min(sizes.total, sizes.need, temporaries(trace)) < 0:
         raise Malformed("a footprint below zero")
     examples = [encode_example(vocabulary, one) for one in labels]
-    pilot = _tried(lambda: fit_pilot(vocabulary, examples, model="markov"))
+    pilot = _tried(lambda: fit_pilot(vocabulary, examples)) if learn else None
     if pilot is not None:
         _predict(pilot, label.sample)
     again = folder / "again.trace"

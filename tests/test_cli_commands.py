@@ -6,30 +6,27 @@ import json
 import math
 import os
 import re
-import runpy
 import signal
 import subprocess
 import sys
-import types
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
+from synthetic_runlog import synthetic_log
 from typer.testing import CliRunner
 
 from dynoffload import __version__, experiments
 from dynoffload.cli import app
-from dynoffload.cli.experiment import _described, options_of, parse_options
+from dynoffload.cli.experiment import parse_options
 from dynoffload.cli.pilot import numbers_of
 from dynoffload.doctor.system import filesystem_of
 from dynoffload.errors import ConfigError
+from dynoffload.experiments.harness import Experiment, Row, meanings_of, option, options_of
 from dynoffload.pilot.evaluate import Scores
 from dynoffload.pilot.train import Evaluation, TrainResult
-from dynoffload.planning.blocks import Vocabulary
-
-synthetic_log = runpy.run_path(str(Path(__file__).with_name("synthetic_runlog.py")))[
-    "synthetic_log"
-]
 
 
 @pytest.fixture
@@ -177,35 +174,30 @@ def test_doctor_as_json_of_a_refused_directory(runner: CliRunner, tmp_path: Path
 # -- experiment ---------------------------------------------------------------------------------
 
 
-def run_fake(
-    json_path: Path | None = None,
-    *,
-    steps: int = 3,
-    rate: float | None = None,
-    fast: bool = False,
-    preset: str = "tiny",
-    budgets: tuple[int, ...] = (),
-) -> dict[str, Any]:
-    """Measure nothing.
+@dataclass(frozen=True)
+class Fakes:
+    steps: int = option(3, "of each run, again and again")
+    rate: float | None = option(None, "some")
+    fast: bool = option(False, "a switch")
+    preset: str = option("tiny", "a name")
+    budgets: tuple[int, ...] = option((), "numbers")
 
-    Args:
-        json_path: nobody's.
-        steps: of each run,
-            again and again.
-        rate: some.
-        fast: a switch.
-        preset: a name.
-        budgets: numbers.
-    """
-    return {"steps": steps, "rate": rate, "fast": fast, "preset": preset, "budgets": list(budgets)}
+
+class Fake(Experiment[Fakes]):
+    """Measures nothing."""
+
+    parameters = Fakes
+
+    def cases(self) -> Mapping[str, None]:
+        return {"one": None}
+
+    def run(self, case: None) -> Row:
+        return {}
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    module = types.ModuleType("fake_experiment")
-    module.run = run_fake  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "fake_experiment", module)
-    monkeypatch.setattr(experiments, "EXPERIMENTS", {"fake": "fake_experiment:run"})
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experiments, "EXPERIMENTS", {"fake": f"{__name__}:Fake"})
     monkeypatch.setattr(experiments, "summary", lambda name: f"What {name} measures.")
 
 
@@ -227,7 +219,7 @@ def test_options_reach_the_experiment_by_type(
     assert made_by["machine"]["cores"] == os.cpu_count()
     assert made_by["command"].startswith("dynoffload")
     assert re.fullmatch(r"[0-9a-f]{12}(-dirty)?|\d+\.\d+\.\d+\S*", made_by["commit"])
-    assert found == {
+    assert found["params"] == {
         "steps": 5,
         "rate": 0.5,
         "fast": True,
@@ -238,7 +230,7 @@ def test_options_reach_the_experiment_by_type(
 
 def test_json_to_standard_output(runner: CliRunner, fake: None) -> None:
     result = runner.invoke(app, ["experiment", "fake", "--json", "-"])
-    assert json.loads(result.stdout)["steps"] == 3
+    assert json.loads(result.stdout)["params"]["steps"] == 3
 
 
 def test_an_experiments_options_are_listed(runner: CliRunner, fake: None) -> None:
@@ -265,15 +257,18 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
 def test_an_experiment_that_is_terminated_leaves_nothing_behind(tmp_path: Path) -> None:
     """``timeout`` and schedulers end a job by SIGTERM."""
     code = (
-        "import sys, tempfile, time, types\n"
+        "import tempfile, time\n"
         "from dynoffload import experiments\n"
         "from dynoffload.cli import app\n"
-        "def run(json_path=None):\n"
-        "    with tempfile.TemporaryDirectory():\n"
-        "        print('ready', flush=True)\n"
-        "        time.sleep(60)\n"
-        "    return {}\n"
-        "experiments.load = lambda name: run\n"
+        "from dynoffload.experiments.harness import Experiment\n"
+        "class Slow(Experiment):\n"
+        "    def cases(self):\n"
+        "        return {'one': None}\n"
+        "    def run(self, case):\n"
+        "        with tempfile.TemporaryDirectory():\n"
+        "            print('ready', flush=True)\n"
+        "            time.sleep(60)\n"
+        "experiments.load = lambda name: Slow\n"
         "app(['experiment', 'slow'])\n"
     )
     with subprocess.Popen(
@@ -303,7 +298,7 @@ def test_an_experiment_that_is_terminated_leaves_nothing_behind(tmp_path: Path) 
 )
 def test_bad_options_are_named(words: list[str], named: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_options("fake", words, options_of(run_fake))
+        parse_options("fake", words, options_of(Fakes))
     assert named in str(caught.value)
 
 
@@ -322,29 +317,28 @@ def test_numbers_that_json_does_not_have_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(experiments.EXPERIMENTS))
 def test_every_registered_experiment_is_there_and_runs_by_its_name_alone(name: str) -> None:
     assert experiments.summary(name)
-    accepted, meanings = _described(experiments.load(name))  # raises where one has no default
-    assert accepted.keys() <= meanings.keys()
+    params = experiments.load(name).parameters
+    assert options_of(params).keys() == meanings_of(params).keys()  # raises without a default
 
 
 # -- pilot --------------------------------------------------------------------------------------
 
 
 def scores(order: float, rare: float = math.nan) -> Scores:
-    return Scores(7, order, rare, 0.5, rare)
+    return Scores(7, order, rare, 0.5)
 
 
 @pytest.fixture
 def evaluation() -> Evaluation:
     rows = (scores(0.9, 0.8), scores(0.95), scores(0.6), scores(0.5))
-    return Evaluation(*rows, one_ahead=0.9, latency_s=2e-4, latency_p95_s=3e-4, sources=("a", "b"))
+    return Evaluation(*rows, one_ahead=0.9, latency_s=2e-4)
 
 
 def test_scores_of_every_predictor_fit_json(evaluation: Evaluation) -> None:
     numbers = json.loads(json.dumps(numbers_of(evaluation), allow_nan=False))
     assert numbers["pilot"]["block_order_accuracy"] == 0.9
-    assert numbers["pilot_following"]["byte_weighted"] is None
+    assert numbers["pilot_following"]["varying_order"] is None
     assert numbers["last_order"]["samples"] == 7
-    assert numbers["sources"] == 2
 
 
 def test_training_shows_scores_and_saves_the_pilot(
@@ -353,48 +347,35 @@ def test_training_shows_scores_and_saves_the_pilot(
     asked: dict[str, Any] = {}
 
     class Trained:
-        kind = "sequence"
-        model = None
-        vocabulary = Vocabulary("n" * 64, ())
-        card: ClassVar = {
-            "validation_accuracy": {"sequence": 0.8},
-            "validation_samples": 30,
-            "folds": 3,
-        }
-
         def save(self, path: Path) -> None:
             path.write_text("pilot")
 
     def train(traces: Path, **options: Any) -> TrainResult:
         asked.update(options, traces=traces)
-        sources = ("a", "b", "c")
-        return TrainResult(Trained(), evaluation, 30, 1.5, 37, sources, "d" * 64)  # type: ignore[arg-type]
+        return TrainResult(Trained(), evaluation, 30, 1.5)  # type: ignore[arg-type]
 
     monkeypatch.setattr("dynoffload.pilot.train.train_pilot", train)
     out = tmp_path / "deep" / "x.pilot"
-    words = ["pilot", "train", str(tmp_path), "-o", str(out), "--model", "sequence", "--seed", "3"]
+    words = ["pilot", "train", str(tmp_path), "-o", str(out), "--seed", "3"]
     more = ["--budget", "1MiB", "--jobs", "2"]
     result = runner.invoke(app, [*words, *more])
     assert result.exit_code == 0, result.output
     assert asked == {
         "traces": tmp_path,
-        "model": "sequence",
         "seed": 3,
         "budget": 1024**2,
         "jobs": 2,
     }
-    told = (tmp_path / "deep" / "x.pilot.card.md").read_text()
-    assert "| sequence | 80.0% |" in told
     assert out.read_text() == "pilot"
     for expected in (
         "pilot, online",
         "95.0%",
         "repeat-last",
-        "model: sequence; one prediction takes 200 µs",
+        "one prediction takes 200 µs; trained in 1.50 s",
     ):
         assert expected in result.stdout
     numbers = json.loads(runner.invoke(app, [*words, "--json"]).stdout)
-    assert (numbers["model"], numbers["train_samples"], numbers["seconds"]) == ("sequence", 30, 1.5)
+    assert (numbers["train_samples"], numbers["seconds"]) == (30, 1.5)
 
 
 def test_a_pilot_is_not_trained_from_nothing(runner: CliRunner, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ after
 class Params:
     most: int = option(3, "the largest number")
     names: tuple[str, ...] = option((), "words")
+    machine: Path | None = option(None, "a description, or a folder of them")
     spill_dir: Path | None = option(None, "somewhere", place=True)
 
 
@@ -93,7 +94,7 @@ def test_an_experiment_gives_json_table_page_and_figure(
     assert result["summary"] == {"sum": 14}
     assert result["made_by"]["commit"] == "0123456789ab"
     assert json.loads(path.read_text()) == result
-    assert result["params"] == {"most": 3, "names": [], "spill_dir": None}
+    assert result["params"] == {"most": 3, "names": [], "machine": None, "spill_dir": None}
     page = path.with_suffix(".md").read_text()
     assert "<!-- table: other -->\n| sum |\n| --- |\n| 14 |\n<!-- end" in page
     assert f"{BEGIN}\n| number | square |\n| --- | ---: |\n| 1 | 1 |" in page
@@ -144,6 +145,17 @@ def test_only_rows_of_the_same_code_and_parameters_are_kept(
         path.write_text(path.read_text()[:-20])
     carry_out(Squares, Params(most=2 if change == "params" else 3), path)
     assert len(Squares.measured) == (5 if change == "params" else 6)
+
+
+def test_rows_of_another_input_of_the_same_name_are_not_kept(tmp_path: Path) -> None:
+    given = tmp_path / "given"
+    given.mkdir()
+    (given / "machine.json").write_text("slow")
+    params = Params(most=1, machine=given)
+    for text, measured in (("slow", 1), ("slow", 1), ("fast", 2)):
+        (given / "machine.json").write_text(text)
+        carry_out(Squares, params, tmp_path / "squares.json")
+        assert len(Squares.measured) == measured
 
 
 def test_what_was_measured_is_rendered_again(tmp_path: Path) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +27,7 @@ def _measured(
         return tried(way, size)
 
     monkeypatch.setattr(largest, "attempt", attempt)
-    monkeypatch.setattr(largest, "before", lambda subject, params: 7)
+    monkeypatch.setattr(largest, "charged_before", lambda spec: 7)
     rows = carry_out(Capacity, Params(**{"slowest": 4.0, **options}))["rows"]
     return {row["way"]: row for row in rows}
 
@@ -86,21 +84,6 @@ def test_what_is_too_slow_when_small_is_tried_larger(monkeypatch: pytest.MonkeyP
     assert [one["size"] for one in row["tries"]] == [1, 2, 4, 8, 10, 11, 12, 16]
 
 
-def test_what_a_process_takes_before_is_the_least_of_several(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The first process that reads a library's files is charged with them."""
-    charged = iter([900, 500, 600])
-
-    @contextmanager
-    def worker(*_: Any) -> Iterator[Any]:
-        yield SimpleNamespace(before={"charged_bytes": next(charged)})
-
-    monkeypatch.setattr(largest, "worker", worker)
-    monkeypatch.setattr(largest, "memory_group", lambda limit: nullcontext())
-    assert largest.before(LAYERS, Params()) == 500
-
-
 def test_far_up_it_is_found_to_a_sixteenth(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = _holding({"plain": 3, "repeat": 777})
     row = _measured(monkeypatch, outcome, ways=("repeat",), most=4096)["repeat"]
@@ -136,7 +119,7 @@ def test_the_figure_and_the_tables_have_every_way(
     limits = {key: 2 * (number + 1) for number, key in enumerate(WAYS)}
     outcome = _holding(limits)
     monkeypatch.setattr(largest, "attempt", lambda p, s, way, size, room: outcome(way, size))
-    monkeypatch.setattr(largest, "before", lambda subject, params: 7)
+    monkeypatch.setattr(largest, "charged_before", lambda spec: 7)
     result = carry_out(MaxBatch, MaxBatch.parameters(), tmp_path / "max-batch.json")
     assert {row["subject"] for row in result["rows"]} == {"evoformer", "esmfold"}
     text = (tmp_path / "max-batch.svg").read_text()

@@ -9,21 +9,19 @@ import pytest
 import torch
 
 from dynoffload.errors import ConfigError
-from dynoffload.experiments import networks
 from dynoffload.experiments.allocations import Allocations
 from dynoffload.experiments.harness import carry_out
 from dynoffload.experiments.moe_pipeline import Params, Pipeline
-from dynoffload.experiments.networks import SlowExchange
 from dynoffload.experiments.processes import WorkerError
+from dynoffload.experiments.slow_exchange import SlowExchange
 
 
 def test_it_measures_and_chooses(capsys: pytest.CaptureFixture[str]) -> None:
     params = Params(
         ("GPT-S",), 24, (2,), (40.0,), tokens=512, experts=4, steps=1,
-        seconds=0.0, limit_share=0.5, links="delays", timeout=60.0,
+        seconds=0.0, limit_share=0.5, timeout=60.0,
     )  # fmt: skip
     peaks, row = carry_out(Pipeline, params)["rows"]
-    assert row["links"] == "delays"
     assert len(row["seconds"]) >= 21  # all numbers of parts, with 16
     assert row["rounds"] == 1
     assert row["noise"] >= 0
@@ -57,22 +55,12 @@ def test_it_measures_and_chooses(capsys: pytest.CaptureFixture[str]) -> None:
     ("options", "message"),
     [
         ({"sizes": ("GPT-9",)}, "'GPT-9' is not one of GPT-S"),
-        ({"links": "radio"}, "links='radio' is not one of"),
         ({"steps": 0}, "must be at least 1"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Params(**options)
-
-
-def test_without_the_tools_namespaces_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(networks.shutil, "which", lambda _: None)
-    with (
-        pytest.raises(ConfigError, match="ip is missing: install iproute2, or pass links='delays'"),
-        networks.namespaces(2),
-    ):
-        pass
 
 
 def test_a_slow_exchange_takes_the_time_of_its_bytes_one_after_the_other() -> None:
@@ -106,6 +94,6 @@ def test_allocations_are_counted_while_they_live() -> None:
 
 
 def test_a_rank_that_fails_is_told_with_what_it_said() -> None:
-    params = Params(("GPT-S",), 96, (2,), (40.0,), tokens=16, experts=3, links="delays")
+    params = Params(("GPT-S",), 96, (2,), (40.0,), tokens=16, experts=3)
     with pytest.raises(WorkerError, match=r"rank [01] of GPT-S by 2' failed: .*cannot be spread"):
         carry_out(Pipeline, params)

@@ -14,17 +14,13 @@ import pytest
 
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import (
-    breakdown,
     demo,
     paged,
-    paged_rows,
     pilot_benefit,
     resident,
-    write_json,
 )
 from dynoffload.experiments.baselines import cgroup
 from dynoffload.experiments.harness import carry_out
-from dynoffload.experiments.workers import WorkerError
 from dynoffload.units import format_seconds
 
 DISK = Path("/var/tmp")
@@ -36,159 +32,68 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged, "_TIER_SECONDS", 0.02)
 
 
-ROW = {
-    "in_memory_s",
-    "offload_s",
-    "paged_s",
-    "offload_over_in_memory",
-    "paged_over_offload",
-    "budget_bytes",
-    "headroom_bytes",
-    "peak_fast_bytes",
-    "cgroup_peak_bytes",
-    "process_before_bytes",
-    "stall_s",
-    "wasted_bytes",
-    "bound_s",
-    "offload_over_bound",
-    "losses_equal",
-}
+def tiny(**options: Any) -> paged.Params:
+    sizes = {"preset": "tiny", "tokens": 64, "budget": "400KB", "steps": 2, "warmup": 1}
+    return paged.Params(**{"spill_dir": DISK, **sizes, **options})
 
 
-def check_row(row: dict[str, Any]) -> None:
-    assert row.keys() >= ROW
-    assert row["losses_equal"] is True
-    assert 0 < row["peak_fast_bytes"] <= row["budget_bytes"]
-    assert row["within_budget"] is True
-    assert row["offload_over_bound"] == row["offload_s"] / row["bound_s"]
-    phases = row["in_memory_phases_s"]
-    assert row["bound_s"] >= 0.999 * sum(phases.values())
-    parts = row["bound_phases"]
-    assert parts["forward_and_optimizer"]["bytes_in"] > parts["backward"]["bytes_in"] > 0
-    assert len(row["offload_steps_s"]) == len(row["in_memory_steps_s"])
+def check_paged(result: dict[str, Any]) -> dict[str, Any]:
+    (row,) = result["rows"]
+    own = row["ways"]["main"]
+    assert own["losses_equal"] is True
+    assert 0 < own["peak_fast_bytes"] <= row["budget_bytes"] == 400_000
+    assert len(own["steps_s"]) == len(row["plain_steps_s"]) == 2
+    assert own["bytes_in"] > 0
+    bound = row["bound"]
+    assert bound["seconds"] >= bound["spread_s"] > 0
+    assert bound["forward"]["bytes_in"] > bound["backward"]["bytes_in"] > 0
+    assert row["tiers"]["read_bps"] > 0
+    found: dict[str, Any] = row["ways"]
+    return found
 
 
-def test_breakdown() -> None:
-    params = breakdown.Params(
-        preset="tiny", tokens=64, budget="400KB", steps=3, warmup=2, spill_dir=DISK
-    )
-    (result,) = carry_out(breakdown.Breakdown, params)["rows"]
-    assert result["losses_equal"] is True
-    parts = result["parts_s"]
-    assert min(parts.values()) >= 0
-    assert parts["gradients into their regions"] > 0
-    assert parts["the optimizer's own updates"] > 0
-    assert sum(parts.values()) < 2 * result["under_budget"]["seconds"]
-    assert abs(result["rest_s"]) < result["under_budget"]["seconds"]
-
-
-@pytest.mark.skipif(not cgroup.why_unavailable(swap=True), reason="the same within limits is tried")
-def test_paged_without_limits(tmp_path: Path) -> None:
-    path = tmp_path / "paged.json"
-    result = paged.run(
-        path,
-        rows=("main",),
-        preset="tiny",
-        tokens=64,
-        budget="400KB",
-        steps=2,
-        warmup=1,
-        profile_steps=1,
-        limited=False,
-        spill_dir=DISK,
-    )
-    check_row(result)
-    assert result["paged_s"] is result["cgroup_peak_bytes"] is None
-    assert result["tiers"]["read_bps"] > 0
-    write_json(path, result)
-    assert json.loads(path.read_text()) == result
+def test_paged_without_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A way that refuses the budget has its reason in the table, and the others go on."""
+    params = tiny(rows=("main", "dtr"), limited=False)
+    result = carry_out(paged.Paged, params, tmp_path / "paged.json")
+    ways = check_paged(result)
+    assert "dtr moves nothing" in ways["dtr"]["why"]
+    assert "dtr cannot run: " in capsys.readouterr().out
+    assert ways["main"]["group_peak_bytes"] is None
+    assert paged.SYSTEM not in ways
 
 
 @pytest.mark.skipif(
     bool(cgroup.why_unavailable(swap=True)), reason=cgroup.why_unavailable(swap=True)
 )
-def test_paged_within_real_limits(tmp_path: Path) -> None:
-    result = paged.run(
-        rows=("main",),
-        preset="tiny",
-        tokens=64,
-        budget="400KB",
-        limit="700MB",
-        steps=1,
-        warmup=1,
-        profile_steps=1,
-        paged_steps=1,
-        spill_dir=DISK,
-    )
-    check_row(result)
-    assert result["oom_kills"] == 0
-    assert result["paged_losses_equal"] is True
-    before, peak = result["process_before_bytes"], result["cgroup_peak_bytes"]
-    assert before < peak <= result["limit_bytes"]
+def test_paged_within_real_limits() -> None:
+    result = carry_out(paged.Paged, tiny(rows=("main",), limit="700MB", paged_steps=1))
+    ways = check_paged(result)
+    assert ways[paged.SYSTEM]["losses_equal"] is True
+    own = ways["main"]
+    assert own["group_before_bytes"] < own["group_peak_bytes"] <= 700_000_000
     assert "dynoffload" not in Path("/proc/swaps").read_text()
 
 
-def test_paged_says_what_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paged_says_what_it_cannot_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="mapped"):
+        tiny(rows=("maped",))
     monkeypatch.setattr(paged, "why_unavailable", lambda swap: "limits are set by root alone")
     with pytest.raises(cgroup.LimitError, match=r"root alone: neither .* --limited=false"):
-        paged.run()
-
-
-def test_paged_puts_each_variant_under_its_key(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    told: list[tuple[list[str], str, int]] = []
-
-    def measured(plan: paged.Plan, variants: list[paged.Variant], tiers: Any, report: Any) -> Any:
-        spec = plan.spec(variants[0])
-        keys = [variant.key for variant in variants]
-        told.append((keys, spec.optimizer, spec.shape["rows"] * spec.shape["length"]))
-        yield from ((variant, {"key": variant.key}) for variant in variants)
-
-    monkeypatch.setattr(paged, "find_spec", lambda name: name)
-    monkeypatch.setattr(paged, "measure_group", measured)
-    monkeypatch.setattr(paged, "_print", lambda result, variants: None)
-    path = tmp_path / "paged.json"
-    result = paged.run(path, limited=False, spill_dir=DISK)
-    assert result["key"] == ""
-    nested = {name for name in paged.ROWS if name != paged.MAIN}
-    assert set(paged.VARIANTS) - set(paged.ROWS) == {"dtr"}
-    assert {name for name in nested if result[name]["key"] == name} == nested
-    assert told == [
-        (["", "mapped", "repeat", "on_demand", "replay", "rollback"], "fused", 1024),
-        (["foreach"], "foreach", 1024),
-        (["tokens_512"], "fused", 512),
-        (["fused"], "fused", 1024),
-    ]
-    assert json.loads(path.read_text()).keys() == nested | {"key"}
-
-
-def test_paged_has_a_row_for_what_refuses_the_budget(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """If that is DTR; a budget that paging refuses is an error of the experiment."""
-
-    def refuse(plan: paged.Plan, variant: paged.Variant, report: Any) -> int:
-        raise WorkerError(f"{variant.key} ended with code 1: warned\nit needs 4.77 MiB")
-
-    monkeypatch.setattr(paged_rows, "_headroom", refuse)
-    options: dict[str, Any] = {"preset": "tiny", "budget": "400KB", "limited": False}
-    result = paged.run(rows=("dtr",), **options, spill_dir=DISK)
-    assert result["dtr"] == {"infeasible": "it needs 4.77 MiB", "budget_bytes": 400_000}
-    assert "cannot run" in capsys.readouterr().out
-    with pytest.raises(WorkerError, match="replay ended"):
-        paged.run(rows=("replay",), **options, spill_dir=DISK)
-
-
-def test_paged_refuses_rows_it_does_not_have() -> None:
-    with pytest.raises(ConfigError, match="mapped"):
-        paged.run(rows=("maped",))
-
-
-def test_paged_says_what_the_fused_row_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+        paged.Paged(tiny(rows=("main",))).cases()
     monkeypatch.setattr(paged, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="not installed: install it, or measure --rows main,"):
-        paged.run(limited=False)
+        paged.Paged(tiny()).cases()
+
+
+def test_paged_rows_of_one_plain_run_are_compared_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged, "find_spec", lambda name: name)
+    assert paged.Paged(paged.Params(limited=False)).cases() == {
+        "moe, fused, 1024 tokens": ["main", "mapped", "repeat", "on_demand", "replay", "rollback"],
+        "moe, foreach, 1024 tokens": ["foreach"],
+        "moe, fused, 512 tokens": ["tokens_512"],
+        "fused, fused, 1024 tokens": ["fused"],
+    }
 
 
 def test_resident() -> None:

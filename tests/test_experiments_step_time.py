@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -20,6 +20,7 @@ from dynoffload.errors import ConfigError
 from dynoffload.experiments import zoo
 from dynoffload.experiments.baselines import BASELINES
 from dynoffload.experiments.baselines.cgroup import why_unavailable
+from dynoffload.experiments.contest import Contestant, Side, Turns, Way, measure
 from dynoffload.experiments.harness import carry_out, rendered
 from dynoffload.experiments.simulation_fit import Fit, Material
 from dynoffload.experiments.step_time import Params, StepTime, errors, reasons, standing
@@ -28,12 +29,10 @@ from dynoffload.experiments.step_time_policies import (
     PILOT,
     POLICIES,
     SYSTEM,
-    Side,
     by_operators,
     replayed,
     simulated,
 )
-from dynoffload.experiments.step_time_runs import Contestant, Turns, measure
 from dynoffload.experiments.trainer import Spec
 from dynoffload.experiments.workers import WorkerError, worker
 from dynoffload.profiler import Trace, load_trace, profile
@@ -206,6 +205,13 @@ def test_what_was_fitted_before_is_taken(tmp_path: Path) -> None:
     assert found.machine.link.read_bps != known["link"]["read_bps"]  # measured now
 
 
+def test_rows_that_are_resumed_and_new_ones_have_one_fit() -> None:
+    fit = replace(FIT, work=replace(FIT.work, moves={4096: 1e-5}))
+    one = StepTime(Params())
+    one.rows = [json.loads(json.dumps({"fit": asdict(fit)}))]
+    assert one.fit == fit
+
+
 # The simulated side
 
 
@@ -341,7 +347,7 @@ def test_who_fails_in_the_middle_leaves_the_turns() -> None:
         def step(self, *, measured: bool = True) -> None:
             raise WorkerError("'x' failed: needs 3, has 2")
 
-    one = Contestant("x", lambda: 12.0)
+    one = Contestant("x", Way(Spec("moe", "tiny")), lambda: 12.0)
     dying: Any = Dies()
     one._worker = dying
     one.step()
@@ -356,7 +362,8 @@ def test_paging_by_the_system_is_plain_training_in_a_group_with_swap() -> None:
     where, told = Path("/var/tmp"), []
     spec = Spec("moe", "tiny", shape={"length": 16}, spill_dir=str(where))
     turns = Turns(rounds=1, warmup=1, per_turn=1)
-    _, found = measure(spec, [SYSTEM], 64 << 20, turns, None, told.append, footprint=64 << 20)
+    ways = {SYSTEM: Way(spec, limit=400 << 20, swap_bytes=256 << 20)}
+    _, found, _ = measure(spec, ways, turns, told.append)
     assert found[SYSTEM].why == ""
     assert len(found[SYSTEM].steps_s) == 1
     assert found[SYSTEM].losses_equal is True
@@ -368,7 +375,7 @@ def test_where_nothing_can_be_limited_the_row_says_so(monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     spec = Spec("moe", "tiny", shape={"length": 16})
     turns = Turns(rounds=1, warmup=1, per_turn=1)
-    _, found = measure(spec, [SYSTEM], 64 << 20, turns, None, lambda _: None, footprint=1)
+    _, found, _ = measure(spec, {SYSTEM: Way(spec, 1 << 30, 1 << 20)}, turns, lambda _: None)
     assert "are set by root alone" in found[SYSTEM].why
 
 

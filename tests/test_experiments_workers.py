@@ -69,4 +69,4 @@ def test_a_worker_that_is_killed_is_named() -> None:
 
 def test_a_network_that_does_not_exist_is_an_error_at_once() -> None:
     with pytest.raises(WorkerError, match="no network"):
-        Worker("none", replace(TINY, network="none"), None)
+        Worker("none", replace(TINY, network="none"))

@@ -16,10 +16,9 @@ import torch
 from fuzzing import Fuzzer, Seeds, fuzz
 
 from dynoffload.datasets.trees import trees
-from dynoffload.experiments.zoo import moe_lm, tree_lstm
+from dynoffload.experiments import zoo
 from dynoffload.pilot.fit import fit_pilot
 from dynoffload.pilot.labels import encode_example, label_traces
-from dynoffload.pilot.models import KINDS
 from dynoffload.planning.cutting import build_vocabulary
 from dynoffload.profiler.profiling import profile
 
@@ -52,25 +51,20 @@ class Exits(torch.nn.Module):
 
 @pytest.fixture(scope="module")
 def seeds(tmp_path_factory: pytest.TempPathFactory) -> Seeds:
-    """Traces of small networks, and pilots of every kind from them."""
+    """Traces of small networks, and pilots from them."""
     folder = tmp_path_factory.mktemp("seeds")
     torch.manual_seed(0)
     exits = Exits()
     tokens = [Batch(f"{step % 4}", *(torch.randint(40, 60, (1, 3)),) * 2) for step in range(12)]
     nodes = [Batch(t.source, t) for t in islice(trees(min_nodes=3, max_nodes=8, seed=0), 12)]
     numbers = [Batch(f"{step % 6}", torch.randn(2, 6) * (1 + step % 5)) for step in range(48)]
-    made: dict[str, tuple[torch.nn.Module, list[Batch], Any, tuple[str, ...]]] = {
-        "moe": (
-            moe_lm.build("tiny", layers=1, experts=3, width=8),
-            tokens,
-            None,
-            ("lightgbm", "sequence"),
-        ),
-        "tree": (tree_lstm.build("tiny", embedding=8, hidden=8), nodes, None, ("markov",)),
-        "exits": (exits, numbers, torch.optim.AdamW(exits.parameters()), tuple(KINDS)),
+    made: dict[str, tuple[torch.nn.Module, list[Batch], Any]] = {
+        "moe": (zoo.build("moe", "tiny", layers=1, experts=3, width=8), tokens, None),
+        "tree": (zoo.build("tree", "tiny", embedding=8, hidden=8), nodes, None),
+        "exits": (exits, numbers, torch.optim.AdamW(exits.parameters())),
     }
     found = Seeds({}, {})
-    for network, (model, batches, optimizer, kinds) in made.items():
+    for network, (model, batches, optimizer) in made.items():
         out = folder / network
         found.traces[network] = profile(
             model, batches, optimizer=optimizer, out=out, progress=False
@@ -78,10 +72,9 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> Seeds:
         labels = label_traces(out, 1, lambda *_: None)
         vocabulary = build_vocabulary([label.calls for label in labels])
         examples = [encode_example(vocabulary, label) for label in labels]
-        for kind in kinds:
-            path = folder / f"{network}-{kind}.pilot"
-            fit_pilot(vocabulary, examples, model=kind).save(path)
-            found.pilots[path.stem] = (path, examples[:3])
+        path = folder / f"{network}.pilot"
+        fit_pilot(vocabulary, examples).save(path)
+        found.pilots[network] = (path, examples[:3])
     return found
 
 

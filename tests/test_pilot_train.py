@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import torch
 
 from dynoffload.datasets.trees import trees
 from dynoffload.errors import PilotError, TraceError
-from dynoffload.experiments.zoo import moe_lm, tree_lstm
+from dynoffload.experiments import zoo
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.train import evaluate_pilot, train_pilot
 from dynoffload.profiler.network import fingerprint
@@ -42,7 +41,7 @@ def nodes(count: int) -> Iterator[object]:
 def moe_traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Traces of a small routed network at a few tokens per step, its weights at rest."""
     folder = tmp_path_factory.mktemp("moe")
-    model = moe_lm.build("tiny", experts=16, width=8)
+    model = zoo.build("moe", "tiny", experts=16, width=8)
     profile(model, [Tokens(step) for step in range(48)], out=folder, progress=False)
     return folder
 
@@ -51,7 +50,7 @@ def moe_traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tree_traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Traces of a small Tree-LSTM on real syntax trees."""
     folder = tmp_path_factory.mktemp("trees")
-    model = tree_lstm.build("tiny", embedding=8, hidden=8)
+    model = zoo.build("tree", "tiny", embedding=8, hidden=8)
     profile(model, nodes(24), out=folder, progress=False)
     return folder
 
@@ -69,34 +68,22 @@ def test_the_moe_is_foretold_better_than_by_the_baselines(moe_traces: Path) -> N
     rows = {name: s.block_order_accuracy for name, s in result.evaluation.rows().items()}
     assert rows["pilot"] > rows["last order"] + 0.03
     assert rows["pilot"] > rows["most frequent"] + 0.03
-    assert result.evaluation.pilot.byte_weighted > result.evaluation.last_order.byte_weighted
-    assert set(result.evaluation.sources) < set(SOURCES)
+    assert result.evaluation.pilot.varying_order > result.evaluation.last_order.varying_order
     assert result.train_samples + result.evaluation.pilot.samples == 48
 
 
 def test_the_saved_pilot_scores_the_same_and_knows_its_network(
     moe_traces: Path, tmp_path: Path
 ) -> None:
-    result = train_pilot(moe_traces, model="lightgbm", progress=False)
+    result = train_pilot(moe_traces, progress=False)
     result.pilot.save(tmp_path / "moe.pilot")
     pilot = Pilot.load(tmp_path / "moe.pilot")
-    pilot.check(fingerprint(moe_lm.build("tiny", experts=16, width=8)))
+    pilot.check(fingerprint(zoo.build("moe", "tiny", experts=16, width=8)))
     with pytest.raises(PilotError, match="trained for network"):
-        pilot.check(fingerprint(moe_lm.build("tiny")))
+        pilot.check(fingerprint(zoo.build("moe", "tiny")))
     one = evaluate_pilot(pilot, moe_traces, progress=False)
     other = evaluate_pilot(result.pilot, moe_traces, progress=False)
     assert one.rows() == other.rows()
-
-
-def test_training_is_deterministic_and_logs_its_score(
-    moe_traces: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, logger="dynoffload"):
-        for name in ("a", "b"):
-            result = train_pilot(moe_traces, seed=3, progress=False)
-            result.pilot.save(tmp_path / name)
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-    assert "block-order accuracy" in caplog.text
 
 
 def test_a_pilot_is_not_scored_on_another_network(moe_traces: Path, tree_traces: Path) -> None:
@@ -118,15 +105,6 @@ def test_mixed_networks_are_refused_with_both_files(
     (tmp_path / "a.trace").write_bytes(sorted(moe_traces.iterdir())[0].read_bytes())
     (tmp_path / "b.trace").write_bytes(sorted(tree_traces.iterdir())[0].read_bytes())
     with pytest.raises(TraceError, match=r"a\.trace is of network.*b\.trace.*own directory"):
-        train_pilot(tmp_path, progress=False)
-
-
-def test_a_damaged_trace_is_named(moe_traces: Path, tmp_path: Path) -> None:
-    for path in sorted(moe_traces.iterdir())[:4]:
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    victim = sorted(tmp_path.iterdir())[2]
-    victim.write_bytes(victim.read_bytes()[:-200])
-    with pytest.raises(TraceError, match=victim.name):
         train_pilot(tmp_path, progress=False)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
+import contextlib
 import json
-import re
 import subprocess
 import sys
 import types
@@ -76,7 +75,7 @@ def experiment(
         return
     if name == "all":
         if show_help or show_options:
-            typer.echo(ctx.get_help())
+            _list_bench(experiments.BENCH)
             return
         if ctx.args:
             raise ConfigError(
@@ -84,54 +83,28 @@ def experiment(
             )
         _run_all(json_path or Path("docs/results"), ["--restart"] * restart + ["--render"] * render)
         return
-    found = experiments.load(name)
-    accepted, meanings = _described(found)
+    from dynoffload.experiments import harness
+
+    kind = experiments.load(name)
     if show_options or show_help:
         stdout().print(experiments.summary(name), highlight=False)
-        _list_options(name, accepted, meanings)
+        _list_options(name, kind.parameters)
         return
-    options = parse_options(name, ctx.args, accepted)
+    options = parse_options(name, ctx.args, harness.options_of(kind.parameters))
     to_stdout = json_path is not None and str(json_path) == "-"
     written = None if to_stdout else json_path
-    if (restart or render) and not isinstance(found, type):
-        raise ConfigError(f"experiment {name} measures at each run, without --restart or --render")
-    with ended_by_signal():
-        if isinstance(found, type):
-            result = _carry_out(found, options, written, restart=restart, render=render)
+    tables = contextlib.redirect_stdout(sys.stderr) if to_stdout else contextlib.nullcontext()
+    with ended_by_signal(), tables:
+        if not render:
+            result = harness.carry_out(kind, kind.parameters(**options), written, restart=restart)
+        elif written is None:
+            raise ConfigError("--render shows a file: name it by --json")
         else:
-            result = _call(found, options, written)
+            result = harness.rendered(kind, written)
     if to_stdout:
         typer.echo(json.dumps(result, indent=2))
     if written is not None:
         say_wrote(written)
-
-
-def _carry_out(
-    kind: type[Any], options: Mapping[str, Any], path: Path | None, *, restart: bool, render: bool
-) -> dict[str, Any]:
-    from dynoffload.experiments import harness
-
-    if not render:
-        return harness.carry_out(kind, kind.parameters(**options), path, restart=restart)
-    if path is None:
-        raise ConfigError("--render shows a file: name it by --json")
-    return harness.rendered(kind, path)
-
-
-def _call(
-    function: Callable[..., dict[str, Any]], options: Mapping[str, Any], path: Path | None
-) -> dict[str, Any]:
-    """Run an experiment that is a function."""
-    from dynoffload import experiments
-    from dynoffload.experiments.provenance import provenance
-
-    if path is not None:
-        experiments.make_room(path, "--json")
-    made_by = provenance()
-    result = {**function(json_path=path, **options), "made_by": made_by}
-    if path is not None:
-        experiments.write_json(path, result)
-    return result
 
 
 def _run_all(folder: Path, more: Sequence[str]) -> None:
@@ -145,14 +118,7 @@ def _run_all(folder: Path, more: Sequence[str]) -> None:
     failed = []
     for stem, words in experiments.BENCH.items():
         command = (words or stem).format(folder=folder).split()
-        found = experiments.load(command[0])
-        if isinstance(found, type):
-            command += more
-        elif "--render" in more:
-            continue
-        elif "page" in options_of(found):
-            command += ["--page", str(folder / f"{stem}.md")]
-        command += ["--json", str(folder / f"{stem}.json")]
+        command += [*more, "--json", str(folder / f"{stem}.json")]
         typer.echo(f"dynoffload experiment {' '.join(command)}", err=True)
         started = [sys.executable, "-P", "-m", "dynoffload", "experiment", *command]
         with ended_by_signal(), subprocess.Popen(started) as child:
@@ -164,32 +130,6 @@ def _run_all(folder: Path, more: Sequence[str]) -> None:
             failed.append(stem)
     if failed:
         raise ConfigError(f"failed: {', '.join(failed)}; the same command goes on with them")
-
-
-def _described(found: Any) -> tuple[dict[str, tuple[Any, Any]], dict[str, str]]:
-    """Return the options of an experiment, and what they mean."""
-    if isinstance(found, type):
-        from dynoffload.experiments import harness
-
-        params: type[Any] = found.parameters  # type: ignore[attr-defined]
-        return harness.options_of(params), harness.meanings_of(params)
-    return options_of(found), meanings_of(found)
-
-
-def options_of(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the options of an experiment: name -> (type, default); ``json_path`` is none of them.
-
-    Every option has a default, so that an experiment runs by its name alone.
-    """
-    hints = typing.get_type_hints(function)
-    accepted = {}
-    for name, parameter in inspect.signature(function).parameters.items():
-        if name == "json_path" or parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            continue
-        if parameter.default is inspect.Parameter.empty:
-            raise ConfigError(f"experiment option {name!r} has no default value")
-        accepted[name] = (hints.get(name, str), parameter.default)
-    return accepted
 
 
 def parse_options(
@@ -254,34 +194,28 @@ def _list(registered: Mapping[str, str], summary: Callable[[str], str]) -> None:
     stdout().print(table)
 
 
-def meanings_of(function: Callable[..., Any]) -> dict[str, str]:
-    """Return what the docstring's ``Args`` say of each option."""
-    found: dict[str, str] = {}
-    _, _, rest = (inspect.getdoc(function) or "").partition("\nArgs:\n")
-    key = ""
-    for line in rest.splitlines():
-        named = re.fullmatch(r"    (\w+): (.*)", line)
-        if named:
-            key = named[1]
-            found[key] = named[2]
-        elif key and line.startswith("     "):
-            found[key] += " " + line.strip()
-        else:
-            break
-    return found
+def _list_bench(bench: Mapping[str, str]) -> None:
+    stdout().print(
+        "Runs these one after the other, and writes JSON and figure of each into the folder that "
+        "--json names (docs/results). --restart and --render go to each of them.",
+        highlight=False,
+    )
+    for stem, words in bench.items():
+        stdout().print(f"  dynoffload experiment {words or stem}", highlight=False, markup=False)
 
 
-def _list_options(
-    name: str, accepted: Mapping[str, tuple[Any, Any]], meanings: Mapping[str, str]
-) -> None:
+def _list_options(name: str, params: type[Any]) -> None:
+    from dynoffload.experiments import harness
+
     table = Table(title=name, title_justify="left", box=None)
     table.add_column("option", no_wrap=True)
     table.add_column("default", overflow="fold")
     table.add_column("")
     written = "Where the numbers are written as JSON, with a figure beside them if one is drawn; "
     table.add_row("--json", "", f"{written}- prints them.")
-    for key, (_, default) in accepted.items():
+    meanings = harness.meanings_of(params)
+    for key, (_, default) in harness.options_of(params).items():
         shown = ", ".join(map(str, default)) if isinstance(default, tuple) else default
         text = "" if shown is None else str(shown)
-        table.add_row("--" + key.replace("_", "-"), Text(text), Text(meanings.get(key, "")))
+        table.add_row("--" + key.replace("_", "-"), Text(text), Text(meanings[key]))
     stdout().print(table)

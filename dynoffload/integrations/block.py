@@ -17,8 +17,8 @@ from dynoffload.runtime.offload import offload
 from dynoffload.units import format_bytes
 
 if TYPE_CHECKING:
+    from dynoffload.runtime.block import OffloadBlock
     from dynoffload.runtime.migration.forecast import Predictor
-    from dynoffload.runtime.offload import OffloadBlock
     from dynoffload.runtime.session import Session
 
 

@@ -25,7 +25,8 @@ from torch import nn
 from dynoffload.errors import ConfigError
 from dynoffload.integrations.block import EventBlock
 from dynoffload.integrations.imports import importing
-from dynoffload.runtime.meta_init import recipe_is_noted, tensors_on_meta
+from dynoffload.runtime.initialising import tensors_on_meta
+from dynoffload.runtime.meta_init import recipe_is_noted
 from dynoffload.runtime.offload import materialize
 
 with importing("lightning", extra="lightning"):

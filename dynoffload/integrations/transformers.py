@@ -39,7 +39,7 @@ from dynoffload.integrations.constructing import PlainWeights
 from dynoffload.integrations.imports import importing
 from dynoffload.integrations.saving import ReadableState
 from dynoffload.runtime import offload
-from dynoffload.runtime.meta_init import tensors_on_meta
+from dynoffload.runtime.initialising import tensors_on_meta
 
 with importing("transformers", extra="transformers"):
     from transformers import PreTrainedModel, Trainer, TrainerCallback

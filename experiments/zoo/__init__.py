@@ -1,7 +1,7 @@
-"""Dynamic networks to try dynoffload on, by name.
+"""Dynamic networks to try dynoffload on, by name: `build` makes one, `samples` what it trains on.
 
-What it is: `build` makes a network, `samples` the stream of real data it is trained on. What it is
-not: anything that imports the networks before one is asked for.
+A network's module has the class, whose arguments are its sizes, ``PRESETS`` of them by name, and
+``samples``. It is imported when the network is asked for, and knows nothing of offloading.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from dynoffload.datasets.sources import Split
@@ -28,40 +29,67 @@ TRUNK = "evoformer"
 FOLDING = "esmfold"
 """ESMFold of transformers, where that is installed."""
 
-_MODULES = {
-    "moe": "moe_lm",
-    "tree": "tree_lstm",
-    FUSED: "fused_moe",
-    TRUNK: "evoformer",
-    FOLDING: "esm_fold",
-    "switch": "switch_lm",
-    "tree-cnn": "tree_cnn",
-    "early-lstm": "early_lstm",
-    "masked": "masked_lm",
-    "exits": "multi_scale",
-    "skips": "skip_net",
-    "depths": "mixture_of_depths",
-    "slim": "slimmable",
-    "gan": "unrolled_gan",
+_PLACES = {
+    "moe": "moe_lm:MoELM",
+    "tree": "tree_lstm:TreeLSTM",
+    FUSED: "fused_moe:FusedMoELM",
+    TRUNK: "evoformer:Evoformer",
+    FOLDING: "esm_fold:EsmFold",
+    "switch": "switch_lm:SwitchLM",
+    "tree-cnn": "tree_cnn:TreeCNN",
+    "early-lstm": "early_lstm:EarlyLSTM",
+    "masked": "masked_lm:MaskedLM",
+    "exits": "multi_scale:MultiScale",
+    "skips": "skip_net:SkipNet",
+    "depths": "mixture_of_depths:MixtureOfDepths",
+    "slim": "slimmable:Slimmable",
+    "gan": "unrolled_gan:UnrolledGAN",
 }
-ALL = tuple(_MODULES)
+ALL = tuple(_PLACES)
 """The names of all networks."""
 
 
-def build(name: str, preset: str = "tiny", **overrides: Any) -> nn.Module:
-    """Return a network of the zoo.
+def build(
+    name: str,
+    preset: str = "tiny",
+    *,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    **sizes: Any,
+) -> nn.Module:
+    """Return a network of the zoo, with weights that follow from its seed.
 
     Args:
         name: one of `ALL`.
-        preset: the sizes: ``tiny``, ``small`` or ``base``; some have more, see ``PRESETS`` of the
-            network's module.
-        overrides: ``device``, ``seed`` and the sizes of the network's configuration.
+        preset: the sizes: ``tiny``, ``small`` or ``base``; some have others, see `presets`.
+        seed: of the initial weights.
+        device: where to build it; on ``"meta"`` it has shapes and no bytes.
+        sizes: arguments of the network's class that differ from the preset's.
 
     Raises:
-        ValueError: there is no such network or preset.
+        ValueError: there is no such network or preset, or the sizes make no network.
+        TypeError: the class has no such argument.
     """
-    network: nn.Module = _module(name).build(preset, **overrides)
+    import torch
+
+    known = presets(name)
+    if preset not in known:
+        raise ValueError(f"no preset {preset!r} of {name}; there are {', '.join(known)}")
+    chosen = {**known[preset], **sizes}
+    for key, size in chosen.items():
+        if isinstance(size, int) and not isinstance(size, bool) and size < 1:
+            raise ValueError(f"{key}={size} must be at least 1")
+    kind = getattr(_module(name), _PLACES[name].partition(":")[2])
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(seed)
+        network: nn.Module = kind(**chosen)
     return network
+
+
+def presets(name: str) -> dict[str, dict[str, Any]]:
+    """Return the sizes of a network by name of the preset."""
+    known: dict[str, dict[str, Any]] = _module(name).PRESETS
+    return known
 
 
 def samples(
@@ -73,7 +101,7 @@ def samples(
         name: one of `ALL`.
         split: ``"train"`` or ``"held-out"`` files, families or images.
         seed: of the draws.
-        shape: what ``samples`` of the network's module takes.
+        shape: what ``samples`` of the network's module takes, or the data set that it names.
 
     Raises:
         ValueError: there is no such network, or the shape is impossible.
@@ -83,6 +111,6 @@ def samples(
 
 
 def _module(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in _PLACES:
         raise ValueError(f"no network {name!r} in the zoo; there are {', '.join(ALL)}")
-    return import_module(f"dynoffload.experiments.zoo.{_MODULES[name]}")
+    return import_module(f"dynoffload.experiments.zoo.{_PLACES[name].partition(':')[0]}")

@@ -1,17 +1,16 @@
-"""What all networks of the zoo have in common: how one is made, and what a sample of it is.
-
-What it is: `built`, sizes by the name of a preset and weights by a seed, `ZooSample`, and `moved`,
-which takes one to a device, and what routers hint at. What it is not: a network.
-"""
+"""What networks of the zoo have in common: samples, outputs, and what routers hint at."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from dynoffload.datasets.sources import Split
+from dynoffload.datasets.text import batches
 
 
 @dataclass(frozen=True)
@@ -25,6 +24,20 @@ class ZooSample:
 
     args: tuple[Any, ...]
     source: str
+
+
+class Output(NamedTuple):
+    """What a forward pass of most networks returns.
+
+    Attributes:
+        loss: scalar, in nats; None without targets.
+        logits: of what is predicted, the classes last.
+        ran: how much of what may be left out was run: blocks, pieces, or their share.
+    """
+
+    loss: Tensor | None
+    logits: Tensor
+    ran: Any = None
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -61,43 +74,18 @@ def chosen_by_any(logits: Tensor, top_k: int) -> Tensor:
     return torch.sigmoid(4 * (logits - line[:, None]).amax(dim=0))
 
 
-class Config(Protocol):
-    """The sizes of a network, a frozen dataclass."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def seed(self) -> int:
-        """Of the initial weights."""
+def texts(split: Split | str = "train", *, seed: int = 0, **shape: Any) -> Iterator[ZooSample]:
+    """Yield texts and what follows each token; see `dynoffload.datasets.text.batches`."""
+    drawn = batches(split, seed=seed, **shape)
+    return (ZooSample((batch.tokens, batch.targets), batch.source) for batch in drawn)
 
 
-ConfigT = TypeVar("ConfigT", bound=Config)
-NetworkT = TypeVar("NetworkT", bound=nn.Module)
+def singly(dataset: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[ZooSample]]:
+    """Return ``samples`` that yield what ``dataset`` does; ``shape`` is the data set's."""
 
+    def samples(
+        split: Split | str = "train", *, seed: int = 0, **shape: Any
+    ) -> Iterator[ZooSample]:
+        return (ZooSample((one,), one.source) for one in dataset(split, seed=seed, **shape))
 
-def built(
-    network: Callable[[ConfigT], NetworkT],
-    presets: Mapping[str, ConfigT],
-    preset: str,
-    device: str | torch.device,
-    overrides: Mapping[str, Any],
-) -> NetworkT:
-    """Return a network of a preset's sizes with weights that follow from its seed.
-
-    Args:
-        network: makes it.
-        presets: sizes by name.
-        preset: a key of these.
-        device: where to build it; on ``"meta"`` it has shapes and no bytes.
-        overrides: fields of the configuration to change.
-
-    Raises:
-        ValueError: there is no such preset, or the sizes make no network.
-        TypeError: an override is no field of the configuration.
-    """
-    if preset not in presets:
-        raise ValueError(f"no preset {preset!r} of this network; there are {', '.join(presets)}")
-    config: ConfigT = replace(presets[preset], **overrides)
-    with torch.random.fork_rng(devices=[]), torch.device(device):
-        torch.manual_seed(config.seed)
-        return network(config)
+    return samples

@@ -1,26 +1,21 @@
 """ESMFold of transformers, with random weights, trained to say how far residues are apart.
 
-What it is: `EsmForProteinFolding` (Lin et al., 2023, Science 379) behind a forward call that takes
-the zoo's protein samples and returns a loss: a language model whose weights stay as they are, a
-folding trunk that recycles, and a structure module. What it is not: ESMFold's training; the losses
-of the structure are left out, so the structure module runs and learns nothing but to be small, and
-nothing is masked, as the network's own masking takes no batch.
-
-How it fits: a client's own network at a size of ours, beside the zoo's own trunk (`evoformer`).
+`EsmForProteinFolding` (Lin et al., 2023, Science 379) behind a forward call that takes the zoo's
+protein samples and returns a loss: a language model whose weights stay as they are, a folding trunk
+that recycles, and a structure module, which runs and learns nothing but to be small, as the losses
+of the structure are left out. Nothing is masked: the network's own masking takes no batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dynoffload.datasets.proteins import Alignments, alignments
-from dynoffload.datasets.sources import Split
-from dynoffload.experiments.zoo.building import ZooSample
+from dynoffload.experiments.zoo.building import singly
 from dynoffload.profiler.input_features import InputFeatures
 
 PRESETS: dict[str, dict[str, int]] = {
@@ -29,6 +24,7 @@ PRESETS: dict[str, dict[str, int]] = {
 }
 """Sizes by name: width and layers of the language model; blocks of the trunk, its widths of a
 residue and of a pair, and that of one head."""
+samples = singly(alignments)
 
 
 class FoldOutput(NamedTuple):
@@ -47,11 +43,44 @@ class FoldOutput(NamedTuple):
 class EsmFold(nn.Module):
     """The network, over the queries of alignments."""
 
-    def __init__(self, sizes: dict[str, int]) -> None:
+    def __init__(
+        self, language: int, layers: int, blocks: int, sequence: int, pair: int, width: int
+    ) -> None:
         super().__init__()
-        from transformers import EsmForProteinFolding
+        from transformers import EsmConfig, EsmForProteinFolding
+        from transformers.models.esm.configuration_esm import get_default_vocab_list
 
-        self.net = EsmForProteinFolding(_config(sizes))
+        structure = {
+            "sequence_dim": sequence,
+            "pairwise_dim": pair,
+            "ipa_dim": 8,
+            "resnet_dim": pair,
+            "num_heads_ipa": 4,
+            "num_blocks": 2,
+        }
+        trunk = {
+            "num_blocks": blocks,
+            "sequence_state_dim": sequence,
+            "pairwise_state_dim": pair,
+            "sequence_head_width": width,
+            "pairwise_head_width": width,
+            "dropout": 0.1,
+            "structure_module": structure,
+        }
+        config = EsmConfig(
+            vocab_size=33,
+            hidden_size=language,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            intermediate_size=4 * language,
+            pad_token_id=1,
+            mask_token_id=32,
+            position_embedding_type="rotary",
+            is_folding_model=True,
+            vocab_list=get_default_vocab_list(),
+            esmfold_config={"fp16_esm": False, "trunk": trunk},
+        )
+        self.net = EsmForProteinFolding(config)
 
     def forward(self, sample: Alignments) -> FoldOutput:
         """Fold each row's query.
@@ -72,69 +101,3 @@ class EsmFold(nn.Module):
         rows, _, length = sample.tokens.shape
         shape = {"rows": rows, "length": length, "cycles": sample.cycles}
         return InputFeatures(values={name: float(value) for name, value in shape.items()})
-
-
-def _config(sizes: dict[str, int]) -> Any:
-    from transformers import EsmConfig
-    from transformers.models.esm.configuration_esm import get_default_vocab_list
-
-    structure = {
-        "sequence_dim": sizes["sequence"],
-        "pairwise_dim": sizes["pair"],
-        "ipa_dim": 8,
-        "resnet_dim": sizes["pair"],
-        "num_heads_ipa": 4,
-        "num_blocks": 2,
-    }
-    trunk = {
-        "num_blocks": sizes["blocks"],
-        "sequence_state_dim": sizes["sequence"],
-        "pairwise_state_dim": sizes["pair"],
-        "sequence_head_width": sizes["width"],
-        "pairwise_head_width": sizes["width"],
-        "dropout": 0.1,
-        "structure_module": structure,
-    }
-    return EsmConfig(
-        vocab_size=33,
-        hidden_size=sizes["language"],
-        num_hidden_layers=sizes["layers"],
-        num_attention_heads=4,
-        intermediate_size=4 * sizes["language"],
-        pad_token_id=1,
-        mask_token_id=32,
-        position_embedding_type="rotary",
-        is_folding_model=True,
-        vocab_list=get_default_vocab_list(),
-        esmfold_config={"fp16_esm": False, "trunk": trunk},
-    )
-
-
-def build(
-    preset: str = "tiny", *, seed: int = 0, device: str | torch.device = "cpu", **overrides: int
-) -> EsmFold:
-    """Return a network of a preset's sizes with weights that follow from ``seed``.
-
-    Args:
-        preset: a key of `PRESETS`.
-        seed: of the weights.
-        device: where to build it.
-        overrides: of the preset's sizes.
-
-    Raises:
-        ValueError: if there is no such preset, or no size of such a name.
-    """
-    if preset not in PRESETS:
-        raise ValueError(f"no preset {preset!r} of ESMFold; there are {', '.join(PRESETS)}")
-    sizes = PRESETS[preset]
-    if unknown := overrides.keys() - sizes:
-        raise ValueError(f"no size {min(unknown)!r} of ESMFold; there are {', '.join(sizes)}")
-    with torch.random.fork_rng(devices=[]), torch.device(device):
-        torch.manual_seed(seed)
-        return EsmFold({**sizes, **overrides})
-
-
-def samples(split: Split | str = "train", *, seed: int = 0, **shape: int) -> Iterator[ZooSample]:
-    """Yield alignments; see `dynoffload.datasets.proteins.alignments` for ``shape``."""
-    drawn = alignments(split, seed=seed, **shape)
-    return (ZooSample((batch,), batch.source) for batch in drawn)

@@ -1,78 +1,43 @@
 """An Evoformer trunk with recycling: how often it runs, how deep and how long, differs by sample.
 
-What it is: the trunk of AlphaFold 2 (Jumper et al., 2021, supplement, algorithms 3, 6 to 15 and 31,
-32): an alignment and a representation of pairs, updated by each other in blocks, run several times
-over, with gradients through the last run alone. It says what was masked in the alignment and how
-far residues are apart. What it is not: AlphaFold; templates, the extra alignment and the structure
-module are left out, so what is recycled are the query's row and the pairs, and no distances of
-predicted atoms.
-
-How it fits: it knows nothing of offloading. `Evoformer.sample_features` is the one courtesy to it.
-Memory goes with rows * depth * length and rows * length squared, which is what makes batches small.
+The trunk of AlphaFold 2 (Jumper et al., 2021, supplement, algorithms 3, 6 to 15 and 31, 32): an
+alignment and a representation of pairs, updated by each other in blocks, run several times over,
+with gradients through the last run alone. It says what was masked in the alignment and how far
+residues are apart. Templates, the extra alignment and the structure module are left out. Memory
+goes with rows * depth * length and rows * length squared, which is what makes batches small.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dynoffload.datasets.proteins import BINS, TOKENS, Alignments, alignments
-from dynoffload.datasets.sources import Split
-from dynoffload.experiments.zoo.building import ZooSample, built
+from dynoffload.experiments.zoo.building import singly
 from dynoffload.profiler.input_features import InputFeatures
 
 
-@dataclass(frozen=True)
-class EvoformerConfig:
-    """The sizes of a network.
-
-    Attributes:
-        alignment: width of an alignment's entry.
-        pair: width of a pair.
-        alignment_heads: of attention over the alignment; divides ``alignment``.
-        pair_heads: of attention over pairs; divides ``pair``.
-        product: width of the outer product's factors.
-        blocks: how many.
-        transition: how much wider a transition is inside.
-        reach: residues farther apart in sequence than this are told apart no more.
-        alignment_dropout: of whole rows of the alignment's updates.
-        pair_dropout: of whole rows or columns of the pairs' updates.
-        seed: of the initial weights.
-    """
-
-    alignment: int
-    pair: int
-    alignment_heads: int
-    pair_heads: int
-    product: int
-    blocks: int
-    transition: int = 4
-    reach: int = 32
-    alignment_dropout: float = 0.15
-    pair_dropout: float = 0.25
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that make no network."""
-        for width, heads in (("alignment", "alignment_heads"), ("pair", "pair_heads")):
-            if getattr(self, width) % getattr(self, heads):
-                raise ValueError(
-                    f"{width}={getattr(self, width)} must be a multiple of "
-                    f"{heads}={getattr(self, heads)}"
-                )
+def _sizes(alignment: int, pair: int, heads: tuple[int, int], product: int, blocks: int) -> Any:
+    return {
+        "alignment": alignment,
+        "pair": pair,
+        "alignment_heads": heads[0],
+        "pair_heads": heads[1],
+        "product": product,
+        "blocks": blocks,
+    }
 
 
-PRESETS: dict[str, EvoformerConfig] = {
-    "tiny": EvoformerConfig(32, 16, 4, 2, 8, blocks=2),
-    "small": EvoformerConfig(128, 64, 8, 4, 16, blocks=8),
-    "base": EvoformerConfig(256, 128, 8, 4, 32, blocks=48),
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": _sizes(32, 16, (4, 2), 8, blocks=2),
+    "small": _sizes(128, 64, (8, 4), 16, blocks=8),
+    "base": _sizes(256, 128, (8, 4), 32, blocks=48),
 }
 """Sizes by name; ``base`` is AlphaFold's."""
+samples = singly(alignments)
 
 
 class EvoformerOutput(NamedTuple):
@@ -100,6 +65,8 @@ class GatedAttention(nn.Module):
 
     def __init__(self, width: int, heads: int, pair: int = 0) -> None:
         super().__init__()
+        if width % heads:
+            raise ValueError(f"a width of {width} must be a multiple of its {heads} heads")
         self.heads = heads
         self.norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
@@ -203,19 +170,27 @@ class TriangleAttention(nn.Module):
 class Block(nn.Module):
     """One Evoformer block (algorithm 6)."""
 
-    def __init__(self, config: EvoformerConfig) -> None:
+    def __init__(
+        self,
+        alignment: int,
+        pair: int,
+        alignment_heads: int,
+        pair_heads: int,
+        product: int,
+        transition: int,
+        dropout: tuple[float, float],
+    ) -> None:
         super().__init__()
-        alignment, pair = config.alignment, config.pair
-        self.row_attention = GatedAttention(alignment, config.alignment_heads, pair)
-        self.column_attention = GatedAttention(alignment, config.alignment_heads)
-        self.alignment_transition = Transition(alignment, config.transition)
-        self.outer_product = OuterProductMean(alignment, config.product, pair)
+        self.row_attention = GatedAttention(alignment, alignment_heads, pair)
+        self.column_attention = GatedAttention(alignment, alignment_heads)
+        self.alignment_transition = Transition(alignment, transition)
+        self.outer_product = OuterProductMean(alignment, product, pair)
         self.outgoing = TriangleProduct(pair, outgoing=True)
         self.incoming = TriangleProduct(pair, outgoing=False)
-        self.starting = TriangleAttention(pair, config.pair_heads, starting=True)
-        self.ending = TriangleAttention(pair, config.pair_heads, starting=False)
-        self.pair_transition = Transition(pair, config.transition)
-        self.alignment_dropout, self.pair_dropout = config.alignment_dropout, config.pair_dropout
+        self.starting = TriangleAttention(pair, pair_heads, starting=True)
+        self.ending = TriangleAttention(pair, pair_heads, starting=False)
+        self.pair_transition = Transition(pair, transition)
+        self.alignment_dropout, self.pair_dropout = dropout
 
     def forward(self, alignment: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
         """Return both representations, updated.
@@ -263,20 +238,48 @@ class Recycling(nn.Module):
 
 
 class Evoformer(nn.Module):
-    """The trunk between embeddings and two heads."""
+    """The trunk between embeddings and two heads.
 
-    def __init__(self, config: EvoformerConfig) -> None:
+    Args:
+        alignment: width of an alignment's entry.
+        pair: width of a pair.
+        alignment_heads: of attention over the alignment; divides ``alignment``.
+        pair_heads: of attention over pairs; divides ``pair``.
+        product: width of the outer product's factors.
+        blocks: how many.
+        transition: how much wider a transition is inside.
+        reach: residues farther apart in sequence than this are told apart no more.
+        alignment_dropout: of whole rows of the alignment's updates.
+        pair_dropout: of whole rows or columns of the pairs' updates.
+    """
+
+    def __init__(
+        self,
+        alignment: int,
+        pair: int,
+        alignment_heads: int,
+        pair_heads: int,
+        product: int,
+        blocks: int,
+        transition: int = 4,
+        reach: int = 32,
+        alignment_dropout: float = 0.15,
+        pair_dropout: float = 0.25,
+    ) -> None:
         super().__init__()
-        self.config = config
-        self.entries = nn.Embedding(TOKENS, config.alignment)
-        self.query = nn.Embedding(TOKENS, config.alignment)
-        self.left = nn.Embedding(TOKENS, config.pair)
-        self.right = nn.Embedding(TOKENS, config.pair)
-        self.relative = nn.Embedding(2 * config.reach + 1, config.pair)
-        self.recycling = Recycling(config.alignment, config.pair)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.blocks))
-        self.hidden_head = nn.Linear(config.alignment, TOKENS)
-        self.distance_head = nn.Linear(config.pair, BINS)
+        self.reach = reach
+        self.entries = nn.Embedding(TOKENS, alignment)
+        self.query = nn.Embedding(TOKENS, alignment)
+        self.left = nn.Embedding(TOKENS, pair)
+        self.right = nn.Embedding(TOKENS, pair)
+        self.relative = nn.Embedding(2 * reach + 1, pair)
+        self.recycling = Recycling(alignment, pair)
+        dropout, heads = (alignment_dropout, pair_dropout), (alignment_heads, pair_heads)
+        self.blocks = nn.ModuleList(
+            Block(alignment, pair, *heads, product, transition, dropout) for _ in range(blocks)
+        )
+        self.hidden_head = nn.Linear(alignment, TOKENS)
+        self.distance_head = nn.Linear(pair, BINS)
 
     def forward(self, sample: Alignments) -> EvoformerOutput:
         """Run the trunk ``sample.cycles`` times, the last one with gradients.
@@ -302,8 +305,7 @@ class Evoformer(nn.Module):
         query = tokens[:, 0]
         alignment = self.entries(tokens) + self.query(query)[:, None]
         places = torch.arange(query.shape[1], device=tokens.device)
-        reach = self.config.reach
-        apart = (places[:, None] - places[None]).clamp(-reach, reach) + reach
+        apart = (places[:, None] - places[None]).clamp(-self.reach, self.reach) + self.reach
         pairs = self.left(query)[:, :, None] + self.right(query)[:, None] + self.relative(apart)
         if carried is not None:
             alignment, pairs = self.recycling(alignment, pairs, *carried)
@@ -316,16 +318,3 @@ class Evoformer(nn.Module):
         rows, depth, length = sample.tokens.shape
         shape = {"rows": rows, "depth": depth, "length": length, "cycles": sample.cycles}
         return InputFeatures(values={name: float(value) for name, value in shape.items()})
-
-
-def build(
-    preset: str = "tiny", *, device: str | torch.device = "cpu", **overrides: float
-) -> Evoformer:
-    """Return a network of the sizes in `PRESETS`; see `built`."""
-    return built(Evoformer, PRESETS, preset, device, overrides)
-
-
-def samples(split: Split | str = "train", *, seed: int = 0, **shape: int) -> Iterator[ZooSample]:
-    """Yield alignments; see `dynoffload.datasets.proteins.alignments` for ``shape``."""
-    drawn = alignments(split, seed=seed, **shape)
-    return (ZooSample((batch,), batch.source) for batch in drawn)

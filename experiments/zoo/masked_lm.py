@@ -1,20 +1,15 @@
 """A masked language model over texts of any length.
 
-What it is: a BERT encoder (Devlin et al., 2019, arXiv 1810.04805): attention in both directions,
-post-norm blocks, learned positions; some tokens are hidden and have to be named. Each sample has
-its own length and is not padded, so what moves differs from sample to sample though every block
-runs.
-What it is not: pretrained, nor asked whether one sentence follows another; what is hidden is always
-masked, and there are no segments, no dropout, and no tied head.
-
-How it fits: it knows nothing of offloading. Its path is one; only the bytes along it vary.
+A BERT encoder (Devlin et al., 2019, arXiv 1810.04805): attention in both directions, post-norm
+blocks, learned positions; some tokens are masked and have to be named. Each sample has its own
+length and is not padded, so what moves differs from sample to sample though every block runs. There
+are no segments, no dropout, no tied head and no next sentence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,55 +18,19 @@ from torch.nn import functional as F
 from dynoffload.datasets.sources import Split
 from dynoffload.datasets.statements import statements
 from dynoffload.datasets.text import VOCABULARY
-from dynoffload.experiments.zoo.building import ZooSample, built
+from dynoffload.experiments.zoo.building import Output, ZooSample
 from dynoffload.profiler.input_features import MAX_ELEMENTS, InputFeatures
 
 MASK = VOCABULARY
 """The token that stands where one is hidden."""
 
 
-@dataclass(frozen=True)
-class MaskedConfig:
-    """The sizes of a network.
-
-    Attributes:
-        hidden: width of a token's vector.
-        layers: how many blocks.
-        heads: attention heads; divides ``hidden``.
-        longest: tokens of the longest text.
-        seed: of the initial weights.
-    """
-
-    hidden: int
-    layers: int
-    heads: int
-    longest: int = 512
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that make no network."""
-        if self.hidden % self.heads:
-            raise ValueError(f"hidden={self.hidden} must be a multiple of heads={self.heads}")
-
-
-PRESETS: dict[str, MaskedConfig] = {
-    "tiny": MaskedConfig(hidden=64, layers=3, heads=4),
-    "small": MaskedConfig(hidden=384, layers=6, heads=6),
-    "base": MaskedConfig(hidden=768, layers=12, heads=12),
+PRESETS: dict[str, dict[str, int]] = {
+    "tiny": {"hidden": 64, "layers": 3, "heads": 4},
+    "small": {"hidden": 384, "layers": 6, "heads": 6},
+    "base": {"hidden": 768, "layers": 12, "heads": 12},
 }
 """Sizes by name; ``base`` has the paper's widths, heads and layers."""
-
-
-class MaskedOutput(NamedTuple):
-    """What a forward pass returns.
-
-    Attributes:
-        loss: scalar: mean cross entropy over the hidden tokens, in nats.
-        logits: ``[rows, length, vocabulary]``.
-    """
-
-    loss: Tensor
-    logits: Tensor
 
 
 class Block(nn.Module):
@@ -99,23 +58,28 @@ class Block(nn.Module):
 
 
 class MaskedLM(nn.Module):
-    """Names the tokens that are hidden."""
+    """Names the tokens that are hidden.
 
-    def __init__(self, config: MaskedConfig) -> None:
+    Args:
+        hidden: width of a token's vector.
+        layers: how many blocks.
+        heads: attention heads; divides ``hidden``.
+        longest: tokens of the longest text.
+    """
+
+    def __init__(self, hidden: int, layers: int, heads: int, longest: int = 512) -> None:
         super().__init__()
-        self.config = config
-        self.embedding = nn.Embedding(VOCABULARY + 1, config.hidden)
-        self.positions = nn.Embedding(config.longest, config.hidden)
-        self.norm = nn.LayerNorm(config.hidden)
-        self.blocks = nn.ModuleList(
-            Block(config.hidden, config.heads) for _ in range(config.layers)
-        )
-        self.head = nn.Linear(config.hidden, VOCABULARY)
+        self.longest = longest
+        self.embedding = nn.Embedding(VOCABULARY + 1, hidden)
+        self.positions = nn.Embedding(longest, hidden)
+        self.norm = nn.LayerNorm(hidden)
+        self.blocks = nn.ModuleList(Block(hidden, heads) for _ in range(layers))
+        self.head = nn.Linear(hidden, VOCABULARY)
         for module in self.modules():  # the deviation of the paper's code
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
 
-    def forward(self, tokens: Tensor, hidden: Tensor) -> MaskedOutput:
+    def forward(self, tokens: Tensor, hidden: Tensor) -> Output:
         """Name what is hidden.
 
         Args:
@@ -123,15 +87,15 @@ class MaskedLM(nn.Module):
             hidden: bool of the same shape, with at least one that is.
         """
         length = tokens.shape[1]
-        if length > self.config.longest:
-            raise ValueError(f"a text of {length} tokens is longer than {self.config.longest}")
+        if length > self.longest:
+            raise ValueError(f"a text of {length} tokens is longer than {self.longest}")
         given = tokens.masked_fill(hidden, MASK)
         places = torch.arange(length, device=tokens.device)
         x = self.norm(self.embedding(given) + self.positions(places))
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.head(x)
-        return MaskedOutput(F.cross_entropy(logits[hidden].float(), tokens[hidden]), logits)
+        return Output(F.cross_entropy(logits[hidden].float(), tokens[hidden]), logits)
 
     def sample_features(self, tokens: Tensor, hidden: Tensor) -> InputFeatures:
         """Describe a sample by its size and its tokens, int64 ``[rows * length]``."""
@@ -140,13 +104,6 @@ class MaskedLM(nn.Module):
             values={"rows": float(rows), "length": float(length)},
             elements=tokens.flatten()[:MAX_ELEMENTS].cpu().numpy(),
         )
-
-
-def build(
-    preset: str = "tiny", *, device: str | torch.device = "cpu", **overrides: int
-) -> MaskedLM:
-    """Return a network of the sizes in `PRESETS`; see `built`."""
-    return built(MaskedLM, PRESETS, preset, device, overrides)
 
 
 def samples(

@@ -1,104 +1,42 @@
 """A decoder whose tokens leave out blocks: which ones run, and on how much, depends on the tokens.
 
-What it is: mixture of depths (Raposo et al., 2024, arXiv 2404.02258) with the router that decides
-token by token, as sampling needs it (section 3.5): in every other block a token takes part if its
-router says so, and the block's output is scaled by what the router said; a block that no token
-wants is not called. A loss on the share of the tokens that take part holds it near the capacity
-asked for. What it is not: the paper's choice of the top tokens of a sequence, under which every
-block runs for every sample, and which looks at later tokens.
-
-How it fits: it knows nothing of offloading; attention is that of
-`dynoffload.experiments.zoo.moe_lm`, over the tokens that take part, at their own positions.
+Mixture of depths (Raposo et al., 2024, arXiv 2404.02258) with the router that decides token by
+token, as sampling needs it (section 3.5): in every other block a token takes part if its router
+says so, and the block's output is scaled by what the router said; a block that no token wants is
+not called. A loss on the share of the tokens that take part holds it near the capacity asked for.
+Attention is `moe_lm`'s, over the tokens that take part, at their own positions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dynoffload.datasets.sources import Split
-from dynoffload.experiments.zoo.building import ZooSample, built
-from dynoffload.experiments.zoo.moe_lm import Attention, Expert, Rotary, described, text_samples
+from dynoffload.experiments.zoo.building import Output, texts
+from dynoffload.experiments.zoo.moe_lm import Attention, Expert, Rotary, described
 from dynoffload.profiler.input_features import InputFeatures
 from dynoffload.profiler.routing import RoutingProbe
 
-
-@dataclass(frozen=True)
-class DepthsConfig:
-    """The sizes of a network.
-
-    Attributes:
-        hidden: width of the residual stream.
-        layers: how many blocks, of which every other one may be left out.
-        heads: attention heads; divides ``hidden`` into even widths.
-        width: inner width of a feed-forward network.
-        capacity: share of the tokens that should take part in a block that may be left out.
-        vocabulary: how many different tokens; bytes by default.
-        balance: weight of the loss that holds the share there.
-        seed: of the initial weights.
-    """
-
-    hidden: int
-    layers: int
-    heads: int
-    width: int
-    capacity: float = 0.125
-    vocabulary: int = 256
-    balance: float = 0.1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that make no network."""
-        if self.hidden % (2 * self.heads):
-            raise ValueError(
-                f"hidden={self.hidden} must be a multiple of twice heads={self.heads}, "
-                "as rotary positions turn pairs"
-            )
-        if self.layers < 2:
-            raise ValueError(
-                f"layers={self.layers} must be at least 2: every other may be left out"
-            )
-        if not 0 < self.capacity < 1:
-            raise ValueError(f"capacity={self.capacity} must be a share: above 0 and below 1")
-
-
-PRESETS: dict[str, DepthsConfig] = {
-    "tiny": DepthsConfig(hidden=64, layers=8, heads=4, width=128),
-    "small": DepthsConfig(hidden=256, layers=12, heads=8, width=768),
-    "base": DepthsConfig(hidden=768, layers=24, heads=12, width=2048),
+PRESETS: dict[str, dict[str, int]] = {
+    "tiny": {"hidden": 64, "layers": 8, "heads": 4, "width": 128},
+    "small": {"hidden": 256, "layers": 12, "heads": 8, "width": 768},
+    "base": {"hidden": 768, "layers": 24, "heads": 12, "width": 2048},
 }
-"""Sizes by name."""
-
-
-class DepthsOutput(NamedTuple):
-    """What a forward pass returns.
-
-    Attributes:
-        loss: scalar: mean cross entropy in nats, and what holds the shares.
-        logits: ``[rows, length, vocabulary]``.
-        ran: share of the tokens that took part in what may be left out, a scalar.
-    """
-
-    loss: Tensor
-    logits: Tensor
-    ran: Tensor
+samples = texts
 
 
 class Block(nn.Module):
     """Attention, then a feed-forward network, each behind a norm; returns what they add."""
 
-    def __init__(self, config: DepthsConfig) -> None:
+    def __init__(self, hidden: int, heads: int, width: int) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.hidden)
-        self.attention = Attention(config.hidden, config.heads)
-        self.norm = nn.RMSNorm(config.hidden)
-        self.feed_forward = Expert(config.hidden, config.width)
+        self.attention_norm = nn.RMSNorm(hidden)
+        self.attention = Attention(hidden, heads)
+        self.norm = nn.RMSNorm(hidden)
+        self.feed_forward = Expert(hidden, width)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return what is added to ``[1, tokens, hidden]``, whose turns are ``[tokens, ...]``."""
@@ -125,21 +63,38 @@ class Router(nn.Module):
 
 
 class MixtureOfDepths(nn.Module):
-    """The language model; a batch's rows are taken one after the other, as each takes its path."""
+    """The language model; a batch's rows are taken one after the other, as each takes its path.
 
-    def __init__(self, config: DepthsConfig) -> None:
+    Args:
+        hidden: width of the residual stream.
+        layers: how many blocks, of which every other one may be left out.
+        heads: attention heads; divides ``hidden`` into even widths.
+        width: inner width of a feed-forward network.
+        capacity: share of the tokens that should take part in a block that may be left out.
+        vocabulary: how many different tokens; bytes by default.
+        balance: weight of the loss that holds the share there.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        layers: int,
+        heads: int,
+        width: int,
+        capacity: float = 0.125,
+        vocabulary: int = 256,
+        balance: float = 0.1,
+    ) -> None:
         super().__init__()
-        self.config = config
-        self.embedding = nn.Embedding(config.vocabulary, config.hidden)
-        self.rotary = Rotary(config.hidden // config.heads)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.routers = nn.ModuleList(
-            Router(config.hidden, config.capacity) for _ in range(config.layers // 2)
-        )
-        self.norm = nn.RMSNorm(config.hidden)
-        self.head = nn.Linear(config.hidden, config.vocabulary, bias=False)
+        self.capacity, self.vocabulary, self.balance = capacity, vocabulary, balance
+        self.embedding = nn.Embedding(vocabulary, hidden)
+        self.rotary = Rotary(hidden // heads)
+        self.blocks = nn.ModuleList(Block(hidden, heads, width) for _ in range(layers))
+        self.routers = nn.ModuleList(Router(hidden, capacity) for _ in range(layers // 2))
+        self.norm = nn.RMSNorm(hidden)
+        self.head = nn.Linear(hidden, vocabulary, bias=False)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> DepthsOutput:
+    def forward(self, tokens: Tensor, targets: Tensor) -> Output:
         """Predict each token's successor.
 
         Args:
@@ -162,16 +117,16 @@ class MixtureOfDepths(nn.Module):
                     x = x.index_add(1, part, added * chance[part, None])
                 shares.append(takes.mean())
                 soft = takes + (chance - chance.detach())  # the share's gradient is the chance's
-                losses.append((soft.mean() - self.config.capacity).square())
+                losses.append((soft.mean() - self.capacity).square())
             rows.append(x)
         logits: Tensor = self.head(self.norm(torch.cat(rows)))
         loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-        loss = loss + self.config.balance * torch.stack(losses).mean()
-        return DepthsOutput(loss, logits, torch.stack(shares).mean())
+        loss = loss + self.balance * torch.stack(losses).mean()
+        return Output(loss, logits, torch.stack(shares).mean())
 
     def sample_features(self, tokens: Tensor, targets: Tensor) -> InputFeatures:
         """Describe a sample by its tokens, each with the two before it; see `described`."""
-        return described(tokens, self.config.vocabulary)
+        return described(tokens, self.vocabulary)
 
     def routing_probes(self) -> list[RoutingProbe]:
         """Return the routers, in order: each can be asked about what another is given."""
@@ -180,15 +135,3 @@ class MixtureOfDepths(nn.Module):
             for number, router in enumerate(self.routers)
             if isinstance(router, Router)
         ]
-
-
-def build(
-    preset: str = "tiny", *, device: str | torch.device = "cpu", **overrides: float
-) -> MixtureOfDepths:
-    """Return a network of the sizes in `PRESETS`; see `built`."""
-    return built(MixtureOfDepths, PRESETS, preset, device, overrides)
-
-
-def samples(split: Split | str = "train", *, seed: int = 0, **shape: int) -> Iterator[ZooSample]:
-    """Yield texts; see `dynoffload.datasets.text.batches` for ``shape``."""
-    return text_samples(split, seed=seed, **shape)

@@ -1,91 +1,32 @@
 """A decoder language model with routed experts: which of them run depends on the tokens.
 
-What it is: a plain PyTorch network of the Mixtral kind (Jiang et al., 2024, arXiv 2401.04088):
-pre-norm blocks of causal attention with rotary positions and of top-k routed SwiGLU experts, one
-module per expert, called one after another in ascending order if any token chose it. What it is
-not: a fast MoE layer; the loop is the subject, as the order of blocks it makes differs by sample.
-
-How it fits: it knows nothing of offloading. `MoELM.sample_features` is the one courtesy to it.
+A network of the Mixtral kind (Jiang et al., 2024, arXiv 2401.04088): pre-norm blocks of causal
+attention with rotary positions and of top-k routed SwiGLU experts, one module per expert, called
+one after another in ascending order if any token chose it. The loop is the subject, as the order of
+blocks it makes differs by sample.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dynoffload.datasets.sources import Split
-from dynoffload.datasets.text import batches
-from dynoffload.experiments.zoo.building import ZooSample, built, chosen_by_any
+from dynoffload.experiments.zoo.building import Output, chosen_by_any, texts
 from dynoffload.profiler.input_features import MAX_ELEMENTS, InputFeatures
 from dynoffload.profiler.routing import RoutingProbe
 
-
-@dataclass(frozen=True)
-class MoEConfig:
-    """The sizes of a network.
-
-    Attributes:
-        hidden: width of the residual stream.
-        layers: how many blocks.
-        heads: attention heads; divides ``hidden`` into even widths.
-        experts: experts per layer.
-        top_k: experts per token.
-        width: inner width of an expert.
-        vocabulary: how many different tokens; bytes by default.
-        tied: whether the head shares the embedding's weight.
-        balance: weight of the load-balancing loss (Fedus et al., 2022, equation 4).
-        seed: of the initial weights.
-    """
-
-    hidden: int
-    layers: int
-    heads: int
-    experts: int
-    width: int
-    top_k: int = 2
-    vocabulary: int = 256
-    tied: bool = False
-    balance: float = 0.01
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that make no network."""
-        if self.hidden % (2 * self.heads):
-            raise ValueError(
-                f"hidden={self.hidden} must be a multiple of twice heads={self.heads}, "
-                "as rotary positions turn pairs"
-            )
-        if not 1 <= self.top_k <= self.experts:
-            raise ValueError(f"top_k={self.top_k} must lie between 1 and experts={self.experts}")
-
-
-PRESETS: dict[str, MoEConfig] = {
-    "tiny": MoEConfig(hidden=64, layers=2, heads=4, experts=8, width=80),
-    "small": MoEConfig(hidden=512, layers=3, heads=8, experts=8, width=1024),
-    "base": MoEConfig(hidden=1024, layers=6, heads=16, experts=8, width=2048),
-    "tiny-wide": MoEConfig(hidden=64, layers=2, heads=4, experts=64, width=10),
-    "small-wide": MoEConfig(hidden=512, layers=3, heads=8, experts=64, width=128),
-    "base-wide": MoEConfig(hidden=1024, layers=6, heads=16, experts=64, width=256),
+PRESETS: dict[str, dict[str, int]] = {
+    "tiny": {"hidden": 64, "layers": 2, "heads": 4, "experts": 8, "width": 80},
+    "small": {"hidden": 512, "layers": 3, "heads": 8, "experts": 8, "width": 1024},
+    "base": {"hidden": 1024, "layers": 6, "heads": 16, "experts": 8, "width": 2048},
+    "tiny-wide": {"hidden": 64, "layers": 2, "heads": 4, "experts": 64, "width": 10},
+    "small-wide": {"hidden": 512, "layers": 3, "heads": 8, "experts": 64, "width": 128},
+    "base-wide": {"hidden": 1024, "layers": 6, "heads": 16, "experts": 64, "width": 256},
 }
 """Sizes by name; a ``wide`` one has as many parameters as its namesake, in 64 experts per layer."""
-
-
-class MoEOutput(NamedTuple):
-    """What a forward pass returns.
-
-    Attributes:
-        loss: scalar: mean cross entropy in nats plus the balancing loss; None without targets.
-        logits: ``[rows, length, vocabulary]``.
-    """
-
-    loss: Tensor | None
-    logits: Tensor
+samples = texts
 
 
 class Rotary(nn.Module):
@@ -124,6 +65,11 @@ class Attention(nn.Module):
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
+        if hidden % (2 * heads):
+            raise ValueError(
+                f"hidden={hidden} must be a multiple of twice heads={heads}, "
+                "as rotary positions turn pairs"
+            )
         self.heads = heads
         self.query = nn.Linear(hidden, hidden, bias=False)
         self.key = nn.Linear(hidden, hidden, bias=False)
@@ -165,13 +111,13 @@ class Expert(nn.Module):
 class MoE(nn.Module):
     """Experts of which each token takes its ``top_k`` most likely ones."""
 
-    def __init__(self, config: MoEConfig) -> None:
+    def __init__(self, hidden: int, width: int, experts: int, top_k: int) -> None:
         super().__init__()
-        self.top_k = config.top_k
-        self.router = nn.Linear(config.hidden, config.experts, bias=False)
-        self.experts = nn.ModuleList(
-            Expert(config.hidden, config.width) for _ in range(config.experts)
-        )
+        if top_k > experts:
+            raise ValueError(f"top_k={top_k} must lie between 1 and experts={experts}")
+        self.top_k = top_k
+        self.router = nn.Linear(hidden, experts, bias=False)
+        self.experts = nn.ModuleList(Expert(hidden, width) for _ in range(experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Run the experts that any token chose, in ascending order.
@@ -202,12 +148,12 @@ class MoE(nn.Module):
 class Layer(nn.Module):
     """Attention, then experts, each behind a norm and around a residual."""
 
-    def __init__(self, config: MoEConfig) -> None:
+    def __init__(self, hidden: int, heads: int, width: int, experts: int, top_k: int) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.hidden)
-        self.attention = Attention(config.hidden, config.heads)
-        self.moe_norm = nn.RMSNorm(config.hidden)
-        self.moe = MoE(config)
+        self.attention_norm = nn.RMSNorm(hidden)
+        self.attention = Attention(hidden, heads)
+        self.moe_norm = nn.RMSNorm(hidden)
+        self.moe = MoE(hidden, width, experts, top_k)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``[rows, length, hidden]`` for the same, and the layer's balancing loss."""
@@ -217,20 +163,45 @@ class Layer(nn.Module):
 
 
 class MoELM(nn.Module):
-    """The language model."""
+    """The language model.
 
-    def __init__(self, config: MoEConfig) -> None:
+    Args:
+        hidden: width of the residual stream.
+        layers: how many blocks.
+        heads: attention heads; divides ``hidden`` into even widths.
+        experts: experts per layer.
+        width: inner width of an expert.
+        top_k: experts per token.
+        vocabulary: how many different tokens; bytes by default.
+        tied: whether the head shares the embedding's weight.
+        balance: weight of the load-balancing loss (Fedus et al., 2022, equation 4).
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        layers: int,
+        heads: int,
+        experts: int,
+        width: int,
+        top_k: int = 2,
+        vocabulary: int = 256,
+        tied: bool = False,
+        balance: float = 0.01,
+    ) -> None:
         super().__init__()
-        self.config = config
-        self.embedding = nn.Embedding(config.vocabulary, config.hidden)
-        self.rotary = Rotary(config.hidden // config.heads)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.hidden)
-        self.head = nn.Linear(config.hidden, config.vocabulary, bias=False)
-        if config.tied:
+        self.vocabulary, self.balance = vocabulary, balance
+        self.embedding = nn.Embedding(vocabulary, hidden)
+        self.rotary = Rotary(hidden // heads)
+        self.layers = nn.ModuleList(
+            Layer(hidden, heads, width, experts, top_k) for _ in range(layers)
+        )
+        self.norm = nn.RMSNorm(hidden)
+        self.head = nn.Linear(hidden, vocabulary, bias=False)
+        if tied:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> MoEOutput:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Output:
         """Predict each token's successor.
 
         Args:
@@ -245,20 +216,20 @@ class MoELM(nn.Module):
             balances.append(balance)
         logits: Tensor = self.head(self.norm(x))
         if targets is None:
-            return MoEOutput(None, logits)
+            return Output(None, logits)
         entropy = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-        return MoEOutput(entropy + self.config.balance * torch.stack(balances).mean(), logits)
+        return Output(entropy + self.balance * torch.stack(balances).mean(), logits)
 
     def sample_features(self, tokens: Tensor, targets: Tensor | None = None) -> InputFeatures:
         """Describe a sample by its tokens, each with the two before it; see `described`."""
-        return described(tokens, self.config.vocabulary)
+        return described(tokens, self.vocabulary)
 
     def routing_probes(self) -> list[RoutingProbe]:
         """Return the layers' mixtures, in order: each can be asked about what another is given."""
         return [
             RoutingProbe(
                 f"layers.{number}.moe",
-                tuple(f"layers.{number}.moe.experts.{e}" for e in range(self.config.experts)),
+                tuple(f"layers.{number}.moe.experts.{e}" for e in range(len(layer.moe.experts))),
                 layer.moe.foretell,
             )
             for number, layer in enumerate(self.layers)
@@ -287,19 +258,3 @@ def described(tokens: Tensor, vocabulary: int) -> InputFeatures:
         elements[:, back:, back] = codes[:, : length - back]
     values = {"rows": float(rows), "length": float(length), "tokens": float(rows * length)}
     return InputFeatures(values=values, elements=elements.reshape(-1, 3)[:MAX_ELEMENTS])
-
-
-def text_samples(split: Split | str, *, seed: int, **shape: Any) -> Iterator[ZooSample]:
-    """Yield texts and what follows each token; see `dynoffload.datasets.text.batches`."""
-    drawn = batches(split, seed=seed, **shape)
-    return (ZooSample((batch.tokens, batch.targets), batch.source) for batch in drawn)
-
-
-def build(preset: str = "tiny", *, device: str | torch.device = "cpu", **overrides: float) -> MoELM:
-    """Return a network of the sizes in `PRESETS`; see `built`."""
-    return built(MoELM, PRESETS, preset, device, overrides)
-
-
-def samples(split: Split | str = "train", *, seed: int = 0, **shape: int) -> Iterator[ZooSample]:
-    """Yield texts; see `dynoffload.datasets.text.batches` for ``shape``."""
-    return text_samples(split, seed=seed, **shape)

@@ -1,89 +1,32 @@
 """A multi-scale dense network with exits: an image leaves as soon as the network is sure of it.
 
-What it is: MSDNet (Huang et al., 2018, arXiv 1703.09844): every layer computes features at all
-scales, from those of all layers before it, so that coarse features are there from the start; a
-classifier after each block sees the coarsest scale. In training, as at test, a batch stops at the
-first exit that is sure of all of its images, and the losses of the exits it has passed count alike.
-What it is not: the paper's reduction of scales towards the end.
-
-How it fits: it knows nothing of offloading. How far a sample runs depends on what has been learned.
+MSDNet (Huang et al., 2018, arXiv 1703.09844): every layer computes features at all scales, from
+those of all layers before it, so that coarse features are there from the start; a classifier after
+each block sees the coarsest scale. In training, as at test, a batch stops at the first exit that is
+sure of all of its images, and the losses of the exits it has passed count alike. The paper's
+reduction of scales towards the end is left out. How far a sample runs depends on what is learned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dynoffload.datasets.images import ImageBatch, digits
-from dynoffload.datasets.sources import Split
-from dynoffload.experiments.zoo.building import ZooSample, built
+from dynoffload.experiments.zoo.building import Output, singly
 from dynoffload.profiler.input_features import InputFeatures
 from dynoffload.profiler.routing import RoutingProbe
 
-
-@dataclass(frozen=True)
-class ScaleConfig:
-    """The sizes of a network.
-
-    Attributes:
-        width: channels at the finest scale; each coarser one has twice as many.
-        growth: channels that a layer adds at the finest scale, and twice as many at each coarser.
-        scales: resolutions, each half of the one before.
-        blocks: as many exits.
-        layers: in a block.
-        channels: of an image.
-        classes: how many there are.
-        sure: chance of the likeliest class from which an exit is sure.
-        seed: of the initial weights.
-    """
-
-    width: int
-    growth: int
-    scales: int = 3
-    blocks: int = 4
-    layers: int = 2
-    channels: int = 1
-    classes: int = 10
-    sure: float = 0.9
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that make no network."""
-        if min(self.width, self.growth, self.scales, self.blocks, self.layers) < 1:
-            raise ValueError(
-                f"width={self.width}, growth={self.growth}, scales={self.scales}, "
-                f"blocks={self.blocks} and layers={self.layers} must be at least 1"
-            )
-        if not 0 < self.sure <= 1:
-            raise ValueError(f"sure={self.sure} must be a chance: above 0 and at most 1")
-
-
-PRESETS: dict[str, ScaleConfig] = {
-    "tiny": ScaleConfig(width=16, growth=8),
-    "small": ScaleConfig(width=32, growth=16, blocks=6, layers=3),
-    "base": ScaleConfig(width=64, growth=32, blocks=10, layers=4),
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {"width": 16, "growth": 8},
+    "small": {"width": 32, "growth": 16, "blocks": 6, "layers": 3},
+    "base": {"width": 64, "growth": 32, "blocks": 10, "layers": 4},
 }
-"""Sizes by name."""
-
-
-class ScaleOutput(NamedTuple):
-    """What a forward pass returns.
-
-    Attributes:
-        loss: scalar: mean over the exits passed of their cross entropy, in nats.
-        logits: of the exit that was taken, ``[images, classes]``.
-        exits: how many were passed.
-    """
-
-    loss: Tensor
-    logits: Tensor
-    exits: int
+samples = singly(digits)
 
 
 def _convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
@@ -98,10 +41,9 @@ def _convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
 class First(nn.Module):
     """The first layer: an image at all scales."""
 
-    def __init__(self, config: ScaleConfig) -> None:
+    def __init__(self, channels: int, widths: list[int]) -> None:
         super().__init__()
-        widths = [config.width * 2**scale for scale in range(config.scales)]
-        inputs = [config.channels, *widths[:-1]]
+        inputs = [channels, *widths[:-1]]
         self.convolutions = nn.ModuleList(
             _convolution(a, b, 2 if scale else 1)
             for scale, (a, b) in enumerate(zip(inputs, widths, strict=True))
@@ -139,24 +81,45 @@ class Layer(nn.Module):
 
 
 class MultiScale(nn.Module):
-    """Classifies images."""
+    """Classifies images.
 
-    def __init__(self, config: ScaleConfig) -> None:
+    Args:
+        width: channels at the finest scale; each coarser one has twice as many.
+        growth: channels that a layer adds at the finest scale, and twice as many at each coarser.
+        scales: resolutions, each half of the one before.
+        blocks: as many exits.
+        layers: in a block.
+        channels: of an image.
+        classes: how many there are.
+        sure: chance of the likeliest class from which an exit is sure.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        growth: int,
+        scales: int = 3,
+        blocks: int = 4,
+        layers: int = 2,
+        channels: int = 1,
+        classes: int = 10,
+        sure: float = 0.9,
+    ) -> None:
         super().__init__()
-        self.config = config
-        widths = [config.width * 2**scale for scale in range(config.scales)]
-        growth = [config.growth * 2**scale for scale in range(config.scales)]
-        self.first = First(config)
+        self.sure, self.depth = sure, layers
+        widths = [width * 2**scale for scale in range(scales)]
+        growing = [growth * 2**scale for scale in range(scales)]
+        self.first = First(channels, widths)
         self.blocks, self.exits = nn.ModuleList(), nn.ModuleList()
-        for _ in range(config.blocks):
-            layers = nn.ModuleList()
-            for _ in range(config.layers):
-                layers.append(Layer(widths, growth))
-                widths = [width + more for width, more in zip(widths, growth, strict=True)]
-            self.blocks.append(layers)
-            self.exits.append(nn.Linear(widths[-1], config.classes))
+        for _ in range(blocks):
+            made = nn.ModuleList()
+            for _ in range(layers):
+                made.append(Layer(widths, growing))
+                widths = [width + more for width, more in zip(widths, growing, strict=True)]
+            self.blocks.append(made)
+            self.exits.append(nn.Linear(widths[-1], classes))
 
-    def forward(self, batch: ImageBatch) -> ScaleOutput:
+    def forward(self, batch: ImageBatch) -> Output:
         """Classify ``batch.images``, ``[images, channels, height, width]``."""
         features, losses = self.first(batch.images), []
         for layers, leave in zip(self.blocks, self.exits, strict=True):
@@ -164,9 +127,9 @@ class MultiScale(nn.Module):
                 features = layer(features)
             logits: Tensor = leave(features[-1].mean(dim=(2, 3)))
             losses.append(F.cross_entropy(logits, batch.labels))
-            if logits.detach().softmax(dim=1).amax(dim=1).min() >= self.config.sure:
+            if logits.detach().softmax(dim=1).amax(dim=1).min() >= self.sure:
                 break
-        return ScaleOutput(torch.stack(losses).mean(), logits, len(losses))
+        return Output(torch.stack(losses).mean(), logits, len(losses))
 
     def sample_features(self, batch: ImageBatch) -> InputFeatures:
         """Describe images by how much ink they have, and how it is spread."""
@@ -177,10 +140,10 @@ class MultiScale(nn.Module):
         return [
             RoutingProbe(
                 f"exits.{number}",
-                tuple(f"blocks.{number + 1}.{layer}" for layer in range(self.config.layers)),
+                tuple(f"blocks.{number + 1}.{layer}" for layer in range(self.depth)),
                 partial(self._goes_on, number),
             )
-            for number in range(self.config.blocks - 1)
+            for number in range(len(self.blocks) - 1)
         ]
 
     def _goes_on(self, number: int, pooled: Tensor) -> Tensor | None:
@@ -191,16 +154,4 @@ class MultiScale(nn.Module):
             return None
         logits = F.linear(pooled, leave.weight, leave.bias)  # type: ignore[arg-type]
         surest = logits.softmax(dim=1).amax(dim=1).min()
-        return torch.sigmoid(16 * (self.config.sure - surest)).expand(self.config.layers)
-
-
-def build(
-    preset: str = "tiny", *, device: str | torch.device = "cpu", **overrides: float
-) -> MultiScale:
-    """Return a network of the sizes in `PRESETS`; see `built`."""
-    return built(MultiScale, PRESETS, preset, device, overrides)
-
-
-def samples(split: Split | str = "train", *, seed: int = 0, **shape: int) -> Iterator[ZooSample]:
-    """Yield handwritten digits; see `dynoffload.datasets.images.digits` for ``shape``."""
-    return (ZooSample((batch,), batch.source) for batch in digits(split, seed=seed, **shape))
+        return torch.sigmoid(16 * (self.sure - surest)).expand(self.depth)

@@ -1,85 +1,32 @@
 """A residual network that leaves out the blocks a sample does not need.
 
-What it is: SkipNet (Wang et al., 2018, arXiv 1711.09485): before each residual block a small gate
-looks at what the block would be given and says, for every image, whether it runs; a block runs on
-the images that want it, and not at all if none does. The gate is hard forward and soft backward
-(straight through, section 3.3), and running costs, so that blocks are left out where they do not
-pay. What it is not: trained by reinforcement, the paper's second stage; nor does an image that
-leaves a block out teach its gate what the block would have added, as the block is not run.
-
-How it fits: it knows nothing of offloading. Which blocks run depends on what the network has
-learned; a sample shows little of it before the step.
+SkipNet (Wang et al., 2018, arXiv 1711.09485): before each residual block a small gate looks at what
+the block would be given and says, for every image, whether it runs; a block runs on the images that
+want it, and not at all if none does. The gate is hard forward and soft backward (straight through,
+section 3.3), and running costs, so that blocks are left out where they do not pay. The paper's
+second stage, reinforcement, is left out. A sample shows little of which blocks run before the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dynoffload.datasets.images import ImageBatch, digits
-from dynoffload.datasets.sources import Split
-from dynoffload.experiments.zoo.building import ZooSample, built
+from dynoffload.experiments.zoo.building import Output, singly
 from dynoffload.profiler.input_features import InputFeatures
 from dynoffload.profiler.routing import RoutingProbe
 
-
-@dataclass(frozen=True)
-class SkipConfig:
-    """The sizes of a network.
-
-    Attributes:
-        width: channels of the first stage; each later one has twice as many.
-        stages: groups of blocks, each of half the resolution of the one before.
-        blocks: residual blocks in a stage.
-        channels: of an image.
-        classes: how many there are.
-        cost: of the loss, what running every block adds.
-        seed: of the initial weights.
-    """
-
-    width: int
-    stages: int = 2
-    blocks: int = 4
-    channels: int = 1
-    classes: int = 10
-    cost: float = 0.1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that make no network."""
-        if min(self.width, self.stages, self.blocks) < 1:
-            raise ValueError(
-                f"width={self.width}, stages={self.stages} and blocks={self.blocks} must be at "
-                "least 1"
-            )
-
-
-PRESETS: dict[str, SkipConfig] = {
-    "tiny": SkipConfig(width=32),
-    "small": SkipConfig(width=64, stages=3, blocks=6),
-    "base": SkipConfig(width=128, stages=4, blocks=9),
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {"width": 32},
+    "small": {"width": 64, "stages": 3, "blocks": 6},
+    "base": {"width": 128, "stages": 4, "blocks": 9},
 }
-"""Sizes by name."""
-
-
-class SkipOutput(NamedTuple):
-    """What a forward pass returns.
-
-    Attributes:
-        loss: scalar: cross entropy in nats, and what running costs.
-        logits: ``[images, classes]``.
-        ran: share of the blocks that ran, over images, a scalar.
-    """
-
-    loss: Tensor
-    logits: Tensor
-    ran: Tensor
+samples = singly(digits)
 
 
 class Block(nn.Module):
@@ -124,26 +71,43 @@ class Gate(nn.Module):
 
 
 class SkipNet(nn.Module):
-    """Classifies images."""
+    """Classifies images.
 
-    def __init__(self, config: SkipConfig) -> None:
+    Args:
+        width: channels of the first stage; each later one has twice as many.
+        stages: groups of blocks, each of half the resolution of the one before.
+        blocks: residual blocks in a stage.
+        channels: of an image.
+        classes: how many there are.
+        cost: of the loss, what running every block adds.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        stages: int = 2,
+        blocks: int = 4,
+        channels: int = 1,
+        classes: int = 10,
+        cost: float = 0.1,
+    ) -> None:
         super().__init__()
-        self.config = config
-        widths = [config.width * 2**stage for stage in range(config.stages)]
-        self.stem = nn.Conv2d(config.channels, config.width, 3, padding=1)
+        self.each, self.cost = blocks, cost
+        widths = [width * 2**stage for stage in range(stages)]
+        self.stem = nn.Conv2d(channels, width, 3, padding=1)
         self.downs = nn.ModuleList(
             nn.Conv2d(a, b, 3, stride=2, padding=1) for a, b in pairwise(widths)
         )
-        self.gates = nn.ModuleList(Gate(width) for width in widths for _ in range(config.blocks))
-        self.blocks = nn.ModuleList(Block(width) for width in widths for _ in range(config.blocks))
-        self.head = nn.Linear(widths[-1], config.classes)
+        self.gates = nn.ModuleList(Gate(width) for width in widths for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(width) for width in widths for _ in range(blocks))
+        self.head = nn.Linear(widths[-1], classes)
 
-    def forward(self, batch: ImageBatch) -> SkipOutput:
+    def forward(self, batch: ImageBatch) -> Output:
         """Classify ``batch.images``, ``[images, channels, height, width]``."""
         x, gates = self.stem(batch.images), []
         for index, (gate, block) in enumerate(zip(self.gates, self.blocks, strict=True)):
-            if index and index % self.config.blocks == 0:
-                x = self.downs[index // self.config.blocks - 1](x)
+            if index and index % self.each == 0:
+                x = self.downs[index // self.each - 1](x)
             runs = gate(x)
             gates.append(runs)
             wanted = torch.where(runs > 0.5)[0]
@@ -152,8 +116,8 @@ class SkipNet(nn.Module):
                 x = x.index_add(0, wanted, added)
         logits: Tensor = self.head(x.mean(dim=(2, 3)))
         ran = torch.stack(gates).mean()
-        loss = F.cross_entropy(logits, batch.labels) + self.config.cost * ran
-        return SkipOutput(loss, logits, ran.detach())
+        loss = F.cross_entropy(logits, batch.labels) + self.cost * ran
+        return Output(loss, logits, ran.detach())
 
     def sample_features(self, batch: ImageBatch) -> InputFeatures:
         """Describe images by how much ink they have, and how it is spread."""
@@ -166,15 +130,3 @@ class SkipNet(nn.Module):
             for number, gate in enumerate(self.gates)
             if isinstance(gate, Gate)
         ]
-
-
-def build(
-    preset: str = "tiny", *, device: str | torch.device = "cpu", **overrides: float
-) -> SkipNet:
-    """Return a network of the sizes in `PRESETS`; see `built`."""
-    return built(SkipNet, PRESETS, preset, device, overrides)
-
-
-def samples(split: Split | str = "train", *, seed: int = 0, **shape: int) -> Iterator[ZooSample]:
-    """Yield handwritten digits; see `dynoffload.datasets.images.digits` for ``shape``."""
-    return (ZooSample((batch,), batch.source) for batch in digits(split, seed=seed, **shape))

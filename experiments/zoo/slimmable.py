@@ -1,19 +1,15 @@
 """A network that runs at the width its sample asks for.
 
-What it is: a slimmable network (Yu et al., 2019, arXiv 1812.08928): the channels of each layer come
-in groups, a sample asks for so many of them, and a narrow run uses the first groups of a wide one,
-with norms of its own for each width (section 3.2). A group is a module with the weights from all
-groups before it, so that a narrow sample touches no byte of what it leaves out. What it is not:
-trained at several widths in one step; here every sample brings its own.
-
-How it fits: it knows nothing of offloading. What runs is said by the sample.
+A slimmable network (Yu et al., 2019, arXiv 1812.08928): the channels of each layer come in groups,
+a sample asks for so many of them, and a narrow run uses the first groups of a wide one, with norms
+of its own for each width (section 3.2). A group is a module with the weights from all groups before
+it, so that a narrow sample touches no byte of what it leaves out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,57 +18,14 @@ from torch.nn import functional as F
 
 from dynoffload.datasets.images import ImageBatch, digits
 from dynoffload.datasets.sources import Split
-from dynoffload.experiments.zoo.building import ZooSample, built
+from dynoffload.experiments.zoo.building import Output, ZooSample
 from dynoffload.profiler.input_features import InputFeatures
 
-
-@dataclass(frozen=True)
-class SlimConfig:
-    """The sizes of a network.
-
-    Attributes:
-        group: channels of a group of the first layer.
-        groups: in a layer; as many widths there are.
-        layers: of which every other one halves the sides and doubles the channels.
-        channels: of an image.
-        classes: how many there are.
-        seed: of the initial weights.
-    """
-
-    group: int
-    groups: int = 4
-    layers: int = 4
-    channels: int = 1
-    classes: int = 10
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that make no network."""
-        if min(self.group, self.groups, self.layers) < 1:
-            raise ValueError(
-                f"group={self.group}, groups={self.groups} and layers={self.layers} must be at "
-                "least 1"
-            )
-
-
-PRESETS: dict[str, SlimConfig] = {
-    "tiny": SlimConfig(group=16),
-    "small": SlimConfig(group=32, layers=8),
-    "base": SlimConfig(group=64, groups=8, layers=10),
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {"group": 16},
+    "small": {"group": 32, "layers": 8},
+    "base": {"group": 64, "groups": 8, "layers": 10},
 }
-"""Sizes by name."""
-
-
-class SlimOutput(NamedTuple):
-    """What a forward pass returns.
-
-    Attributes:
-        loss: scalar: mean cross entropy in nats.
-        logits: ``[images, classes]``.
-    """
-
-    loss: Tensor
-    logits: Tensor
 
 
 class Group(nn.Module):
@@ -122,34 +75,44 @@ class Layer(nn.Module):
 
 
 class Slimmable(nn.Module):
-    """Classifies images."""
+    """Classifies images.
 
-    def __init__(self, config: SlimConfig) -> None:
+    Args:
+        group: channels of a group of the first layer.
+        groups: in a layer; as many widths there are.
+        layers: of which every other one halves the sides and doubles the channels.
+        channels: of an image.
+        classes: how many there are.
+    """
+
+    def __init__(
+        self, group: int, groups: int = 4, layers: int = 4, channels: int = 1, classes: int = 10
+    ) -> None:
         super().__init__()
-        self.config = config
-        inputs, self.layers = [config.channels], nn.ModuleList()
-        for index in range(config.layers):
-            outputs = [config.group * 2 ** (index // 2)] * config.groups
+        self.groups = groups
+        inputs, self.layers = [channels], nn.ModuleList()
+        for index in range(layers):
+            outputs = [group * 2 ** (index // 2)] * groups
             self.layers.append(Layer(inputs, outputs, 2 if index % 2 else 1))
             inputs = outputs
-        self.heads = nn.ModuleList(nn.Linear(width, config.classes) for width in inputs)
+        self.heads = nn.ModuleList(nn.Linear(width, classes) for width in inputs)
 
-    def forward(self, batch: ImageBatch, groups: int) -> SlimOutput:
+    def forward(self, batch: ImageBatch, groups: int) -> Output:
         """Classify ``batch.images``, ``[images, channels, height, width]``, at a width.
 
         Args:
             batch: images and their classes.
-            groups: that run in each layer, from 1 to ``config.groups``.
+            groups: that run in each layer, from 1 to all.
         """
-        if not 1 <= groups <= self.config.groups:
-            raise ValueError(f"groups={groups} must lie between 1 and {self.config.groups}")
+        if not 1 <= groups <= self.groups:
+            raise ValueError(f"groups={groups} must lie between 1 and {self.groups}")
         features = [batch.images]
         for layer in self.layers:
             features = layer(features, groups)
         pooled = [one.mean(dim=(2, 3)) for one in features]
         heads = [head(one) for head, one in zip(self.heads, pooled, strict=False)]
         logits = torch.stack(heads).sum(dim=0)
-        return SlimOutput(F.cross_entropy(logits, batch.labels), logits)
+        return Output(F.cross_entropy(logits, batch.labels), logits)
 
     def sample_features(self, batch: ImageBatch, groups: int) -> InputFeatures:
         """Describe images by the width they ask for."""
@@ -157,13 +120,6 @@ class Slimmable(nn.Module):
         return InputFeatures(
             values={**seen.values, "groups": float(groups)}, elements=seen.elements
         )
-
-
-def build(
-    preset: str = "tiny", *, device: str | torch.device = "cpu", **overrides: int
-) -> Slimmable:
-    """Return a network of the sizes in `PRESETS`; see `built`."""
-    return built(Slimmable, PRESETS, preset, device, overrides)
 
 
 def samples(

@@ -1,80 +1,34 @@
 """A Switch Transformer language model: one expert for each token, in every other layer.
 
-What it is: a decoder whose feed-forward networks are, in every other layer, one of many experts
-(Fedus, Zoph and Shazeer, 2022, "Switch Transformers", arXiv 2101.03961, section 2): a token goes to
-its most likely expert, the output is scaled by that chance, an expert takes at most its capacity of
-tokens, and what is above passes by on the residual. Experts are modules of their own, called in
-ascending order if any token goes there. What it is not: trained across devices, nor in low
-precision; the paper's jitter of the router's input is left out.
-
-How it fits: it knows nothing of offloading; attention and positions are those of
-`dynoffload.experiments.zoo.moe_lm`, and so is what a sample shows before its step.
+A decoder whose feed-forward networks are, in every other layer, one of many experts (Fedus, Zoph
+and Shazeer, 2022, arXiv 2101.03961, section 2): a token goes to its most likely expert, the output
+is scaled by that chance, an expert takes at most its capacity of tokens, and what is above passes
+by on the residual. Experts are modules of their own, called in ascending order if any token goes
+there. The paper's jitter of the router's input is left out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dynoffload.datasets.sources import Split
-from dynoffload.experiments.zoo.building import ZooSample, built, chosen_by_any
-from dynoffload.experiments.zoo.moe_lm import Attention, MoEOutput, Rotary, described, text_samples
+from dynoffload.experiments.zoo.building import Output, chosen_by_any, texts
+from dynoffload.experiments.zoo.moe_lm import Attention, Rotary, described
 from dynoffload.profiler.input_features import InputFeatures
 from dynoffload.profiler.routing import RoutingProbe
 
-
-@dataclass(frozen=True)
-class SwitchConfig:
-    """The sizes of a network.
-
-    Attributes:
-        hidden: width of the residual stream.
-        layers: how many blocks, of which every other one has experts.
-        heads: attention heads; divides ``hidden`` into even widths.
-        experts: experts per layer that has them.
-        width: inner width of an expert, and of a dense feed-forward network.
-        capacity: times its even share of the tokens that an expert takes at most.
-        vocabulary: how many different tokens; bytes by default.
-        balance: weight of the load-balancing loss (equation 4).
-        seed: of the initial weights.
-    """
-
-    hidden: int
-    layers: int
-    heads: int
-    experts: int
-    width: int
-    capacity: float = 1.25
-    vocabulary: int = 256
-    balance: float = 0.01
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that make no network."""
-        if self.hidden % (2 * self.heads):
-            raise ValueError(
-                f"hidden={self.hidden} must be a multiple of twice heads={self.heads}, "
-                "as rotary positions turn pairs"
-            )
-        if self.experts < 1 or self.capacity <= 0:
-            raise ValueError(
-                f"experts={self.experts} must be at least 1 and capacity={self.capacity} above 0"
-            )
-
-
-PRESETS: dict[str, SwitchConfig] = {
-    "tiny": SwitchConfig(hidden=64, layers=4, heads=4, experts=32, width=64),
-    "tiny-128": SwitchConfig(hidden=64, layers=4, heads=4, experts=128, width=32),
-    "small": SwitchConfig(hidden=256, layers=6, heads=8, experts=32, width=512),
-    "small-128": SwitchConfig(hidden=256, layers=6, heads=8, experts=128, width=256),
-    "base": SwitchConfig(hidden=768, layers=12, heads=12, experts=128, width=3072),
+PRESETS: dict[str, dict[str, int]] = {
+    "tiny": {"hidden": 64, "layers": 4, "heads": 4, "experts": 32, "width": 64},
+    "tiny-128": {"hidden": 64, "layers": 4, "heads": 4, "experts": 128, "width": 32},
+    "small": {"hidden": 256, "layers": 6, "heads": 8, "experts": 32, "width": 512},
+    "small-128": {"hidden": 256, "layers": 6, "heads": 8, "experts": 128, "width": 256},
+    "base": {"hidden": 768, "layers": 12, "heads": 12, "experts": 128, "width": 3072},
 }
 """Sizes by name, with 32 or 128 experts."""
+samples = texts
 
 
 class FeedForward(nn.Module):
@@ -94,13 +48,11 @@ class FeedForward(nn.Module):
 class Switch(nn.Module):
     """Experts of which each token takes the most likely one, while that has room."""
 
-    def __init__(self, config: SwitchConfig) -> None:
+    def __init__(self, hidden: int, width: int, experts: int, capacity: float) -> None:
         super().__init__()
-        self.capacity = config.capacity
-        self.router = nn.Linear(config.hidden, config.experts, bias=False)
-        self.experts = nn.ModuleList(
-            FeedForward(config.hidden, config.width) for _ in range(config.experts)
-        )
+        self.capacity = capacity
+        self.router = nn.Linear(hidden, experts, bias=False)
+        self.experts = nn.ModuleList(FeedForward(hidden, width) for _ in range(experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Run the experts that any token goes to, in ascending order.
@@ -132,13 +84,15 @@ class Switch(nn.Module):
 class Layer(nn.Module):
     """Attention, then a feed-forward network, each behind a norm and around a residual."""
 
-    def __init__(self, config: SwitchConfig, *, switch: bool) -> None:
+    def __init__(self, hidden: int, heads: int, width: int, experts: int, capacity: float) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.hidden)
-        self.attention = Attention(config.hidden, config.heads)
-        self.norm = nn.RMSNorm(config.hidden)
-        dense = FeedForward(config.hidden, config.width)
-        self.feed_forward: nn.Module = Switch(config) if switch else dense
+        self.attention_norm = nn.RMSNorm(hidden)
+        self.attention = Attention(hidden, heads)
+        self.norm = nn.RMSNorm(hidden)
+        dense = FeedForward(hidden, width)
+        self.feed_forward: nn.Module = (
+            Switch(hidden, width, experts, capacity) if experts else dense
+        )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return ``[rows, length, hidden]`` for the same, and the balancing loss of experts."""
@@ -152,18 +106,41 @@ class Layer(nn.Module):
 
 
 class SwitchLM(nn.Module):
-    """The language model."""
+    """The language model.
 
-    def __init__(self, config: SwitchConfig) -> None:
+    Args:
+        hidden: width of the residual stream.
+        layers: how many blocks, of which every other one has experts.
+        heads: attention heads; divides ``hidden`` into even widths.
+        experts: experts per layer that has them.
+        width: inner width of an expert, and of a dense feed-forward network.
+        capacity: times its even share of the tokens that an expert takes at most.
+        vocabulary: how many different tokens; bytes by default.
+        balance: weight of the load-balancing loss (equation 4).
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        layers: int,
+        heads: int,
+        experts: int,
+        width: int,
+        capacity: float = 1.25,
+        vocabulary: int = 256,
+        balance: float = 0.01,
+    ) -> None:
         super().__init__()
-        self.config = config
-        self.embedding = nn.Embedding(config.vocabulary, config.hidden)
-        self.rotary = Rotary(config.hidden // config.heads)
-        self.layers = nn.ModuleList(Layer(config, switch=n % 2 == 1) for n in range(config.layers))
-        self.norm = nn.RMSNorm(config.hidden)
-        self.head = nn.Linear(config.hidden, config.vocabulary, bias=False)
+        self.vocabulary, self.balance = vocabulary, balance
+        self.embedding = nn.Embedding(vocabulary, hidden)
+        self.rotary = Rotary(hidden // heads)
+        self.layers = nn.ModuleList(
+            Layer(hidden, heads, width, experts if n % 2 else 0, capacity) for n in range(layers)
+        )
+        self.norm = nn.RMSNorm(hidden)
+        self.head = nn.Linear(hidden, vocabulary, bias=False)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> MoEOutput:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Output:
         """Predict each token's successor.
 
         Args:
@@ -179,15 +156,15 @@ class SwitchLM(nn.Module):
                 balances.append(balance)
         logits: Tensor = self.head(self.norm(x))
         if targets is None:
-            return MoEOutput(None, logits)
+            return Output(None, logits)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         if balances:
-            loss = loss + self.config.balance * torch.stack(balances).mean()
-        return MoEOutput(loss, logits)
+            loss = loss + self.balance * torch.stack(balances).mean()
+        return Output(loss, logits)
 
     def sample_features(self, tokens: Tensor, targets: Tensor | None = None) -> InputFeatures:
         """Describe a sample by its tokens, each with the two before it; see `described`."""
-        return described(tokens, self.config.vocabulary)
+        return described(tokens, self.vocabulary)
 
     def routing_probes(self) -> list[RoutingProbe]:
         """Return the layers that have experts, in order."""
@@ -196,22 +173,10 @@ class SwitchLM(nn.Module):
                 f"layers.{number}.feed_forward",
                 tuple(
                     f"layers.{number}.feed_forward.experts.{expert}"
-                    for expert in range(self.config.experts)
+                    for expert in range(len(layer.feed_forward.experts))
                 ),
                 layer.feed_forward.foretell,
             )
             for number, layer in enumerate(self.layers)
             if isinstance(layer.feed_forward, Switch)
         ]
-
-
-def build(
-    preset: str = "tiny", *, device: str | torch.device = "cpu", **overrides: float
-) -> SwitchLM:
-    """Return a network of the sizes in `PRESETS`; see `built`."""
-    return built(SwitchLM, PRESETS, preset, device, overrides)
-
-
-def samples(split: Split | str = "train", *, seed: int = 0, **shape: int) -> Iterator[ZooSample]:
-    """Yield texts; see `dynoffload.datasets.text.batches` for ``shape``."""
-    return text_samples(split, seed=seed, **shape)

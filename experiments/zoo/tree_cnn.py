@@ -1,59 +1,29 @@
 """A tree-based convolutional network: a window over every node and what hangs from it.
 
-What it is: TBCNN (Mou et al., 2016, arXiv 1409.5718): layers of windows over syntax trees, each
-over a node and its children, whose weights are mixed by where a child stands ("continuous binary
-tree", section 3.3). Leaves, which have no window, go through a matrix of their own, and a layer is
-called node by node, so that what runs follows the tree. What it is not: the paper's pooling into
-one vector, as every node is predicted here, and its pretrained vectors.
-
-How it fits: it knows nothing of offloading; task and trees are the Tree-LSTM's.
+TBCNN (Mou et al., 2016, arXiv 1409.5718): layers of windows over syntax trees, each over a node and
+its children, whose weights are mixed by where a child stands ("continuous binary tree", section
+3.3). Leaves, which have no window, go through a matrix of their own, and a layer is called node by
+node, so that what runs follows the tree. Every node is predicted, as by the Tree-LSTM; the paper
+pools them into one vector.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dynoffload.datasets.sources import Split
 from dynoffload.datasets.trees import KINDS, Tree, trees
-from dynoffload.experiments.zoo.building import ZooSample, built
-from dynoffload.experiments.zoo.tree_lstm import TreeOutput, described
+from dynoffload.experiments.zoo.building import Output, singly
+from dynoffload.experiments.zoo.tree_lstm import described
 from dynoffload.profiler.input_features import InputFeatures
 
-
-@dataclass(frozen=True)
-class TreeCNNConfig:
-    """The sizes of a network.
-
-    Attributes:
-        hidden: width of a node's features.
-        layers: of windows; a node sees so many generations below it.
-        kinds: how many kinds of nodes, and of labels.
-        seed: of the initial weights.
-    """
-
-    hidden: int
-    layers: int = 2
-    kinds: int = len(KINDS)
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that make no network."""
-        if min(self.hidden, self.layers) < 1:
-            raise ValueError(f"hidden={self.hidden} and layers={self.layers} must be at least 1")
-
-
-PRESETS: dict[str, TreeCNNConfig] = {
-    "tiny": TreeCNNConfig(hidden=48),
-    "small": TreeCNNConfig(hidden=384, layers=3),
-    "base": TreeCNNConfig(hidden=1024, layers=4),
+PRESETS: dict[str, dict[str, int]] = {
+    "tiny": {"hidden": 48},
+    "small": {"hidden": 384, "layers": 3},
+    "base": {"hidden": 1024, "layers": 4},
 }
-"""Sizes by name."""
+samples = singly(trees)
 
 
 class Window(nn.Module):
@@ -99,33 +69,28 @@ class Layer(nn.Module):
 
 
 class TreeCNN(nn.Module):
-    """Says for every node what kind of node it is part of, from what is below it."""
+    """Says for every node what kind of node it is part of, from what is below it.
 
-    def __init__(self, config: TreeCNNConfig) -> None:
+    Args:
+        hidden: width of a node's features.
+        layers: of windows; a node sees so many generations below it.
+        kinds: how many kinds of nodes, and of labels.
+    """
+
+    def __init__(self, hidden: int, layers: int = 2, kinds: int = len(KINDS)) -> None:
         super().__init__()
-        self.config = config
-        self.embedding = nn.Embedding(config.kinds, config.hidden)
-        self.layers = nn.ModuleList(Layer(config.hidden) for _ in range(config.layers))
-        self.head = nn.Linear(config.hidden, config.kinds)
+        self.embedding = nn.Embedding(kinds, hidden)
+        self.layers = nn.ModuleList(Layer(hidden) for _ in range(layers))
+        self.head = nn.Linear(hidden, kinds)
 
-    def forward(self, tree: Tree) -> TreeOutput:
+    def forward(self, tree: Tree) -> Output:
         """Run every layer over the nodes, and predict each node's label."""
         x = self.embedding(tree.kinds)
         for layer in self.layers:
             x = x + layer(x, tree.children)
         logits: Tensor = self.head(x)
-        return TreeOutput(F.cross_entropy(logits.float(), tree.labels), logits)
+        return Output(F.cross_entropy(logits.float(), tree.labels), logits)
 
     def sample_features(self, tree: Tree) -> InputFeatures:
         """Describe a tree by its nodes in the order in which they are visited; see `described`."""
         return described(tree)
-
-
-def build(preset: str = "tiny", *, device: str | torch.device = "cpu", **overrides: int) -> TreeCNN:
-    """Return a network of the sizes in `PRESETS`; see `built`."""
-    return built(TreeCNN, PRESETS, preset, device, overrides)
-
-
-def samples(split: Split | str = "train", *, seed: int = 0, **shape: Any) -> Iterator[ZooSample]:
-    """Yield syntax trees; see `dynoffload.datasets.trees.trees` for ``shape``."""
-    return (ZooSample((tree,), tree.source) for tree in trees(split, seed=seed, **shape))

@@ -1,74 +1,30 @@
 """A Child-Sum Tree-LSTM: as many calls of a cell as the sample's tree has nodes.
 
-What it is: the network of Tai, Socher and Manning (2015, arXiv 1503.00075, equations 2 to 8) over
-the trees of `dynoffload.datasets.trees`, from the leaves up, without Python recursion. What it is
-not: batched by depth; one cell instance per node is the subject, as its shapes follow its arity.
-The cell is the same for all nodes or, syntactically untied, one of several by the node's kind
-(after Socher et al., 2013, "Parsing with Compositional Vector Grammars").
-
-How it fits: it knows nothing of offloading. `TreeLSTM.sample_features` is the one courtesy to it.
+The network of Tai, Socher and Manning (2015, arXiv 1503.00075, equations 2 to 8) from the leaves
+up, without Python recursion or batches: one call per node is the subject, as its shapes follow its
+arity. The cell is the same for all nodes or, syntactically untied, one of several by the node's
+kind (after Socher et al., 2013, "Parsing with Compositional Vector Grammars").
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dynoffload.datasets.sources import Split
 from dynoffload.datasets.trees import KINDS, Tree, trees
-from dynoffload.experiments.zoo.building import ZooSample, built
+from dynoffload.experiments.zoo.building import Output, singly
 from dynoffload.profiler.input_features import MAX_ELEMENTS, InputFeatures
 
-
-@dataclass(frozen=True)
-class TreeConfig:
-    """The sizes of a network.
-
-    Attributes:
-        embedding: width of a node kind's vector.
-        hidden: width of a node's state.
-        kinds: how many kinds of nodes, and of labels.
-        cells: how many cells share the kinds among them; 1 ties the weights of all nodes.
-        seed: of the initial weights.
-    """
-
-    embedding: int
-    hidden: int
-    kinds: int = len(KINDS)
-    cells: int = 1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that make no network."""
-        if self.cells < 1:
-            raise ValueError(f"cells={self.cells} must be at least 1: a node needs a cell")
-
-
-PRESETS: dict[str, TreeConfig] = {
-    "tiny": TreeConfig(embedding=32, hidden=48),
-    "tiny-untied": TreeConfig(embedding=32, hidden=32, cells=12),
-    "small": TreeConfig(embedding=256, hidden=384),
-    "base": TreeConfig(embedding=512, hidden=1024),
+PRESETS: dict[str, dict[str, int]] = {
+    "tiny": {"embedding": 32, "hidden": 48},
+    "tiny-untied": {"embedding": 32, "hidden": 32, "cells": 12},
+    "small": {"embedding": 256, "hidden": 384},
+    "base": {"embedding": 512, "hidden": 1024},
 }
 """Sizes by name; in the ``untied`` one no tensor is more than a twenty-fourth of the weights."""
-
-
-class TreeOutput(NamedTuple):
-    """What a forward pass returns.
-
-    Attributes:
-        loss: scalar: mean cross entropy over the nodes, in nats.
-        logits: ``[nodes, kinds]``.
-    """
-
-    loss: Tensor
-    logits: Tensor
+samples = singly(trees)
 
 
 class ChildSumCell(nn.Module):
@@ -99,20 +55,29 @@ class ChildSumCell(nn.Module):
 
 
 class TreeLSTM(nn.Module):
-    """Says for every node what kind of node it is part of, from what is below it."""
+    """Says for every node what kind of node it is part of, from what is below it.
 
-    def __init__(self, config: TreeConfig) -> None:
+    Args:
+        embedding: width of a node kind's vector.
+        hidden: width of a node's state.
+        kinds: how many kinds of nodes, and of labels.
+        cells: how many cells share the kinds among them; 1 ties the weights of all nodes.
+    """
+
+    def __init__(
+        self, embedding: int, hidden: int, kinds: int = len(KINDS), cells: int = 1
+    ) -> None:
         super().__init__()
-        self.config = config
-        self.embedding = nn.Embedding(config.kinds, config.embedding)
-        cells = [ChildSumCell(config.embedding, config.hidden) for _ in range(config.cells)]
-        self.cell = cells[0] if len(cells) == 1 else nn.ModuleList(cells)
-        self.head = nn.Linear(config.hidden, config.kinds)
+        self.embedding = nn.Embedding(kinds, embedding)
+        made = [ChildSumCell(embedding, hidden) for _ in range(cells)]
+        self.cell = made[0] if cells == 1 else nn.ModuleList(made)
+        self.head = nn.Linear(hidden, kinds)
+        self.hidden = hidden
 
-    def forward(self, tree: Tree) -> TreeOutput:
+    def forward(self, tree: Tree) -> Output:
         """Run the cell for each node, children first, and predict each node's label."""
         inputs = self.embedding(tree.kinds).split(1)
-        no_child = inputs[0].new_zeros((0, self.config.hidden))
+        no_child = inputs[0].new_zeros((0, self.hidden))
         states: list[tuple[Tensor, Tensor]] = []
         cells = list(self.cell) if isinstance(self.cell, nn.ModuleList) else [self.cell]
         for x, kind, children in zip(inputs, tree.kinds.tolist(), tree.children, strict=True):
@@ -120,7 +85,7 @@ class TreeLSTM(nn.Module):
             child_c = torch.cat([states[child][1] for child in children]) if children else no_child
             states.append(cells[kind % len(cells)](x, child_h, child_c))
         logits: Tensor = self.head(torch.cat([h for h, _ in states]))
-        return TreeOutput(F.cross_entropy(logits.float(), tree.labels), logits)
+        return Output(F.cross_entropy(logits.float(), tree.labels), logits)
 
     def sample_features(self, tree: Tree) -> InputFeatures:
         """Describe a tree by its nodes in the order of the cell's calls; see `described`."""
@@ -141,15 +106,3 @@ def described(tree: Tree) -> InputFeatures:
         "widest": float(arity.max()),
     }
     return InputFeatures(values=values, elements=np.stack(columns, axis=1)[:MAX_ELEMENTS])
-
-
-def build(
-    preset: str = "tiny", *, device: str | torch.device = "cpu", **overrides: int
-) -> TreeLSTM:
-    """Return a network of the sizes in `PRESETS`; see `built`."""
-    return built(TreeLSTM, PRESETS, preset, device, overrides)
-
-
-def samples(split: Split | str = "train", *, seed: int = 0, **shape: Any) -> Iterator[ZooSample]:
-    """Yield syntax trees; see `dynoffload.datasets.trees.trees` for ``shape``."""
-    return (ZooSample((tree,), tree.source) for tree in trees(split, seed=seed, **shape))

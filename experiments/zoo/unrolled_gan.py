@@ -1,20 +1,16 @@
 """A generative adversarial network whose generator looks ahead at what the discriminator will do.
 
-What it is: an unrolled GAN (Metz et al., 2017, arXiv 1611.02163): before the generator's loss is
-taken, the discriminator makes so many gradient steps on copies of its weights, through which the
-generator's gradient flows back; how many, each sample says. One call returns one loss, of which the
-discriminator's weights get their part and the generator's theirs. What it is not: two optimizers in
-turns; both learn from one step here.
-
-How it fits: it knows nothing of offloading. Gradients of gradients are its point: a forward pass
-holds as many backward passes of the discriminator as are unrolled.
+An unrolled GAN (Metz et al., 2017, arXiv 1611.02163): before the generator's loss is taken, the
+discriminator makes so many gradient steps on copies of its weights, through which the generator's
+gradient flows back; how many, each sample says. One call returns one loss, of which both get their
+part, so both learn from one step of one optimizer. A forward pass holds as many backward passes of
+the discriminator as are unrolled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,50 +19,18 @@ from torch.nn import functional as F
 
 from dynoffload.datasets.images import ImageBatch, digits
 from dynoffload.datasets.sources import Split
-from dynoffload.experiments.zoo.building import ZooSample, built
+from dynoffload.experiments.zoo.building import ZooSample
 from dynoffload.profiler.input_features import InputFeatures
 
 NOISE = 128
 """Columns of noise in a sample, enough for all presets."""
 
 
-@dataclass(frozen=True)
-class GANConfig:
-    """The sizes of a network.
-
-    Attributes:
-        noise: width of what the generator is given.
-        width: inner width of both networks.
-        layers: hidden layers of each.
-        pixels: of an image.
-        rate: of the discriminator's unrolled steps.
-        seed: of the initial weights.
-    """
-
-    noise: int
-    width: int
-    layers: int = 2
-    pixels: int = 64
-    rate: float = 0.1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that make no network."""
-        if min(self.noise, self.width, self.layers, self.pixels) < 1:
-            raise ValueError(
-                f"noise={self.noise}, width={self.width}, layers={self.layers} and "
-                f"pixels={self.pixels} must be at least 1"
-            )
-        if self.noise > NOISE:
-            raise ValueError(f"noise={self.noise} is more than the {NOISE} columns of a sample")
-
-
-PRESETS: dict[str, GANConfig] = {
-    "tiny": GANConfig(noise=16, width=64),
-    "small": GANConfig(noise=64, width=768, layers=3),
-    "base": GANConfig(noise=128, width=2048, layers=4),
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {"noise": 16, "width": 64},
+    "small": {"noise": 64, "width": 768, "layers": 3},
+    "base": {"noise": 128, "width": 2048, "layers": 4},
 }
-"""Sizes by name."""
 
 
 class GANOutput(NamedTuple):
@@ -74,14 +38,10 @@ class GANOutput(NamedTuple):
 
     Attributes:
         loss: scalar: the discriminator's loss and the generator's, in nats.
-        discriminator: its loss, without gradient.
-        generator: its loss, without gradient.
         images: that were made, ``[images, pixels]``.
     """
 
     loss: Tensor
-    discriminator: Tensor
-    generator: Tensor
     images: Tensor
 
 
@@ -94,13 +54,25 @@ def _layers(inputs: int, width: int, layers: int, outputs: int) -> nn.Sequential
 
 
 class UnrolledGAN(nn.Module):
-    """Makes images, and tells them from real ones."""
+    """Makes images, and tells them from real ones.
 
-    def __init__(self, config: GANConfig) -> None:
+    Args:
+        noise: width of what the generator is given.
+        width: inner width of both networks.
+        layers: hidden layers of each.
+        pixels: of an image.
+        rate: of the discriminator's unrolled steps.
+    """
+
+    def __init__(
+        self, noise: int, width: int, layers: int = 2, pixels: int = 64, rate: float = 0.1
+    ) -> None:
         super().__init__()
-        self.config = config
-        self.generator = _layers(config.noise, config.width, config.layers, config.pixels)
-        self.discriminator = _layers(config.pixels, config.width, config.layers, 1)
+        if noise > NOISE:
+            raise ValueError(f"noise={noise} is more than the {NOISE} columns of a sample")
+        self.noise, self.rate = noise, rate
+        self.generator = _layers(noise, width, layers, pixels)
+        self.discriminator = _layers(pixels, width, layers, 1)
 
     def forward(self, batch: ImageBatch, noise: Tensor, unrolled: int) -> GANOutput:
         """Return both losses.
@@ -112,7 +84,7 @@ class UnrolledGAN(nn.Module):
             unrolled: steps that the discriminator makes ahead.
         """
         real = batch.images.flatten(1)
-        made = torch.sigmoid(self.generator(noise[:, : self.config.noise]))
+        made = torch.sigmoid(self.generator(noise[:, : self.noise]))
         told_real, told_made = self.discriminator(real), self.discriminator(made.detach())
         discriminator = _telling(told_real, told_made)
         weights = {name: one.detach() for name, one in self.discriminator.named_parameters()}
@@ -122,14 +94,12 @@ class UnrolledGAN(nn.Module):
             loss = _telling(self._judged(weights, real), self._judged(weights, made))
             slopes = torch.autograd.grad(loss, tuple(weights.values()), create_graph=True)
             weights = {
-                name: one - self.config.rate * slope
+                name: one - self.rate * slope
                 for (name, one), slope in zip(weights.items(), slopes, strict=True)
             }
         judged = self._judged(weights, made)
         generator = F.binary_cross_entropy_with_logits(judged, torch.ones_like(judged))
-        return GANOutput(
-            discriminator + generator, discriminator.detach(), generator.detach(), made.detach()
-        )
+        return GANOutput(discriminator + generator, made.detach())
 
     def _judged(self, weights: dict[str, Tensor], images: Tensor) -> Tensor:
         judged: Tensor = functional_call(self.discriminator, weights, (images,))
@@ -148,13 +118,6 @@ def _telling(real: Tensor, made: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(
         real, torch.ones_like(real)
     ) + F.binary_cross_entropy_with_logits(made, torch.zeros_like(made))
-
-
-def build(
-    preset: str = "tiny", *, device: str | torch.device = "cpu", **overrides: float
-) -> UnrolledGAN:
-    """Return a network of the sizes in `PRESETS`; see `built`."""
-    return built(UnrolledGAN, PRESETS, preset, device, overrides)
 
 
 def samples(

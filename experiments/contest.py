@@ -1,0 +1,253 @@
+"""Plain training and ways to train under a budget, in turns: who is how fast, and who cannot run.
+
+A way that refuses a budget or a step, whose process dies, or whose step takes more than `SLOWEST`
+times a plain one leaves the turns. What it said is its result; the others go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from dynoffload.experiments import harness
+from dynoffload.experiments.baselines.cgroup import (
+    LimitError,
+    MemoryGroup,
+    memory_group,
+    swap_file,
+    swapped_bytes,
+)
+from dynoffload.experiments.trainer import Spec
+from dynoffload.experiments.workers import (
+    Step,
+    Worker,
+    WorkerError,
+    losses_equal,
+    median_seconds,
+    worker,
+)
+from dynoffload.memory.spill import default_spill_dir
+
+START_S = 600.0
+"""To come to the block; a plain step has as long."""
+LEAST_S = 10.0
+"""That a step may take, however short a plain one is."""
+SLOWEST = 60.0
+"""Times what a plain step takes, that a step may take."""
+_SAID = 400
+_STARVED = ", as the kernel does where what it may reclaim in a memory group is less than is wanted"
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How steps are made.
+
+    Attributes:
+        rounds: turns of each.
+        warmup: first steps of each, which do not count.
+        per_turn: steps of a turn that count, ...
+        lead: ... after so many that do not.
+    """
+
+    rounds: int
+    warmup: int = 2
+    per_turn: int = 3
+    lead: int = 1
+
+    @property
+    def steps(self) -> int:
+        """All that each makes."""
+        return self.warmup + self.rounds * (self.lead + self.per_turn)
+
+    @property
+    def counted(self) -> list[int]:
+        """The numbers of those that count."""
+        turn = self.lead + self.per_turn
+        return [n for n in range(self.warmup, self.steps) if (n - self.warmup) % turn >= self.lead]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of training.
+
+    Attributes:
+        spec: what its process runs.
+        limit: bytes of its memory group; None for no group.
+        swap_bytes: of a swap file, which lets the system page the group. Swapped bytes are those of
+            all processes.
+    """
+
+    spec: Spec
+    limit: int | None = None
+    swap_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Side:
+    """What a way did under a budget, measured or simulated.
+
+    Attributes:
+        why: it has no time; "" if it has, or if there is no such side.
+        steps_s: seconds of the steps that count.
+        bytes_in: read from the tier below, per step.
+        bytes_out: written to it.
+        note: what is to be known of it.
+        losses_equal: whether losses are those of plain training, bit by bit, as far as it came;
+            None if it made no step, or is simulated.
+        sizing: how the runtime divided the budget; None if it refused it, or did not.
+        stall_s: of a step, that compute waited for bytes; None if nothing counts it.
+        peak_fast_bytes: most bytes of the budget that were taken; None if nothing counts them.
+        group_peak_bytes: most that its memory group was charged with; None without one.
+        group_before_bytes: the same, before it entered the block.
+    """
+
+    why: str = ""
+    steps_s: tuple[float, ...] = ()
+    bytes_in: float = 0.0
+    bytes_out: float = 0.0
+    note: str = ""
+    losses_equal: bool | None = None
+    sizing: Mapping[str, int] | None = None
+    stall_s: float | None = None
+    peak_fast_bytes: int | None = None
+    group_peak_bytes: int | None = None
+    group_before_bytes: int | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """The median of a step."""
+        return median(self.steps_s) if self.steps_s and not self.why else None
+
+
+class Contestant:
+    """A worker that may drop out.
+
+    Attributes:
+        name: of the way.
+        why: it dropped out, "" while it has not.
+    """
+
+    def __init__(self, name: str, way: Way, patience: Callable[[], float]) -> None:
+        self.name, self.why, self._way, self._patience = name, "", way, patience
+        self._state: dict[str, Any] = {}
+        self._worker: Worker | None = None
+        self._group: MemoryGroup | None = None
+        self._swapped: list[tuple[int, int]] = []  # bytes in and out of each step that counts
+
+    def start(self, stack: ExitStack) -> None:
+        """Start it in ``stack``."""
+        way, directory = self._way, Path(self._way.spec.spill_dir or default_spill_dir())
+        try:
+            if way.swap_bytes:
+                stack.enter_context(swap_file(directory, way.swap_bytes))
+            if way.limit is not None:
+                group = memory_group(way.limit, swap=way.swap_bytes > 0)
+                self._group = stack.enter_context(group)
+            self._worker = stack.enter_context(worker(self.name, way.spec, self._group, START_S))
+            self._state = self._worker.ask("state")
+        except (WorkerError, LimitError) as error:
+            self._leave(error)
+
+    def step(self, *, measured: bool = True) -> object:
+        """Make a step, unless it has dropped out."""
+        if self._worker is None or self.why:
+            return None
+        self._worker.patience = self._patience()
+        before = swapped_bytes() if self._way.swap_bytes else (0, 0)
+        try:
+            made = self._worker.step(measured=measured)
+        except WorkerError as error:
+            self._leave(error)
+            return None
+        if self._way.swap_bytes and measured:
+            after = swapped_bytes()
+            self._swapped.append((after[0] - before[0], after[1] - before[1]))
+        return made
+
+    def _leave(self, error: Exception) -> None:
+        lines = str(error).strip().splitlines()
+        self.why = lines[-1].removeprefix(f"{self.name!r} failed: ")[-_SAID:]
+        if self._way.swap_bytes and "was killed by signal 9" in self.why:
+            self.why += _STARVED
+
+    def result(self, plain: Worker) -> Side:
+        """Return what it did, beside ``plain``."""
+        own = self._worker
+        equal = losses_equal(plain, own) if own is not None and own.steps else None
+        sizing = self._state.get("sizing") if self._state.get("paging") else None
+        if self.why or own is None:
+            return Side(self.why, losses_equal=equal, sizing=sizing)
+        state, steps = own.ask("state"), own.measured
+        aside = self._state.get("paging") and not state["paging"]
+        moved = self._swapped or [
+            (s.stats.get("bytes_in", 0), s.stats.get("bytes_out", 0)) for s in steps
+        ]
+        return Side(
+            steps_s=tuple(step.seconds for step in steps),
+            bytes_in=fmean(read for read, _ in moved),
+            bytes_out=fmean(wrote for _, wrote in moved),
+            note="paging stepped aside, as everything fits" if aside else "",
+            losses_equal=equal,
+            sizing=sizing,
+            stall_s=median(s.stats["stall_s"] for s in steps) if state else None,
+            peak_fast_bytes=state.get("peak_fast_bytes"),
+            group_peak_bytes=None if self._group is None else self._group.usage().peak_bytes,
+            group_before_bytes=None if self._group is None else own.charged_bytes,
+        )
+
+
+def measure(
+    spec: Spec,
+    ways: Mapping[str, Way],
+    turns: Turns,
+    on_step: Callable[[str], None],
+    *,
+    describe: bool = False,
+) -> tuple[list[Step], dict[str, Side], dict[str, Any]]:
+    """Let plain training and ``ways`` take turns.
+
+    Args:
+        spec: what plain training runs.
+        ways: by name.
+        turns: how many steps, in which order.
+        on_step: is told who made a step.
+        describe: all make one step before the others, and plain training describes it.
+
+    Returns:
+        The plain steps that count, what each way did, and what `Trainer.describe` says.
+
+    Raises:
+        WorkerError: plain training failed.
+    """
+    with ExitStack() as stack:
+        plain = stack.enter_context(worker("plain", spec, patience=START_S))
+        plain.wait_ready()
+
+        def patience() -> float:
+            known = plain.steps[1:] or plain.steps
+            return max(LEAST_S, SLOWEST * median_seconds(known)) if known else START_S
+
+        everyone = [Contestant(name, way, patience) for name, way in ways.items()]
+        for one in everyone:
+            on_step(one.name)
+            one.start(stack)
+        described: dict[str, Any] = {}
+        if describe:
+            described = plain.step(measured=False, do="describe")
+            for one in everyone:
+                one.step(measured=False)
+        turning: list[Worker | Contestant] = [plain, *everyone]
+        for each, measured in harness.turns(
+            turning,
+            warmup=turns.warmup,
+            rounds=turns.rounds,
+            per_turn=turns.per_turn,
+            lead=turns.lead,
+        ):
+            each.step(measured=measured)
+            on_step(each.name)
+        return plain.measured, {one.name: one.result(plain) for one in everyone}, described

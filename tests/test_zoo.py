@@ -1,0 +1,463 @@
+"""The zoo's networks: they learn, their paths vary, and they are the papers'."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from exactness import Loop, Twin, compare_runs, footprint_of
+from torch import Tensor, nn
+
+from dynoffload.datasets.proteins import BINS, TOKENS, alignments
+from dynoffload.datasets.trees import Tree, trees
+from dynoffload.experiments import zoo
+from dynoffload.experiments.zoo.building import ZooSample
+from dynoffload.experiments.zoo.evoformer import (
+    Block,
+    GatedAttention,
+    OuterProductMean,
+    TriangleProduct,
+)
+from dynoffload.experiments.zoo.moe_lm import Expert, MoE
+from dynoffload.experiments.zoo.tree_lstm import ChildSumCell
+from dynoffload.experiments.zoo.unrolled_gan import GANOutput
+from dynoffload.profiler.input_features import InputFeatures
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a network is tried.
+
+    Attributes:
+        steps: of training.
+        begins: the least loss of the first five steps, in nats (of the GAN: how far the mean of
+            what it makes is from that of what it is shown).
+        ends: the most of the last thirty: well below what knowing the classes' shares gives, which
+            is 3.26 for bytes of text, 2.30 for digits and 1.60 for statements; of hidden bytes not
+            yet (3.45), which takes thousands of steps.
+        paths: the least number of different ones in sixty samples; 1: there is only one.
+        shape: of its samples.
+        rate: of learning.
+    """
+
+    steps: int
+    begins: float
+    ends: float
+    paths: int
+    shape: dict[str, Any]
+    rate: float = 1e-3
+
+
+CASES = {
+    "moe": Case(80, 4.5, 3.0, 5, {"rows": 2, "length": 32}, 3e-3),
+    "tree": Case(80, 3.5, 2.3, 20, {"max_nodes": 48}, 5e-3),
+    zoo.TRUNK: Case(100, 3.6, 3.4, 2, {"max_depth": 8, "max_length": 24, "max_cycles": 2}, 3e-3),
+    "switch": Case(120, 4.5, 3.0, 40, {"rows": 2, "length": 32}, 3e-3),
+    "tree-cnn": Case(120, 3.5, 2.4, 50, {"max_nodes": 48}, 3e-3),
+    "early-lstm": Case(300, 1.5, 1.4, 5, {}, 3e-3),
+    "masked": Case(150, 4.5, 3.8, 1, {"min_bytes": 32}),
+    "exits": Case(200, 2.0, 1.0, 2, {"rows": 4}, 3e-3),
+    "skips": Case(150, 2.0, 1.8, 2, {"rows": 4}),
+    "depths": Case(120, 4.5, 3.0, 10, {"rows": 2, "length": 64}, 3e-3),
+    "slim": Case(150, 2.0, 1.3, 4, {"rows": 8}),
+    "gan": Case(200, 0.25, 0.18, 6, {}),
+}
+
+
+def _samples(name: str, count: int, **more: Any) -> list[ZooSample]:
+    return list(islice(zoo.samples(name, **{**CASES[name].shape, **more}), count))
+
+
+def _trained(name: str, steps: int) -> tuple[nn.Module, list[float]]:
+    torch.manual_seed(0)
+    case, model = CASES[name], zoo.build(name, "tiny")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=case.rate)
+    losses = []
+    for sample in islice(zoo.samples(name, **case.shape), steps):
+        out = model(*sample.args)
+        out.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(out.loss.item() if name != "gan" else _apart(out, sample))
+    return model, losses
+
+
+def _apart(out: GANOutput, sample: ZooSample) -> float:
+    """Return how far the mean of the images made is from that of the images shown."""
+    shown = sample.args[0].images.flatten(1).mean(dim=0)
+    return (out.images.mean(dim=0) - shown).square().mean().sqrt().item()
+
+
+def _paths(model: nn.Module, samples: Sequence[ZooSample]) -> list[tuple[str, ...]]:
+    """Return the modules with weights of their own that each sample ran, in order."""
+    ran: list[str] = []
+    handles = [
+        module.register_forward_hook(lambda *_, name=name: ran.append(name))
+        for name, module in model.named_modules()
+        if next(module.parameters(recurse=False), None) is not None
+    ]
+    paths = []
+    for sample in samples:
+        ran.clear()
+        model(*sample.args)
+        paths.append(tuple(ran))
+    for handle in handles:
+        handle.remove()
+    return paths
+
+
+LONG = {"early-lstm", "tree-cnn", zoo.TRUNK}  # to train
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in LONG else []) for n in CASES]
+)
+def test_it_learns_and_takes_different_paths(name: str) -> None:
+    case = CASES[name]
+    model, losses = _trained(name, case.steps)
+    assert sum(losses[:5]) / 5 > case.begins
+    assert sum(losses[-30:]) / 30 < case.ends
+    paths = _paths(model, _samples(name, 60, seed=7))
+    assert len(set(paths)) >= case.paths
+    assert all(paths)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_sample_says_what_it_shows(name: str) -> None:
+    model = zoo.build(name, "tiny")
+    seen = [model.sample_features(*one.args) for one in _samples(name, 20)]
+    assert all(isinstance(one, InputFeatures) for one in seen)
+    assert len({name for one in seen for name in one.values}) == len(seen[0].values) > 0
+    assert len({str(one) for one in seen}) >= 15
+    for one in seen:
+        assert all(np.isfinite(value) for value in one.values.values())
+        assert one.elements.dtype == np.int64
+        assert len(one.elements) or name == zoo.TRUNK  # which its shape describes
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_samples_are_the_same_for_the_same_seed_and_apart_by_split(name: str) -> None:
+    def sources(**options: Any) -> list[str]:
+        return [one.source for one in _samples(name, 10, **options)]
+
+    assert sources(seed=3) == sources(seed=3)
+    assert sources(seed=3) != sources(seed=4)
+    inside, aside = (
+        {part for one in sources(split=split) for part in one.split("+")}
+        for split in ("train", "held-out")
+    )
+    assert not inside & aside
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_part_of_its_memory_is_enough_and_changes_no_bit(name: str) -> None:
+    model = zoo.build(name, "tiny")
+    twin = Twin(model, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
+    batches = [one.args for one in _samples(name, 4, seed=5)]
+    budget = max(footprint_of(model) // 3, 3 * 4 * max(p.nbytes for p in model.parameters()))
+    session = compare_runs(twin, Loop(steps=4), batches, lambda net, s: net(*s).loss, budget)
+    assert session.log.steps
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_presets_and_bad_sizes(name: str) -> None:
+    sizes = [
+        sum(p.numel() for p in zoo.build(name, preset, device="meta").parameters())
+        for preset in ("tiny", "small", "base")
+    ]
+    assert sizes == sorted(sizes)
+    assert sizes[2] > 20 * sizes[0]
+    with pytest.raises(ValueError, match="'huge'"):
+        zoo.build(name, "huge")
+    first, second = (zoo.build(name, "tiny", seed=n).state_dict() for n in (1, 1))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "told"),
+    [
+        ("mow", {}, "no network 'mow'"),
+        ("moe", {"heads": 5}, "heads=5"),
+        ("moe", {"top_k": 9}, "top_k=9"),
+        ("moe", {"hidden": 0}, "hidden=0 must be at least 1"),
+        ("tree", {"cells": 0}, "cells=0"),
+        (zoo.TRUNK, {"pair": 10, "pair_heads": 4}, "10 must be a multiple of its 4 heads"),
+    ],
+)
+def test_what_makes_no_network_is_refused(name: str, sizes: dict[str, int], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        zoo.build(name, "tiny", **sizes)
+
+
+@pytest.mark.parametrize("name", ["moe", "tree"])
+def test_weights_follow_from_the_seed_also_by_way_of_meta(name: str) -> None:
+    """And the generator that others draw from is left alone."""
+    state = torch.get_rng_state()
+    plain, meta = zoo.build(name, seed=3), zoo.build(name, seed=3, device="meta")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(tensor.is_meta for tensor in [*meta.parameters(), *meta.buffers()])
+    real = meta.to_empty(device="cpu")
+    torch.manual_seed(3)
+    for module in real.modules():
+        if list(module.parameters(recurse=False)) or list(module.buffers(recurse=False)):
+            module.reset_parameters()  # type: ignore[operator]
+    for (key, one), two in zip(real.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, two), key
+
+
+# The mixture of experts
+
+
+def test_experts_run_in_ascending_order_and_others_have_no_gradient() -> None:
+    model = zoo.build("moe", "tiny-wide")
+    (sample,) = islice(zoo.samples("moe", length=4), 1)
+    path = [name for name in _paths(model, [sample])[0] if name.endswith(".up")]
+    calls = [(int(name.split(".")[1]), int(name.split(".")[4])) for name in path]
+    assert calls == sorted(set(calls))
+    assert {layer for layer, _ in calls} == {0, 1}
+    model(*sample.args).loss.backward()
+    for name, module in model.named_modules():
+        if isinstance(module, Expert):
+            assert (module.up.weight.grad is not None) == (f"{name}.up" in path)
+
+
+def test_the_loop_equals_a_dense_mixture() -> None:
+    torch.manual_seed(0)
+    layer = MoE(hidden=16, width=8, experts=5, top_k=2)
+    x = torch.randn(11, 16)
+    mixed, balance = layer(x)
+    chances = layer.router(x).softmax(dim=-1)
+    kept, chosen = chances.topk(2, dim=-1)
+    weights = torch.zeros_like(chances).scatter(1, chosen, kept / kept.sum(dim=1, keepdim=True))
+    outputs = torch.stack([expert(x) for expert in layer.experts], dim=1)
+    torch.testing.assert_close(mixed, (weights[..., None] * outputs).sum(dim=1))
+    # 1 is the loss of an even load; top-k of a router's own chances can only lean further.
+    assert balance.item() >= 1.0
+
+
+def test_no_token_sees_what_comes_after_it() -> None:
+    model = zoo.build("moe", "tiny")
+    tokens = torch.arange(24).view(1, 24)
+    changed = tokens.clone()
+    changed[0, 16:] = 99
+    before = model(tokens).logits[:, :16]
+    assert torch.allclose(before, model(changed).logits[:, :16], atol=1e-5)
+    assert not torch.allclose(before[:, 8], model(tokens.roll(1, 1)).logits[:, 8], atol=1e-3)
+
+
+def test_tying_shares_one_weight_and_without_targets_there_is_no_loss() -> None:
+    model: Any = zoo.build("moe", "tiny", tied=True)
+    assert model.head.weight is model.embedding.weight
+    output = model(torch.zeros(2, 8, dtype=torch.int64))
+    assert (output.loss, output.logits.shape) == (None, (2, 8, 256))
+
+
+@pytest.mark.parametrize(
+    ("preset", "millions"),
+    [("tiny", (0.2, 0.4)), ("small", (38, 44)), ("base", (320, 340))],
+)
+def test_presets_have_the_sizes_they_promise(preset: str, millions: tuple[float, float]) -> None:
+    def count(name: str) -> float:
+        return sum(p.numel() for p in zoo.build("moe", name, device="meta").parameters()) / 1e6
+
+    assert millions[0] < count(preset) < millions[1]
+    assert abs(count(f"{preset}-wide") / count(preset) - 1) < 0.06
+
+
+def test_a_sample_shows_each_token_with_the_two_before_it() -> None:
+    model = zoo.build("moe", "tiny")
+    sample = model.sample_features(torch.tensor([[1, 2, 3], [4, 5, 6]]))
+    expected = [[1, 256, 256], [2, 1, 256], [3, 2, 1], [4, 256, 256], [5, 4, 256], [6, 5, 4]]
+    assert sample.elements.dtype == np.int64
+    assert sample.elements.tolist() == expected
+    assert sample.values == {"rows": 2.0, "length": 3.0, "tokens": 6.0}
+    assert model.sample_features(torch.tensor([[8]])).elements.tolist() == [[8, 256, 256]]
+
+
+# Trees
+
+
+def _tree(*children: tuple[int, ...]) -> Tree:
+    kinds = torch.arange(1, len(children) + 1)
+    return Tree(kinds, kinds.flip(0), children, "f", "f.py")
+
+
+def _arities(model: Any, tree: Tree) -> list[int]:
+    """Return the arity of each cell call of one forward pass, in order."""
+    called: list[int] = []
+    handle = model.cell.register_forward_pre_hook(lambda _, args: called.append(len(args[1])))
+    model(tree)
+    handle.remove()
+    return called
+
+
+def test_the_cell_runs_once_per_node_children_first() -> None:
+    model = zoo.build("tree", "tiny")
+    assert _arities(model, _tree((), (), (0, 1), (), (2, 3))) == [0, 0, 2, 0, 2]
+    for tree in islice(trees(max_nodes=64), 3):
+        assert _arities(model, tree) == [len(below) for below in tree.children]
+
+
+def test_untied_cells_run_by_the_kind_of_the_node() -> None:
+    """Each node's by its kind; with equal weights in all cells the network is the tied one."""
+    model: Any = zoo.build("tree", "tiny-untied")
+    tied: Any = zoo.build("tree", "tiny-untied", cells=1)
+    cells = list(model.cell)
+    assert len(cells) == 12
+    tree = next(islice(trees(max_nodes=64), 1))
+    called: list[int] = []
+    for number, cell in enumerate(cells):
+        cell.register_forward_pre_hook(lambda _, args, number=number: called.append(number))
+        cell.load_state_dict(tied.cell.state_dict())
+    for name in ("embedding", "head"):
+        getattr(model, name).load_state_dict(getattr(tied, name).state_dict())
+    assert torch.equal(model(tree).logits, tied(tree).logits)
+    assert called == [kind % 12 for kind in tree.kinds.tolist()]
+    assert 2 < len(set(called)) <= 12
+
+
+def test_no_tensor_of_the_untied_network_is_large() -> None:
+    """A sixteenth of its weights, gradients and optimizer state holds any update of AdamW."""
+    sizes = [parameter.nbytes for parameter in zoo.build("tree", "tiny-untied").parameters()]
+    assert max(sizes) * 24 <= sum(sizes)
+
+
+def test_the_cell_is_the_papers() -> None:
+    torch.manual_seed(0)
+    cell = ChildSumCell(embedding=3, hidden=4)
+    x, child_h, child_c = torch.randn(1, 3), torch.randn(2, 4), torch.randn(2, 4)
+    h, c = cell(x, child_h, child_c)
+    wi, wo, wu, wf = cell.input.weight.chunk(4)
+    bi, bo, bu, bf = cell.input.bias.chunk(4)
+    ui, uo, uu = cell.gates.weight.chunk(3)
+    total = child_h[0] + child_h[1]
+    i = torch.sigmoid(wi @ x[0] + ui @ total + bi)
+    o = torch.sigmoid(wo @ x[0] + uo @ total + bo)
+    u = torch.tanh(wu @ x[0] + uu @ total + bu)
+    expected = i * u
+    for k in range(2):
+        f = torch.sigmoid(wf @ x[0] + cell.forget.weight @ child_h[k] + bf)
+        expected = expected + f * child_c[k]
+    torch.testing.assert_close(c[0], expected)
+    torch.testing.assert_close(h[0], o * torch.tanh(expected))
+
+
+def test_order_among_children_does_not_matter_but_depth_does() -> None:
+    model = zoo.build("tree", "tiny")
+    kinds = torch.tensor([5, 9, 7])
+    flat = Tree(kinds, kinds, ((), (), (0, 1)), "f", "f.py")
+    swapped = Tree(kinds[[1, 0, 2]], kinds, ((), (), (0, 1)), "f", "f.py")
+    chain = Tree(kinds, kinds, ((), (0,), (1,)), "f", "f.py")
+    root = model(flat).logits[-1]
+    torch.testing.assert_close(root, model(swapped).logits[-1])
+    assert not torch.allclose(root, model(chain).logits[-1], atol=1e-4)
+
+
+def test_a_deep_chain_needs_no_recursion() -> None:
+    depth = 3_000
+    kinds = torch.ones(depth, dtype=torch.int64)
+    chain = Tree(kinds, kinds, ((), *((node,) for node in range(depth - 1))), "f", "f.py")
+    with torch.no_grad():
+        assert torch.isfinite(zoo.build("tree", "tiny")(chain).loss)
+
+
+def test_a_sample_shows_the_nodes_in_the_order_of_the_cell_calls() -> None:
+    model: Any = zoo.build("tree", "tiny")
+    sample = model.sample_features(_tree((), (), (0, 1)))
+    assert sample.elements.tolist() == [[0, 1, 3], [0, 2, 2], [2, 3, 1]]
+    assert sample.values == {"nodes": 3.0, "leaves": 2.0, "widest": 2.0}
+
+
+# The Evoformer
+
+
+def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    return x @ layer.weight.T + (0 if layer.bias is None else layer.bias)
+
+
+def test_triangle_products_go_by_both_other_sides() -> None:
+    """Algorithms 11 and 12, pair by pair."""
+    torch.manual_seed(0)
+    pairs = torch.randn(1, 5, 5, 6)
+    for outgoing in (True, False):
+        layer = TriangleProduct(6, outgoing=outgoing)
+        x = layer.norm(pairs)[0]
+        a, b = (torch.sigmoid(_linear(layer.gates, x)) * _linear(layer.factors, x)).split(6, dim=-1)
+        for i, j in ((0, 0), (1, 3), (4, 2)):
+            sides = [(a[i, k], b[j, k]) if outgoing else (a[k, i], b[k, j]) for k in range(5)]
+            summed = torch.stack([left * right for left, right in sides]).sum(dim=0)
+            expected = torch.sigmoid(_linear(layer.out_gate, x[i, j])) * _linear(
+                layer.out, layer.out_norm(summed)
+            )
+            torch.testing.assert_close(layer(pairs)[0, i, j], expected)
+
+
+def test_the_outer_product_is_a_mean_over_sequences() -> None:
+    """Algorithm 10: the same alignment twice over says the same."""
+    torch.manual_seed(0)
+    layer, alignment = OuterProductMean(8, 3, 5), torch.randn(2, 4, 6, 8)
+    torch.testing.assert_close(layer(alignment), layer(torch.cat((alignment, alignment), dim=1)))
+    x = layer.norm(alignment)[1]
+    left, right = _linear(layer.left, x), _linear(layer.right, x)
+    outer = torch.stack([torch.outer(left[s, 2], right[s, 5]) for s in range(4)]).mean(dim=0)
+    torch.testing.assert_close(layer(alignment)[1, 2, 5], _linear(layer.out, outer.flatten()))
+
+
+def test_attention_is_biased_by_pairs_and_gated() -> None:
+    """Algorithm 7, for one head, sequence and residue."""
+    torch.manual_seed(0)
+    layer, x, pairs = GatedAttention(8, 2, 6), torch.randn(1, 3, 5, 8), torch.randn(1, 5, 5, 6)
+    given = layer.norm(x)[0, 1]
+    q, k, v = (part.view(5, 2, 4) for part in _linear(layer.qkv, given).view(5, 2, 12).split(4, -1))
+    assert layer.bias is not None
+    assert layer.pair_norm is not None
+    bias = _linear(layer.bias, layer.pair_norm(pairs)[0])
+    heads = []
+    for head in range(2):
+        scores = torch.stack([q[2, head] @ k[j, head] for j in range(5)]) / 2 + bias[2, :, head]
+        heads.append(scores.softmax(dim=0) @ v[:, head])
+    mixed = torch.sigmoid(_linear(layer.gate, given[2])) * torch.cat(heads)
+    torch.testing.assert_close(layer(x, pairs)[0, 1, 2], _linear(layer.out, mixed))
+
+
+def test_dropout_takes_whole_rows_and_columns() -> None:
+    """Algorithm 6: what is dropped is the same along the dimension that is shared."""
+    block = Block(32, 16, 4, 2, 8, 4, (0.15, 0.25))
+    ones = torch.ones(1, 40, 30, 4)
+    for along in (1, 2):
+        dropped = block._drop(ones, 0.25, along)
+        assert torch.equal(dropped, dropped.narrow(along, 0, 1).expand_as(dropped))
+        assert 0.1 < (dropped == 0).float().mean() < 0.45
+    assert block.eval()._drop(ones, 0.25, 1) is ones
+
+
+def test_recycling_runs_the_blocks_again_and_learns_in_the_last_run_alone() -> None:
+    model: Any = zoo.build("evoformer", "tiny").eval()
+    calls: list[bool] = []
+    model.blocks[0].register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    sample = next(alignments(seed=3))
+    outputs = []
+    for cycles in (1, 2, 4):
+        calls.clear()
+        outputs.append(model(replace(sample, cycles=cycles)))
+        assert calls == [False] * (cycles - 1) + [True]
+    assert not torch.equal(outputs[0].hidden, outputs[1].hidden)
+    assert not torch.equal(outputs[1].hidden, outputs[2].hidden)
+    rows, depth, length = sample.tokens.shape
+    assert outputs[0].hidden.shape == (rows, depth, length, TOKENS)
+    assert outputs[0].distances.shape == (rows, length, length, BINS)
+    assert torch.equal(outputs[0].distances, outputs[0].distances.transpose(1, 2))
+    outputs[0].loss.backward()
+    assert model.recycling.pair_norm.weight.grad is None  # nothing was carried
+    outputs[2].loss.backward()
+    assert model.recycling.pair_norm.weight.grad is not None
+
+
+def test_the_largest_has_the_published_size() -> None:
+    model: Any = zoo.build("evoformer", "base", device="meta")
+    assert 80e6 < sum(p.numel() for p in model.blocks.parameters()) < 95e6  # of AlphaFold
