@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 import dynoffload
 from dynoffload.distributed.sharded import reshard
+from dynoffload.errors import DynOffloadError
 from dynoffload.memory.local import local
 
 WIDTH, BLOCKS, EXPERTS, CLASSES, TOKENS = 96, 4, 6, 10, 24
@@ -256,7 +257,7 @@ def train_sharded(
     torch.manual_seed(case.seed + 1000 * (torch.distributed.get_rank() + 1))
     stats: dict[str, float] = {}
     with block as session:
-        losses = [loss for _ in range(case.steps) for loss in _step(case, model, optimizer)]
+        losses = [loss for _ in range(case.steps) for loss in _steps(case, model, optimizer)]
         if session is not None:
             rows = session.stats
             stats = {
@@ -268,7 +269,7 @@ def train_sharded(
     return Run(losses, state_digests(model, optimizer), stats)
 
 
-def _step(case: Case, model: nn.Module, optimizer: Optimizer) -> Iterator[float]:
+def _steps(case: Case, model: nn.Module, optimizer: Optimizer) -> Iterator[float]:
     for number in range(case.accumulate):
         if case.sync_last:
             model.set_requires_gradient_sync(number == case.accumulate - 1)  # type: ignore[operator]
@@ -281,5 +282,42 @@ def _step(case: Case, model: nn.Module, optimizer: Optimizer) -> Iterator[float]
         yield float(loss)
     if case.clip is not None:
         nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# What a process does for a test
+
+
+def rank() -> int:
+    """Return this process's rank."""
+    return torch.distributed.get_rank()
+
+
+def spill(directory: Path) -> Path:
+    """Return this rank's own spill directory."""
+    own = directory / f"spill{rank()}"
+    own.mkdir(exist_ok=True)
+    return own
+
+
+def said_by(work: Any) -> str:
+    """Return the type and text of the error that ``work`` raises, "" for none."""
+    try:
+        work()
+    except DynOffloadError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def loss_of(model: nn.Module, case: Case) -> torch.Tensor:
+    """Return the loss of a batch of this rank's."""
+    x, y = torch.randn(TOKENS, case.width), torch.randint(0, CLASSES, (TOKENS,))
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def step_of(model: nn.Module, optimizer: Optimizer, case: Case) -> None:
+    """Make a step on such a batch."""
+    loss_of(model, case).backward()
     optimizer.step()
     optimizer.zero_grad()

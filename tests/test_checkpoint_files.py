@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import os
 import random
 import shutil
 import zlib
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,14 +17,11 @@ import numpy as np
 import pytest
 import torch
 from exactness import assert_same
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
 import dynoffload
-from dynoffload.checkpoint.values import decode, encode
 from dynoffload.errors import CheckpointError, ConfigError
 
 Net = Callable[[], nn.Module]
@@ -388,70 +383,3 @@ def test_what_json_cannot_say_is_named_and_nothing_is_written(tmp_path: Path) ->
     with pytest.raises(ConfigError, match="max_shard_size"):
         dynoffload.save_checkpoint(model, None, tmp_path / "run", max_shard_size=0)
     assert not list(tmp_path.iterdir())
-
-
-# Values
-
-
-def there_and_back(value: Any) -> Any:
-    """Return a value after it was a text."""
-    kept: dict[str, Tensor] = {}
-
-    def put(path: str, tensor: Tensor) -> dict[str, Any]:
-        kept[path] = tensor
-        return {"$": "tensor", "name": path}
-
-    text = json.dumps(encode(value, "value", put), allow_nan=False)
-    return decode(json.loads(text), lambda said: kept[said["name"]])
-
-
-LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
-KEYS = st.text() | st.integers() | st.booleans() | st.tuples(st.integers(), st.text())
-VALUES = st.recursive(
-    LEAVES | st.complex_numbers(),
-    lambda inner: (
-        st.lists(inner)
-        | st.tuples(inner, inner)
-        | st.dictionaries(KEYS, inner)
-        | st.dictionaries(st.sampled_from(["$", "a"]), inner)
-    ),
-    max_leaves=12,
-)
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(VALUES)
-def test_values_come_back_as_themselves(value: Any) -> None:
-    """Types and bits: -0.0, NaN and infinity, keys that are no texts."""
-    assert repr(there_and_back(value)) == repr(value)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        torch.bfloat16,
-        torch.device("cpu"),
-        torch.Size([2, 3]),
-        OrderedDict([("b", 1), ("a", 2)]),
-        Counter([1, 1, 2]),
-        {1, 2},
-        np.float32(0.1),
-        np.bool_(True),
-        np.int64(-3),
-        -math.inf,
-    ],
-    ids=repr,
-)
-def test_types_come_back(value: Any) -> None:
-    found = there_and_back(value)
-    assert type(found) is type(value)
-    assert found == value
-
-
-def test_arrays_come_back() -> None:
-    for array in (np.arange(6).reshape(2, 3), np.zeros((0, 2)), np.array(1 + 2j), np.eye(2) > 0):
-        found = there_and_back(array)
-        assert found.dtype == array.dtype
-        assert np.array_equal(found, array)
-        assert found.shape == array.shape
-        found.flags.writeable = True

@@ -5,7 +5,6 @@ Each test lets a Trainer train one model plainly and a copy under a quarter of i
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import logging
 from collections.abc import Iterator
@@ -15,82 +14,21 @@ from typing import Any
 import pytest
 import torch
 from clients import assert_paged, each_backend, network, quarter, samples, without_times
-from exactness import assert_ordinary, assert_same, assert_same_training
+from exactness import assert_ordinary, assert_same
 from safetensors.torch import load_file
 from torch import nn
+from trainers import EVERYTHING, assert_same_outcome, llama, trainer
 
-import dynoffload
-from dynoffload.errors import BackendError, ConfigError
+from dynoffload.errors import ConfigError
 from dynoffload.memory.pager import in_user_mode, probe
 
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
 
-from transformers import (  # noqa: E402
-    EarlyStoppingCallback,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
-from dynoffload.integrations.transformers import OffloadCallback  # noqa: E402
+from dynoffload.integrations.transformers import OffloadCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
-
-def trainer(model: nn.Module | None, out: Path, *callbacks: Any, **options: Any) -> Trainer:
-    """Return a Trainer of four steps that logs each."""
-    given: dict[str, Any] = {
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
-    }
-    extras = {k: options.pop(k) for k in ("optimizers", "model_init", "data") if k in options}
-    data = extras.pop("data", samples())
-    return Trainer(
-        model,
-        TrainingArguments(output_dir=str(out), **{**given, **options}),
-        train_dataset=data,
-        eval_dataset=samples()[:4],
-        callbacks=list(callbacks),
-        **extras,
-    )
-
-
-def optimizer_of(client: Trainer) -> torch.optim.Optimizer:
-    """Return the optimizer that accelerate has wrapped."""
-    inner: torch.optim.Optimizer = client.optimizer.optimizer
-    return inner
-
-
-def assert_same_outcome(actual: Trainer, expected: Trainer) -> None:
-    """Assert that two Trainers logged the same and left the same."""
-    assert_ordinary(actual.model, optimizer_of(actual))
-    logged = [[without_times(row) for row in t.state.log_history] for t in (actual, expected)]
-    assert_same(*logged, "log")
-    assert_same_training(actual.model, optimizer_of(actual), expected.model, optimizer_of(expected))
-
-
-EVERYTHING: dict[str, Any] = {
-    "gradient_accumulation_steps": 2,
-    "max_grad_norm": 0.05,
-    "lr_scheduler_type": "cosine",
-    "learning_rate": 1e-3,
-    "warmup_steps": 1,
-    "bf16": True,
-    "eval_strategy": "steps",
-    "eval_steps": 2,
-    "save_strategy": "steps",
-    "save_steps": 2,
-}
-"""Accumulation, clipping, a schedule, autocast, evaluation and checkpoints in mid-training."""
 
 
 def test_a_line_says_what_begins_and_one_what_it_took(
@@ -173,7 +111,7 @@ def unprivileged() -> Iterator[None]:
 def test_a_checkpoint_is_written_where_system_calls_do_not_wait(tmp_path: Path) -> None:
     """As for most users: a write from absent memory would fail with EFAULT. Weights stay tied."""
 
-    def tied() -> LlamaForCausalLM:
+    def tied() -> nn.Module:
         model = llama(hidden_size=512, tie_word_embeddings=True)
         assert model.lm_head.weight is model.model.embed_tokens.weight
         return model
@@ -294,112 +232,6 @@ def test_a_smaller_batch_is_tried_in_a_new_block(tmp_path: Path) -> None:
         client.train()
         found.append(client)
     assert_same_outcome(found[1], found[0])
-
-
-# Models larger than memory
-
-
-def llama(**options: Any) -> LlamaForCausalLM:
-    """Return a Llama of two layers."""
-    sizes = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 32,
-    }
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return LlamaForCausalLM(LlamaConfig(**{**sizes, **options}))
-
-
-def give(module: nn.Module) -> None:
-    """Initialise a module of the Llama; what it draws depends on its sizes alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(sum(p.numel() for p in module.parameters(recurse=False)))
-        for parameter in module.parameters(recurse=False):
-            torch.nn.init.normal_(parameter, 0.0 if parameter.dim() > 1 else 1.0, 0.02)
-        if hasattr(module, "inv_freq"):
-            frequencies, _ = type(module).compute_default_rope_parameters(module.config)
-            module.inv_freq.copy_(frequencies)
-            module.original_inv_freq.copy_(frequencies)
-
-
-@torch.no_grad()
-def given() -> LlamaForCausalLM:
-    """Return a Llama in memory."""
-    model = llama()
-    for module in model.modules():
-        give(module)
-    return model
-
-
-def on_meta() -> LlamaForCausalLM:
-    """Return the same Llama on the meta device, its weights still to be given."""
-    with torch.device("meta"):
-        model = llama()
-    return dynoffload.materialize(model, give)
-
-
-@pytest.mark.parametrize("by", ["model", "model_init"])
-def test_a_model_on_the_meta_device_is_given_its_weights_in_the_block(
-    by: str, tmp_path: Path
-) -> None:
-    """`materialize` before the Trainer, or in what makes the model for it."""
-    plain = trainer(given(), tmp_path / "plain", **EVERYTHING)
-    plain.train()
-    offload = OffloadCallback(**quarter(make=llama))
-    if by == "model":
-        paged = trainer(on_meta(), tmp_path / "paged", offload, **EVERYTHING)
-    else:
-        paged = trainer(None, tmp_path / "paged", offload, model_init=on_meta, **EVERYTHING)
-    assert paged.model.device.type == "meta"
-    paged.train()
-    assert_paged(offload.session)
-    assert_same_outcome(paged, plain)
-
-
-def test_a_model_on_the_meta_device_resumes_inside_a_block(tmp_path: Path) -> None:
-    """The callback refuses, as the Trainer loads before it; its remedy works."""
-    reference = given()
-    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3)
-    plain = trainer(reference, tmp_path / "plain", optimizers=(optimizer, None), **EVERYTHING)
-    plain.train()
-    checkpoint = str(tmp_path / "plain" / "checkpoint-2")
-    offload = OffloadCallback(**quarter(make=llama))
-    model = on_meta()
-    optimizers = (torch.optim.AdamW(model.parameters(), lr=1e-3), None)
-    refused = trainer(model, tmp_path, offload, optimizers=optimizers, **EVERYTHING)
-    with pytest.raises(ConfigError, match=r"weights were not loaded.* around Trainer\("):
-        refused.train(resume_from_checkpoint=checkpoint)
-
-    model = on_meta()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with dynoffload.offload(model, optimizer, **quarter(make=llama)):
-        paged = trainer(model, tmp_path / "paged", optimizers=(optimizer, None), **EVERYTHING)
-        paged.train(resume_from_checkpoint=checkpoint)
-    for client in (paged, plain):
-        del client.state.log_history[-1]["train_loss"]  # of the steps since it was resumed
-    assert_same_outcome(paged, plain)
-
-
-def test_a_noted_model_stays_where_it_is() -> None:
-    """Its ``to`` takes the dtype, and notes the device, where the block then trains it; copies have
-    one of their own."""
-    model = on_meta()
-    assert model.to("cpu") is model
-    assert model.to(torch.bfloat16).lm_head.weight.dtype == torch.bfloat16
-    twin = copy.deepcopy(model)
-    assert twin.to("cpu") is twin
-    optimizer = torch.optim.AdamW(model.parameters())
-    assert model.to("xpu:3") is model
-    assert twin.to("cuda:1") is twin
-    with (
-        pytest.raises(BackendError, match="parameters are to be on 'xpu:3'"),
-        dynoffload.offload(model, optimizer, budget="1GiB"),
-    ):
-        pass
 
 
 # Refusals

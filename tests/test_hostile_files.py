@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fuzzing import pack
+from fuzz_files import pack
 from synthetic_pilot import recorded_step, routed, trees
 
 from dynoffload.errors import PilotError, TraceError

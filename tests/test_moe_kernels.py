@@ -10,6 +10,7 @@ import os
 
 import pytest
 import torch
+from moe_reference import Allocations, loop
 
 from dynoffload.errors import ConfigError
 from dynoffload.moe import experts, kernels, route
@@ -65,21 +66,12 @@ def _inputs(
 def _reference(
     chosen: torch.Tensor, inputs: list[torch.Tensor], gated: bool, transposed: bool
 ) -> torch.Tensor:
-    """Return the result, choice by choice."""
+    """Return the result by the loop over experts."""
     tokens, gates, up, down = inputs
     if transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
-    rows = []
-    for token, one in enumerate(chosen.tolist()):
-        row = torch.zeros_like(tokens[0])
-        for j, expert in enumerate(one):
-            if expert < len(up):
-                first = up[expert] @ tokens[token]
-                a, b = first.chunk(2) if gated else (first, torch.ones_like(first))
-                made = down[expert] @ (torch.nn.functional.silu(a) * b)
-                row = row + gates[token, j] * made
-        rows.append(row)
-    return torch.stack(rows)
+    between = None if gated else torch.nn.functional.silu
+    return loop(tokens, chosen, gates, up, down, between=between)
 
 
 def _close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
@@ -203,27 +195,12 @@ def test_a_token_that_is_not_finite_leaves_others_as_they_are(value: float) -> N
     assert found[7].isnan().all()
 
 
-class _Sizes(torch.utils._python_dispatch.TorchDispatchMode):
-    """The sizes of all tensors of numbers that are made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[int] = []
-
-    def __torch_dispatch__(self, call, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        made = call(*args, **(kwargs or {}))
-        for one in torch.utils._pytree.tree_leaves(made):
-            if isinstance(one, torch.Tensor) and one.is_floating_point():
-                self.seen.append(one.numel())
-        return made
-
-
 def test_no_tensor_is_as_large_as_routed_tokens() -> None:
     chosen = _choice(128, 4, 4)
     tokens, gates, up, down = (one.requires_grad_() for one in _inputs(chosen, 4, 96, 4))
-    with _Sizes() as sizes:
+    with Allocations(96) as sizes:
         experts(tokens, chosen, gates, up, down, kernels=True).sum().backward()
-    assert max(sizes.seen) == 128 * 96
+    assert sizes.elements == 128 * 96
 
 
 def test_autocast_and_the_dtype_of_tokens() -> None:

@@ -97,17 +97,20 @@ def save(
     peers = peers_of(model) if peers is None else peers
     peers.check(directory)
     extents = agreed_extents(model, peers)
+    random = peers.share(randomness.states)
     made: list[_Layout] = []
 
-    def lay_out() -> tuple[int, Any, Any]:
-        layout = _laid_out(model, optimizer, directory, extra, max_shard_size, extents)
+    def lay_out() -> tuple[int, Any]:
+        layout = _laid_out(model, optimizer, directory, extra, max_shard_size, extents, random)
         made.append(layout)
-        heads = zlib.crc32(b"".join(shard.head for shard in layout.shards()))
-        return heads, layout.spans(), None if peers.first else randomness.states()
+        if not peers.first:
+            del layout.sets["extra"]  # the first rank's are saved
+        parts = (*layout.sets["model"], *layout.sets["optimizer"])
+        return zlib.crc32(b"".join(shard.head for shard in parts)), layout.spans()
 
     found = peers.share(lay_out)
     layout = made[0]
-    if len({heads for heads, *_ in found}) > 1:
+    if len({heads for heads, _ in found}) > 1:
         raise CheckpointError(
             "the ranks have models, or optimizers, of other names, shapes or dtypes than each "
             "other: build them alike, and step them alike, before they save together"
@@ -120,8 +123,7 @@ def save(
         def begin() -> str | None:
             if not peers.first:
                 return None
-            layout.complete([random for *_, random in found[1:]])
-            layout.check_covered([layout.spans(), *(spans for _, spans, _ in found[1:])])
+            layout.check_covered([spans for _, spans in found])
             new = stack.enter_context(replacing(layout.target, layout.need()))
             for shard in layout.shards():
                 os.close(os.open(new / shard.file, _NEW, 0o666))
@@ -151,20 +153,6 @@ class _Layout:
     target: Path
     said: Manifest
     sets: dict[str, list[Shard]]
-    of_extra: Kept
-    limit: int
-
-    def complete(self, random: Sequence[Mapping[str, Any]]) -> None:
-        """Add what only the first process writes: what is not spread, with the random numbers of
-        the other ranks."""
-        for rank, states in enumerate(random, 1):
-            self.said.random_of_others.append(
-                {
-                    name: encode(state, f"random {name} of rank {rank}", self.of_extra.put)
-                    for name, state in states.items()
-                }
-            )
-        self.sets["extra"] = files.shards_of("extra", self.of_extra, self.limit)
 
     def held(self, stem: str) -> dict[str, Held]:
         """Return the tensors of a set."""
@@ -193,6 +181,11 @@ class _Layout:
             for name, held in self.held(stem).items():
                 if held.extent is None:
                     continue
+                if stem == "extra" and len(everyone) > 1:
+                    raise CheckpointError(
+                        f"tensor {name!r} is spread over processes, and of extra a checkpoint has "
+                        "what the first rank has: keep it in the model, or as optimizer state"
+                    )
                 spans = sorted(one[stem, name] for one in everyone if (stem, name) in one)
                 whole, end = held.extent.shape[held.extent.dim], 0
                 for begin, stop in (*spans, (whole, whole)):
@@ -221,6 +214,7 @@ def _laid_out(
     extra: Mapping[str, Any] | None,
     max_shard_size: int | str,
     extents: Extents,
+    random: Sequence[Mapping[str, Any]],
 ) -> _Layout:
     limit = parse_bytes(max_shard_size, "max_shard_size")
     if limit < 1:
@@ -247,18 +241,22 @@ def _laid_out(
             }
             for name, thing in extra.items()
         },
-        random={
-            name: encode(state, f"random {name}", of_extra.put)
-            for name, state in randomness.states().items()
-        },
         written_by={"dynoffload": __version__, "torch": str(torch.__version__)},
+    )
+    said.random, *said.random_of_others = (
+        {
+            name: encode(state, f"random {name}" + f" of rank {rank}" * (rank > 0), of_extra.put)
+            for name, state in states.items()
+        }
+        for rank, states in enumerate(random)
     )
     of_model = {name: extents.held(tensor, tensor) for name, tensor in weights.items()}
     sets = {
         "model": files.shards_of("model", of_model, limit),
         "optimizer": files.shards_of("optimizer", of_optimizer, limit),
+        "extra": files.shards_of("extra", of_extra, limit),
     }
-    return _Layout(target_of(directory), said, sets, of_extra, limit)
+    return _Layout(target_of(directory), said, sets)
 
 
 @contextlib.contextmanager
