@@ -140,7 +140,7 @@ def test_a_sample_says_what_it_shows(name: str) -> None:
         assert len(one.elements) or name == zoo.TRUNK  # which its shape describes
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name != zoo.TRUNK])
 def test_samples_are_the_same_for_the_same_seed_and_apart_by_split(name: str) -> None:
     def sources(**options: Any) -> list[str]:
         return [one.source for one in _samples(name, 10, **options)]
