@@ -5,7 +5,6 @@
 # make bench       the benchmarks; results go to docs/results/
 # make slow        the tests that take minutes
 # make gpu-check   on a machine with a GPU: training there has the bits of plain PyTorch
-# make fuzz        100,000 mutated pilots and traces; those that do harm are kept in build/fuzz/
 #
 # PY is the Python that makes the environment, VENV where it stands, JOBS how many test processes.
 
@@ -27,7 +26,7 @@ NO_PAGER = "dynoffload: no C compiler found, so the C pager was not built; dynof
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-here lint bench slow gpu-check fuzz clean
+.PHONY: help demo test test-here lint bench slow gpu-check clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -56,10 +55,6 @@ test: lint
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow --timeout 3600
-
-fuzz: $(STAMP)
-	@mkdir -p docs/results
-	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzzing.py --count 100000 --json docs/results/fuzz.json
 
 test-here:
 	@$(PY) -c '$(call OLD_PYTHON,$(PY))'

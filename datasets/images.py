@@ -6,7 +6,6 @@ set (Alpaydin and Kaynak, 1998). Each batch names its images, so that some can b
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dynoffload.datasets.sources import HELD_OUT_OF_TEN, DataError, Split
+from dynoffload.datasets.sources import DataError, Split, split_of
 from dynoffload.profiler.input_features import MAX_ELEMENTS, InputFeatures
 
 _LEVELS = 16  # of a pixel, as a feature
@@ -76,7 +75,7 @@ def digits(
         raise ValueError(f"a batch has at least one image, not {rows}")
     images, labels = _digits()
     wanted = Split(split)
-    numbers = [n for n in range(len(labels)) if _split_of(f"digit {n}") is wanted]
+    numbers = [n for n in range(len(labels)) if split_of(f"digit {n}") is wanted]
     return _draw(images[:, None], labels, numbers, rows, seed)
 
 
@@ -90,11 +89,6 @@ def _digits() -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
         ) from error
     found = load_digits()
     return (found.images / 16).astype(np.float32), found.target.astype(np.int64)
-
-
-def _split_of(name: str) -> Split:
-    digest = hashlib.sha256(name.encode()).digest()
-    return Split.HELD_OUT if digest[0] % 10 < HELD_OUT_OF_TEN else Split.TRAIN
 
 
 def _draw(

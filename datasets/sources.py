@@ -12,10 +12,14 @@ import hashlib
 import os
 import sysconfig
 import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
 
 from dynoffload.errors import DynOffloadError
 
@@ -25,7 +29,12 @@ MAX_BYTES = 256 * 1_024
 """Larger files of the library are tables, not programs."""
 HELD_OUT_OF_TEN = 2
 """How many of ten files are held out."""
+KEPT_FILES = 64
+"""How many files' items one stream keeps, so that a file is not parsed at each draw."""
 _LEFT_OUT = {"__pycache__", "dist-packages", "site-packages", "test", "tests", "idle_test"}
+
+
+Item = TypeVar("Item")
 
 
 class DataError(DynOffloadError, ValueError):
@@ -37,6 +46,12 @@ class Split(str, Enum):
 
     TRAIN = "train"
     HELD_OUT = "held-out"
+
+
+def split_of(name: str) -> Split:
+    """Return the half that what is called so belongs to, by the hash of its name alone."""
+    digest = hashlib.sha256(name.encode()).digest()
+    return Split.HELD_OUT if digest[0] % 10 < HELD_OUT_OF_TEN else Split.TRAIN
 
 
 @dataclass(frozen=True)
@@ -55,9 +70,8 @@ class SourceFile:
 
     @property
     def split(self) -> Split:
-        """The half it belongs to, by the hash of its name alone."""
-        digest = hashlib.sha256(self.name.encode()).digest()
-        return Split.HELD_OUT if digest[0] % 10 < HELD_OUT_OF_TEN else Split.TRAIN
+        """The half it belongs to."""
+        return split_of(self.name)
 
     def read(self) -> bytes:
         """Return the file's bytes.
@@ -127,3 +141,30 @@ def _all_files(folder: Path) -> tuple[SourceFile, ...]:
             if path.is_file() and MIN_BYTES <= (nbytes := path.stat().st_size) <= MAX_BYTES:
                 files.append(SourceFile(path.relative_to(folder).as_posix(), path, nbytes))
     return tuple(sorted(files, key=lambda source: source.name))
+
+
+def draw_items(
+    files: Sequence[SourceFile],
+    items_of: Callable[[SourceFile], Sequence[Item]],
+    wanted: str,
+    seed: int,
+) -> Iterator[tuple[SourceFile, Item]]:
+    """Yield items of files for ever: a file in proportion to its bytes, one of its items uniformly.
+
+    Raises:
+        DataError: no file has an item, of which ``wanted`` says what it is.
+    """
+    generator = np.random.default_rng(seed)
+    weights = np.array([source.nbytes for source in files], dtype=np.float64)
+    usable = lru_cache(maxsize=KEPT_FILES)(items_of)
+    while weights.any():
+        pick = int(generator.choice(len(files), p=weights / weights.sum()))
+        found = usable(files[pick])
+        if found:
+            yield files[pick], found[int(generator.integers(len(found)))]
+        else:
+            weights[pick] = 0.0
+    raise DataError(
+        f"none of {len(files)} source files, {files[0].path} among them, has {wanted}; widen the "
+        "bounds"
+    )

@@ -11,23 +11,19 @@ import io
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dynoffload.datasets.sources import DataError, SourceFile, Split, source_files
+from dynoffload.datasets.sources import SourceFile, Split, draw_items, source_files
 
 KINDS: tuple[str, ...] = (
     *("Expr", "Assign", "AugAssign", "AnnAssign", "Return", "Raise", "Assert", "Delete"),
     *("Import", "ImportFrom", "Global", "Nonlocal", "Pass", "Break", "Continue"),
 )
 """The kinds of statements, in the order of their numbers."""
-
-KEPT_FILES = 64
-"""How many files' statements one stream keeps, so that a file is not parsed at each draw."""
 
 _KIND_OF = {name: number for number, name in enumerate(KINDS)}
 
@@ -72,32 +68,18 @@ def statements(
     """
     if not 1 <= min_bytes <= max_bytes:
         raise ValueError(f"statements of {min_bytes} to {max_bytes} bytes do not exist")
-    return _draw(source_files(split, root), min_bytes, max_bytes, seed)
+    files, wanted = source_files(split, root), f"a statement of {min_bytes} to {max_bytes} bytes"
 
+    def usable(source: SourceFile) -> list[tuple[bytes, int]]:
+        return [one for one in parse(source) if min_bytes <= len(one[0]) <= max_bytes]
 
-def _draw(
-    files: list[SourceFile], min_bytes: int, max_bytes: int, seed: int
-) -> Iterator[Statement]:
-    """Yield the statements; apart from `statements` so that bad arguments raise at the call."""
-    generator = np.random.default_rng(seed)
-    weights = np.array([source.nbytes for source in files], dtype=np.float64)
-
-    @lru_cache(maxsize=KEPT_FILES)
-    def usable(pick: int) -> list[tuple[bytes, int]]:
-        return [one for one in parse(files[pick]) if min_bytes <= len(one[0]) <= max_bytes]
-
-    while weights.any():
-        pick = int(generator.choice(len(files), p=weights / weights.sum()))
-        found = usable(pick)
-        if not found:
-            weights[pick] = 0.0
-            continue
-        text, kind = found[int(generator.integers(len(found)))]
-        tokens = torch.from_numpy(np.frombuffer(text, dtype=np.uint8).astype(np.int64))
-        yield Statement(tokens, torch.tensor(kind), files[pick].name)
-    raise DataError(
-        f"none of {len(files)} source files, {files[0].path} among them, has a statement of "
-        f"{min_bytes} to {max_bytes} bytes; widen the bounds"
+    return (
+        Statement(
+            torch.from_numpy(np.frombuffer(text, dtype=np.uint8).astype(np.int64)),
+            torch.tensor(kind),
+            source.name,
+        )
+        for source, (text, kind) in draw_items(files, usable, wanted, seed)
     )
 
 

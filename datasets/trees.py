@@ -10,14 +10,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from dynoffload.datasets.sources import DataError, SourceFile, Split, source_files
+from dynoffload.datasets.sources import SourceFile, Split, draw_items, source_files
 
 # The grammar of Python 3.11 to 3.14. The list is fixed, not read from the running Python, so that a
 # network over these kinds is the same network on each of them.
@@ -38,9 +36,6 @@ KINDS: tuple[str, ...] = tuple(
     """.split()
 )
 """The kinds of nodes, in the order of their numbers; ``Other`` is what a later grammar adds."""
-
-KEPT_FILES = 64
-"""How many files' trees one stream keeps, so that a file is not parsed at each draw."""
 
 _KIND_OF = {name: number for number, name in enumerate(KINDS)}
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -96,29 +91,12 @@ def trees(
     """
     if not 1 <= min_nodes <= max_nodes:
         raise ValueError(f"trees of {min_nodes} to {max_nodes} nodes do not exist")
-    return _draw(source_files(split, root), min_nodes, max_nodes, seed)
+    files, wanted = source_files(split, root), f"a definition of {min_nodes} to {max_nodes} nodes"
 
+    def usable(source: SourceFile) -> list[Tree]:
+        return [tree for tree in parse(source) if min_nodes <= len(tree) <= max_nodes]
 
-def _draw(files: list[SourceFile], min_nodes: int, max_nodes: int, seed: int) -> Iterator[Tree]:
-    """Yield the trees; apart from `trees` so that bad arguments raise at the call."""
-    generator = np.random.default_rng(seed)
-    weights = np.array([source.nbytes for source in files], dtype=np.float64)
-
-    @lru_cache(maxsize=KEPT_FILES)
-    def usable(pick: int) -> list[Tree]:
-        return [tree for tree in parse(files[pick]) if min_nodes <= len(tree) <= max_nodes]
-
-    while weights.any():
-        pick = int(generator.choice(len(files), p=weights / weights.sum()))
-        found = usable(pick)
-        if found:
-            yield found[int(generator.integers(len(found)))]
-        else:
-            weights[pick] = 0.0
-    raise DataError(
-        f"none of {len(files)} source files, {files[0].path} among them, has a definition of "
-        f"{min_nodes} to {max_nodes} nodes; widen the bounds"
-    )
+    return (tree for _, tree in draw_items(files, usable, wanted, seed))
 
 
 def parse(source: SourceFile) -> list[Tree]:
@@ -147,13 +125,6 @@ def _kind(node: ast.AST) -> int:
     return _KIND_OF.get(type(node).__name__, 0)
 
 
-def _parts(node: ast.AST) -> list[ast.AST]:
-    """Return a node's children; whether a name is read or written is not one of them."""
-    return [
-        child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr_context)
-    ]
-
-
 def _tree(definition: ast.AST, scope: ast.AST, name: str, source: str) -> Tree:
     """Return a definition's nodes in post-order, by an explicit stack as trees can be deep."""
     kinds: list[int] = []
@@ -169,8 +140,14 @@ def _tree(definition: ast.AST, scope: ast.AST, name: str, source: str) -> Tree:
         node, parent, below, siblings = stack.pop()
         if below is None:
             below = []
+            # Whether a name is read or written is not a part of it.
+            parts = [
+                part
+                for part in ast.iter_child_nodes(node)
+                if not isinstance(part, ast.expr_context)
+            ]
             stack.append((node, parent, below, siblings))
-            stack.extend((part, _kind(node), None, below) for part in reversed(_parts(node)))
+            stack.extend((part, _kind(node), None, below) for part in reversed(parts))
             continue
         siblings.append(len(kinds))
         kinds.append(_kind(node))

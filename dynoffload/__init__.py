@@ -19,36 +19,19 @@ if not (_root / "profiler").exists() and (_root.parent / "profiler").is_dir():
     # An archive made without links: the wings lie beside the package.
     __path__.append(str(_root.parent))
 
-_HOMES = {
-    "offload": "dynoffload.runtime.offload",
-    "materialize": "dynoffload.runtime.offload",
-    "save_checkpoint": "dynoffload.runtime.checkpointing",
-    "load_checkpoint": "dynoffload.runtime.checkpointing",
-    "HostOptimizer": "dynoffload.host_optimizer",
-    "Session": "dynoffload.runtime.session",
-    "OffloadConfig": "dynoffload.config",
-    "tile": "dynoffload.tiling.splitting",
-    "untile": "dynoffload.tiling.splitting",
-    "whole_state_dict": "dynoffload.tiling.splitting",
-    "TiledLinear": "dynoffload.tiling.modules",
-    "TiledEmbedding": "dynoffload.tiling.modules",
-    "profile": "dynoffload.profiler",
-    "Pilot": "dynoffload.pilot",
-    "DynOffloadError": "dynoffload.errors",
-    "ConfigError": "dynoffload.errors",
-    "BudgetError": "dynoffload.errors",
-    "SpillError": "dynoffload.errors",
-    "CorruptionError": "dynoffload.errors",
-    "StepLostError": "dynoffload.errors",
-    "ThreadError": "dynoffload.errors",
-    "CheckpointError": "dynoffload.errors",
-    "TraceError": "dynoffload.errors",
-    "PilotError": "dynoffload.errors",
-    "RankError": "dynoffload.errors",
-    "BackendError": "dynoffload.errors",
-    "ClientError": "dynoffload.errors",
-    "ExchangeError": "dynoffload.errors",
+_NAMES = {
+    "config": "OffloadConfig",
+    "host_optimizer": "HostOptimizer",
+    "pilot": "Pilot",
+    "profiler": "profile",
+    "runtime.checkpointing": "load_checkpoint save_checkpoint",
+    "runtime.offload": "materialize offload",
+    "runtime.session": "Session",
+    "tiling.modules": "TiledEmbedding TiledLinear",
+    "tiling.splitting": "tile untile whole_state_dict",
 }
+"""By module, what it gives to the public surface; what else there is are errors."""
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "BackendError",
@@ -113,13 +96,13 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name in ("moe", "host_optimizer"):
         return importlib.import_module(f"dynoffload.{name}")
-    home = _HOMES.get(name)
-    if home is None:
+    if name not in __all__:
         raise AttributeError(f"module 'dynoffload' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
+    home = _HOMES.get(name, "errors")
+    value = getattr(importlib.import_module(f"dynoffload.{home}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *__all__})

@@ -184,6 +184,8 @@ class OffloadConfig:
 class Defaults:
     """What ``offload()`` takes where its caller left it open; set by the command line.
 
+    Quantities are read as ``offload`` reads them, and paths may be texts.
+
     Attributes:
         budget: bytes, or ``None``.
         pilot: path of a ``.pilot`` file, or ``None`` for the call's own default.
@@ -208,6 +210,18 @@ class Defaults:
     profile_steps: int | None = None
     on_end: Callable[[Any, Any], None] | None = None
 
+    def __post_init__(self) -> None:
+        if self.policy is not None and self.policy not in POLICIES:
+            known = ", ".join(POLICIES)
+            raise ConfigError(f"policy={self.policy!r} is not an option: known are {known}")
+        for name in ("budget", "host_budget"):
+            if (value := getattr(self, name)) is not None:
+                option = f"--{name.replace('_', '-')}"
+                object.__setattr__(self, name, parse_bytes(value, option))
+        for name in ("pilot", "spill_dir", "report", "profile_dir"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, Path(value))
+
 
 _defaults = Defaults()
 
@@ -224,39 +238,14 @@ def defaults() -> Defaults:
     return _defaults
 
 
-def set_defaults(
-    *,
-    budget: int | str | None = None,
-    pilot: str | Path | None = None,
-    policy: str | None = None,
-    spill_dir: str | Path | None = None,
-    host_budget: int | str | None = None,
-    device: str | None = None,
-    report: str | Path | None = None,
-    profile_dir: str | Path | None = None,
-    profile_steps: int | None = None,
-    on_end: Callable[[Any, Any], None] | None = None,
-) -> None:
-    """Replace the process-wide defaults; what is not given becomes open again.
+def set_defaults(**options: Any) -> None:
+    """Replace the process-wide defaults by those of `Defaults`; what is not given is open again.
 
     Raises:
         ConfigError: if a value cannot be read or is not an option.
     """
     global _defaults
-    if policy is not None and policy not in POLICIES:
-        raise ConfigError(f"policy={policy!r} is not an option: known are {', '.join(POLICIES)}")
-    _defaults = Defaults(
-        budget=None if budget is None else parse_bytes(budget, "--budget"),
-        pilot=None if pilot is None else Path(pilot),
-        policy=policy,
-        spill_dir=None if spill_dir is None else Path(spill_dir),
-        host_budget=None if host_budget is None else parse_bytes(host_budget, "--host-budget"),
-        device=device,
-        report=None if report is None else Path(report),
-        profile_dir=None if profile_dir is None else Path(profile_dir),
-        profile_steps=profile_steps,
-        on_end=on_end,
-    )
+    _defaults = Defaults(**options)
 
 
 @contextlib.contextmanager

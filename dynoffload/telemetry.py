@@ -1,16 +1,11 @@
 """What a session did, as plain data: the `RunLog` that the runtime fills and the reports read.
 
-What it is: frozen records of transfers, stalls, phases, memory, blocks and steps, and the one file
-format that carries them from a training run to ``dynoffload report``. What it is not: measuring;
-the runtime measures and appends. It imports nothing above the errors, so that reports can be made
-where there is no model at hand.
-
 All times are seconds since the session began; all quantities of memory are bytes.
 
 [Note: run log files] A run log is one JSON object, compressed if its name ends in ``.gz``. Records
 of one kind are stored by columns, which is several times smaller than a list of objects. JSON has
 no NaN: an accuracy that does not exist is ``null`` in the file and NaN in memory. A file is read as
-foreign data: nothing in it is executed, its size is bounded, each value is checked.
+foreign data: its size is bounded, and each value is checked by the type of its field.
 """
 
 from __future__ import annotations
@@ -19,10 +14,10 @@ import gzip
 import json
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from dynoffload.errors import TraceError
 from dynoffload.units import GiB, format_bytes
@@ -35,11 +30,11 @@ VERSION = 5
 MAX_FILE_BYTES = GiB
 """Largest run log, unpacked, that `RunLog.load` reads."""
 
-TRANSFER_KINDS = ("fetch", "evict")
-TRANSFER_CAUSES = ("plan", "fault", "room")
 PHASES = ("forward", "backward", "optimizer")
-
-_Record = TypeVar("_Record")
+Kind: TypeAlias = str  # of these three `_CHECKS` has the values
+Cause: TypeAlias = str
+Phase: TypeAlias = str
+Share: TypeAlias = float  # 0 to 1; NaN where there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +53,10 @@ class Transfer:
 
     start: float
     end: float
-    kind: str
+    kind: Kind
     region: str
     nbytes: int
-    cause: str
+    cause: Cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +75,7 @@ class PhaseSpan:
     start: float
     end: float
     step: int
-    name: str
+    name: Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +127,7 @@ class StepStats:
     prefetched_bytes: int
     used_bytes: int
     wasted_bytes: int
-    accuracy: float
+    accuracy: Share
     peak_fast_bytes: int
     peak_allocated_bytes: int = 0
 
@@ -181,17 +176,16 @@ class RunLog:
         """Write the log to ``path`` (compressed if it ends in ``.gz``) and return the path."""
         path = Path(path)
         document: dict[str, Any] = {"format": FORMAT, "version": VERSION}
-        for name in _HEADER:
-            document[name] = getattr(self, name)
-        for name, (_, columns) in _TABLES.items():
-            records = getattr(self, name)
-            document[name] = {
-                column: [_to_json(getattr(record, column)) for record in records]
-                for column in columns
-            }
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name in _TABLES:
+                columns = [column.name for column in fields(_TABLES[one.name])]
+                value = {name: [_to_json(getattr(r, name)) for r in value] for name in columns}
+            document[one.name] = value
         partial = path.with_name(path.name + ".partial")
+        opener = gzip.open if path.suffix == ".gz" else open
         try:
-            with _open_text(partial, "wt", packed=path.suffix == ".gz") as stream:
+            with opener(partial, "wt", encoding="utf-8") as stream:
                 json.dump(document, stream, separators=(",", ":"), allow_nan=False)
             partial.replace(path)
         finally:
@@ -206,169 +200,120 @@ class RunLog:
             TraceError: if the file is missing, truncated, too large, not a run log, or of a version
                 that this release does not read; the message names the file and the remedy.
         """
-        path = Path(path)
-        document = _read_document(path)
-        header: dict[str, Any] = {
-            name: check(document.get(name), _Place(path, name)) for name, check in _HEADER.items()
-        }
-        tables: dict[str, Any] = {
-            name: _records(document.get(name), kind, columns, _Place(path, name))
-            for name, (kind, columns) in _TABLES.items()
-        }
-        return cls(**header, **tables)
+        document = _read_document(Path(path))
+        values: dict[str, Any] = {}
+        for one in fields(cls):
+            value, kind = document.get(one.name), _TABLES.get(one.name)
+            try:
+                if kind is None:
+                    values[one.name] = _CHECKS[str(one.type)](value)
+                else:
+                    values[one.name] = _records(value, kind)
+            except _BadValue as bad:
+                raise TraceError(
+                    f"{path}: {one.name}{bad}; the file is damaged: write the run log again with "
+                    "'dynoffload run --report'"
+                ) from None
+        return cls(**values)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where in which file a value stands, for the message of an error."""
-
-    path: Path
-    name: str
-
-    def bad(self, expected: str, found: object) -> TraceError:
-        shown = repr(found)
-        shown = shown if len(shown) <= 60 else shown[:57] + "..."
-        return TraceError(
-            f"{self.path}: {self.name} is not {expected} but {shown}; the file is damaged: "
-            f"write the run log again with 'dynoffload run --report'"
-        )
+_TABLES: dict[str, type[Any]] = {
+    "steps": StepStats,
+    "transfers": Transfer,
+    "stalls": Stall,
+    "phases": PhaseSpan,
+    "memory": MemorySample,
+    "blocks": StepBlocks,
+}
 
 
-_Check = Callable[[Any, _Place], Any]
+class _BadValue(ValueError):
+    """Says what a value is, and what was expected."""
 
 
-def _count(value: Any, place: _Place) -> int:
+def _refuse(expected: str, found: object) -> NoReturn:
+    shown = repr(found)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    raise _BadValue(f" is not {expected} but {shown}")
+
+
+def _count(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise place.bad("a count", value)
+        _refuse("a count", value)
     return value
 
 
-def _step(value: Any, place: _Place) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < 2**63:
-        raise place.bad("the number of a step", value)
-    return value
-
-
-def _seconds(value: Any, place: _Place) -> float:
+def _seconds(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e15:
-        raise place.bad("a finite number of seconds", value)
+        _refuse("a finite number of seconds", value)
     return float(value)
 
 
-def _share(value: Any, place: _Place) -> float:
+def _share(value: Any) -> float:
     if value is None:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise place.bad("a share between 0 and 1", value)
+        _refuse("a share between 0 and 1", value)
     return float(value)
 
 
-def _text(value: Any, place: _Place) -> str:
-    if not isinstance(value, str):
-        raise place.bad("a text", value)
+def _text(value: Any, known: Sequence[str] = ()) -> str:
+    if not isinstance(value, str) or (known and value not in known):
+        _refuse(f"one of {', '.join(known)}" if known else "a text", value)
     return value
 
 
-def _one_of(known: Sequence[str]) -> _Check:
-    def check(value: Any, place: _Place) -> str:
-        if value not in known:
-            raise place.bad(f"one of {', '.join(known)}", value)
-        return cast(str, value)
-
-    return check
-
-
-def _names(value: Any, place: _Place) -> tuple[str, ...]:
+def _names(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise place.bad("a list of block names", value)
+        _refuse("a list of block names", value)
     return tuple(value)
 
 
-def _names_or_none(value: Any, place: _Place) -> tuple[str, ...] | None:
-    return None if value is None else _names(value, place)
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "int": _count,
+    "float": _seconds,
+    "Share": _share,
+    "str": _text,
+    "Kind": lambda value: _text(value, ("fetch", "evict")),
+    "Cause": lambda value: _text(value, ("plan", "fault", "room")),
+    "Phase": lambda value: _text(value, PHASES),
+    "tuple[str, ...]": _names,
+    "tuple[str, ...] | None": lambda value: None if value is None else _names(value),
+}
+"""By the type of a field, as it is written above."""
 
 
-_HEADER: dict[str, _Check] = {
-    "model": _text,
-    "backend": _text,
-    "policy": _text,
-    "budget": _count,
-    "headroom": _count,
-    "dropped": _count,
-    "first_detailed": _count,
-}
-_TABLES: dict[str, tuple[type[Any], dict[str, _Check]]] = {
-    "steps": (
-        StepStats,
-        {
-            "step": _step,
-            "seconds": _seconds,
-            "stalls": _count,
-            "stall_s": _seconds,
-            "bytes_in": _count,
-            "bytes_out": _count,
-            "prefetched_bytes": _count,
-            "used_bytes": _count,
-            "wasted_bytes": _count,
-            "accuracy": _share,
-            "peak_fast_bytes": _count,
-            "peak_allocated_bytes": _count,
-        },
-    ),
-    "transfers": (
-        Transfer,
-        {
-            "start": _seconds,
-            "end": _seconds,
-            "kind": _one_of(TRANSFER_KINDS),
-            "region": _text,
-            "nbytes": _count,
-            "cause": _one_of(TRANSFER_CAUSES),
-        },
-    ),
-    "stalls": (Stall, {"start": _seconds, "end": _seconds, "region": _text}),
-    "phases": (
-        PhaseSpan,
-        {"start": _seconds, "end": _seconds, "step": _step, "name": _one_of(PHASES)},
-    ),
-    "memory": (
-        MemorySample,
-        {"time": _seconds, "fast_bytes": _count, "rss_bytes": _count},
-    ),
-    "blocks": (
-        StepBlocks,
-        {"step": _step, "predicted": _names_or_none, "actual": _names},
-    ),
-}
-assert all(
-    tuple(columns) == tuple(f.name for f in fields(kind)) for kind, columns in _TABLES.values()
-)
+def _records(table: Any, kind: type[Any]) -> list[Any]:
+    columns = {one.name: _CHECKS[str(one.type)] for one in fields(kind)}
+    if not isinstance(table, dict) or set(table) != set(columns):
+        _refuse(f"a table with the columns {', '.join(columns)}", table)
+    checked: list[list[Any]] = []
+    for name, check in columns.items():
+        try:
+            if not isinstance(table[name], list):
+                _refuse("a list", table[name])
+            checked.append([check(value) for value in table[name]])
+        except _BadValue as bad:
+            raise _BadValue(f".{name}{bad}") from None
+    if len({len(column) for column in checked}) > 1:
+        _refuse("a table of columns of one length", [len(column) for column in checked])
+    return [kind(*row) for row in zip(*checked, strict=True)]
 
 
 def _to_json(value: Any) -> Any:
-    if isinstance(value, float) and math.isnan(value):
-        return None
-    return value
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
-def _open_text(path: Path, mode: str, *, packed: bool) -> IO[str]:
-    if packed:
-        return cast(IO[str], gzip.open(path, mode, encoding="utf-8", compresslevel=5))
-    return cast(IO[str], open(path, mode, encoding="utf-8"))
-
-
-def _read_document(path: Path) -> Mapping[str, Any]:
+def _read_document(path: Path) -> dict[str, Any]:
+    remedy = "'dynoffload run --report PATH' writes one beside the page"
     opener = gzip.open if path.suffix == ".gz" else open
     try:
-        with cast(IO[bytes], opener(path, "rb")) as stream:
+        with opener(path, "rb") as stream:
             # Bounded while it is unpacked: a few kilobytes of gzip can stand for terabytes.
             raw = stream.read(MAX_FILE_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
         why = getattr(error, "strerror", None) or error
-        raise TraceError(
-            f"{path}: cannot read the run log: {why}; 'dynoffload run --report PATH' writes one "
-            "beside the page"
-        ) from error
+        raise TraceError(f"{path}: cannot read the run log: {why}; {remedy}") from error
     if len(raw) > MAX_FILE_BYTES:
         raise TraceError(
             f"{path}: the run log unpacks to more than {format_bytes(MAX_FILE_BYTES)}; record "
@@ -378,14 +323,10 @@ def _read_document(path: Path) -> Mapping[str, Any]:
         document = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise TraceError(
-            f"{path}: not a run log, or a truncated one ({error}); "
-            f"'dynoffload run --report PATH' writes one beside the page"
+            f"{path}: not a run log, or a truncated one ({error}); {remedy}"
         ) from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise TraceError(
-            f"{path}: this is not a run log of dynoffload; "
-            f"'dynoffload run --report PATH' writes one beside the page"
-        )
+        raise TraceError(f"{path}: this is not a run log of dynoffload; {remedy}")
     if document.get("version") != VERSION:
         raise TraceError(
             f"{path}: run log of version {document.get('version')!r}, this release reads version "
@@ -393,19 +334,3 @@ def _read_document(path: Path) -> Mapping[str, Any]:
             "the release that wrote this one"
         )
     return document
-
-
-def _records(
-    table: Any, kind: Callable[..., _Record], columns: Mapping[str, _Check], place: _Place
-) -> list[_Record]:
-    if not isinstance(table, dict) or set(table) != set(columns):
-        raise place.bad(f"a table with the columns {', '.join(columns)}", table)
-    checked: list[list[Any]] = []
-    for name, check in columns.items():
-        column, here = table[name], _Place(place.path, f"{place.name}.{name}")
-        if not isinstance(column, list):
-            raise here.bad("a list", column)
-        checked.append([check(value, here) for value in column])
-    if len({len(column) for column in checked}) > 1:
-        raise place.bad("a table of columns of one length", [len(column) for column in checked])
-    return [kind(*row) for row in zip(*checked, strict=True)]

@@ -18,15 +18,13 @@ import numpy as np
 
 from dynoffload.errors import ConfigError
 from dynoffload.experiments.comparing import Table
-from dynoffload.experiments.harness import Experiment, Row, option
+from dynoffload.experiments.harness import Cell, Experiment, Row, option, table
 from dynoffload.experiments.memory_expansion import SETTING
 from dynoffload.planning.strategies import Strategy
-from dynoffload.simulation.cluster import Cluster, Wire
 from dynoffload.simulation.designs import DESIGNS, DEVICES_PER_NODE
-from dynoffload.simulation.moe_steps import MoeSteps, StepCost
-from dynoffload.simulation.pipeline import Cost, Layer, cost_of, elements, part_of
+from dynoffload.simulation.moe_steps import Cost, Layer, MoeSteps, cost_of, part_of
+from dynoffload.simulation.ranks import Cluster, Routing, Wire
 from dynoffload.simulation.roofline import Accelerator, SharedLink
-from dynoffload.simulation.routing import Routing, Spread
 
 GB = 1e9
 PARTS = (1, 2, 4, 8)
@@ -103,12 +101,29 @@ class Clusters(Experiment[Params]):
 
     def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
         rows = result["rows"]
+        steps = gathered(rows, "steps")
+        even = [one for one in steps if (one["network"], one["routing"]) == ("nodes", "even")]
+        largest = max(even, key=lambda one: one["sequences"])["rows"]
+        published = {"layer": "published", "tokens": 0, "saved": PUBLISHED_MEMORY}
         return [
-            _table_of_steps(rows),
-            _table_of_strategies(rows),
-            _table_of_layers(rows),
-            _table_of_batches(rows),
-            _table_of_memory(rows),
+            table("A step of the 1T network on 256 GPUs", _STEPS, steps),
+            table(
+                "Every n and strategy: the largest batch on nodes, even routing",
+                _STRATEGIES,
+                largest,
+                ["strategy"],
+            ),
+            table("Times the speed of the unpipelined layer", _SPEEDS, gathered(rows, "layer")),
+            table(
+                "GPT-XL by its batch, half of a large one on the link",
+                _BATCHES,
+                gathered(rows, "batches"),
+            ),
+            table(
+                "Memory of a layer, by the formula, against one part",
+                _SAVED,
+                [*gathered(rows, "memory"), published],
+            ),
         ]
 
 
@@ -127,15 +142,12 @@ def _steps_of(options: Params, network: str, sequences: int) -> Row:
         latency = options.latency_us * 1e-6
         between = DEVICES_PER_NODE * options.between_gb * GB
         cluster = Cluster(count, DEVICES_PER_NODE, Wire(rate, latency), Wire(between, latency))
-    steps = MoeSteps(shard, device, cluster)
-    experts, rows = shard.model.experts, shard.batch.tokens // shard.division.tensor
-    generator = np.random.default_rng(options.seed)
+    steps, cut = MoeSteps(shard, device, cluster), shard.division
+    rows, generator = shard.batch.tokens // cut.tensor, np.random.default_rng(options.seed)
+    even = Routing.even(count, shard.model.experts, rows, cut.expert, cut.slices)
     routings = {
-        "even": [Routing.even(count, experts, rows)],
-        "skewed": [
-            Routing.drawn(count, experts, rows, options.skew, generator)
-            for _ in range(shard.model.moe_layers)
-        ],
+        "even": [even],
+        "skewed": [even.skewed(options.skew, generator) for _ in range(shard.model.moe_layers)],
     }
     return {
         "steps": [
@@ -143,34 +155,24 @@ def _steps_of(options: Params, network: str, sequences: int) -> Row:
                 "network": network,
                 "sequences": sequences,
                 "routing": name,
-                "busiest": max(_busiest(one, steps.spread) for one in drawn),
-                "rows": [row for parts in PARTS for row in _steps(steps, drawn, parts)],
+                "busiest": max(map(_busiest, drawn)),
+                "rows": [_step(steps, drawn, n, way) for n in PARTS for way in Strategy],
             }
             for name, drawn in routings.items()
         ]
     }
 
 
-def _busiest(routing: Routing, spread: Spread) -> float:
+def _busiest(routing: Routing) -> float:
     """Return the rows of the rank that gets most, over the mean."""
-    received = routing.received(spread)
+    received = routing.sent().sum(axis=0)
     return float(received.max() / received.mean())
 
 
-def _steps(steps: MoeSteps, routings: Sequence[Routing], parts: int) -> list[dict[str, Any]]:
-    """Return the steps of all strategies."""
-    return [
-        _step(
-            steps.step(routings, parts, strategy),
-            parts,
-            strategy,
-            steps.layer.element * steps.kept(routings, parts, strategy).total,
-        )
-        for strategy in Strategy
-    ]
-
-
-def _step(cost: StepCost, parts: int, strategy: Strategy, kept: float) -> dict[str, Any]:
+def _step(
+    steps: MoeSteps, routings: Sequence[Routing], parts: int, strategy: Strategy
+) -> dict[str, Any]:
+    cost = steps.step(routings, parts, strategy)
     return {
         "parts": parts,
         "strategy": strategy.value,
@@ -183,7 +185,7 @@ def _step(cost: StepCost, parts: int, strategy: Strategy, kept: float) -> dict[s
         "expert_layers_s": cost.experts.seconds,
         "bound_s": cost.experts.bound,
         "waiting_s": max(0.0, cost.experts.compute_s - cost.experts.even_s),
-        "kept_gb": kept / GB,
+        "kept_gb": steps.kept_bytes(routings, parts, strategy) / GB,
     }
 
 
@@ -191,10 +193,10 @@ def _of_layer(
     name: str, options: Params, network: float, tokens: int, parts: int, strategy: Strategy
 ) -> Cost:
     """Return both passes of a layer whose ranks send ``network`` bytes a second."""
-    spread = Spread(options.ranks, math.gcd(options.ranks, options.experts))
-    routing = Routing.even(options.ranks, options.experts, tokens).part(parts)
-    cluster = Cluster.flat(options.ranks, network, options.latency_us * 1e-6)
-    part = part_of(Layer(*LAYERS[name]), routing, spread, DEVICE, cluster)
+    ranks, experts = options.ranks, options.experts
+    routing = Routing.even(ranks, experts, tokens, math.gcd(ranks, experts)).part(parts)
+    cluster = Cluster.flat(ranks, network, options.latency_us * 1e-6)
+    part = part_of(Layer(*LAYERS[name]), routing, DEVICE, cluster)
     return cost_of(part, parts, strategy)
 
 
@@ -242,15 +244,14 @@ def _best_parts(options: Params) -> list[dict[str, Any]]:
 
 
 def _memory(options: Params) -> list[dict[str, Any]]:
-    """Return the share of memory that n parts save, by the formula."""
+    """Return the share of memory that n parts save, by the formula: of states (parameters of the
+    gate and of one expert, gradients and two moments), activations and buffers."""
     found = []
     for name, (width, inner) in LAYERS.items():
+        layer, states = Layer(width, inner), 4.0 * (options.experts * width + 2 * inner * width)
         for tokens in MEMORY_TOKENS:
-            whole = elements(tokens, width, inner, options.experts).total
-            saved = {
-                str(parts): 1 - elements(tokens, width, inner, options.experts, parts).total / whole
-                for parts in PARTS[1:]
-            }
+            kept = {parts: states + sum(layer.kept(tokens, parts)) for parts in PARTS}
+            saved = {str(parts): 1 - kept[parts] / kept[1] for parts in PARTS[1:]}
             found.append({"layer": name, "tokens": tokens, "saved": saved})
     return found
 
@@ -275,113 +276,81 @@ def _published(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def row_of(case: Mapping[str, Any], parts: int, strategy: str) -> Mapping[str, Any]:
+def _row_of(case: Mapping[str, Any], parts: int, strategy: str) -> Mapping[str, Any]:
     """Return one step of a case."""
-    found: Mapping[str, Any] = next(
-        row for row in case["rows"] if (row["parts"], row["strategy"]) == (parts, strategy)
-    )
-    return found
+    return next(row for row in case["rows"] if (row["parts"], row["strategy"]) == (parts, strategy))
 
 
-def _table_of_steps(found: Sequence[Row]) -> Table:
-    rows = []
-    for case in gathered(found, "steps"):
-        plain = row_of(case, 1, "none")
-        shared = [row for row in case["rows"] if row["strategy"] != "none" and row["parts"] > 1]
-        best = min(shared, key=lambda row: row["seconds"])
-        rows.append(
-            [
-                case["network"],
-                str(case["sequences"]),
-                f"{case['routing']} ({case['busiest']:.1f}x)",
-                _ms(plain["seconds"]),
-                f"{plain['link_share']:.0%}",
-                f"{plain['waiting_s'] / plain['seconds']:.0%}",
-                *(_ms(row_of(case, int(parts), "none")["seconds"]) for parts in _CUT),
-                f"{_ms(best['seconds'])} (n={best['parts']}, {best['strategy']})",
-                f"{plain['kept_gb']:.2f}",
-                f"{best['kept_gb']:.2f}",
-            ]
-        )
-    columns = (
-        *("network", "sequences", "routing (busiest rank)", "ms, n=1", "on the link"),
-        *("waiting", "n=2", "n=4", "n=8", "best with shared buffers", "kept GB, n=1", "kept GB"),
-    )
-    return Table("A step of the 1T network on 256 GPUs", columns, rows)
+def _plain(case: Mapping[str, Any]) -> Mapping[str, Any]:
+    return _row_of(case, 1, "none")
 
 
-def _table_of_strategies(found: Sequence[Row]) -> Table:
-    even = [
-        case
-        for case in gathered(found, "steps")
-        if (case["network"], case["routing"]) == ("nodes", "even")
+def _best(case: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fastest step with shared buffers."""
+    shared = [row for row in case["rows"] if row["strategy"] != "none" and row["parts"] > 1]
+    return min(shared, key=lambda row: row["seconds"])
+
+
+def _fastest(row: Mapping[str, Any]) -> str:
+    """Return the best speed with shared buffers, and how it is had."""
+    shared = [
+        (speeds[parts], parts, strategy)
+        for strategy, speeds in row["speedup"].items()
+        for parts in _CUT
+        if strategy != "none"
     ]
-    case = max(even, key=lambda one: one["sequences"])
-    rows = [
-        [
-            f"{row['parts']}",
-            row["strategy"],
-            *(_ms(row[key]) for key in ("seconds", "expert_layers_s", "bound_s")),
-            f"{row['link_share']:.0%}",
-            f"{row['exposed_share']:.0%}",
-            f"{row['kept_gb']:.2f}",
-        ]
-        for row in case["rows"]
-    ]
-    columns = (
-        *("n", "strategy", "step ms", "expert layers ms", "their bound ms"),
-        *("on the link", "exposed", "kept GB"),
-    )
-    title = "Every n and strategy: the largest batch on nodes, even routing"
-    return Table(title, columns, rows, (0, 1))
+    speed, parts, strategy = max(shared, key=lambda one: one[0])
+    return f"{speed:.2f} (n={parts}, {strategy})"
 
 
-def _table_of_layers(found: Sequence[Row]) -> Table:
-    rows = []
-    for row in gathered(found, "layer"):
-        speedup = row["speedup"]
-        shared = {
-            (parts, strategy): speedup[strategy][parts]
-            for strategy in speedup
-            for parts in _CUT
-            if strategy != "none"
-        }
-        best = max(shared, key=lambda key: shared[key])
-        rows.append(
-            [
-                row["name"],
-                f"{row['share']:.0%}",
-                f"{row['network_gb']:.3g}",
-                *(f"{speedup['none'][parts]:.2f}" for parts in _CUT),
-                f"{shared[best]:.2f} (n={best[0]}, {best[1]})",
-            ]
-        )
-    columns = ("layer", "link's share", "GB/s", "n=2", "n=4", "n=8", "best with shared buffers")
-    return Table("Times the speed of the unpipelined layer", columns, rows)
-
-
-def _table_of_batches(found: Sequence[Row]) -> Table:
-    rows = [
-        [
-            f"{row['tokens']:,}",
-            *(f"{seconds * 1e3:.2f}" for seconds in row["seconds"].values()),
-            str(row["best"]),
-        ]
-        for row in gathered(found, "batches")
-    ]
-    columns = ("tokens of a rank", "ms, n=1", "n=2", "n=4", "n=8", "best n")
-    return Table("GPT-XL by its batch, half of a large one on the link", columns, rows)
-
-
-def _table_of_memory(found: Sequence[Row]) -> Table:
-    rows = [
-        [row["layer"], f"{row['tokens']:,}", *(f"-{row['saved'][parts]:.0%}" for parts in _CUT)]
-        for row in gathered(found, "memory")
-    ]
-    rows.append(["published", "", *(f"-{PUBLISHED_MEMORY[parts]:.0%}" for parts in _CUT)])
-    columns = ("layer", "tokens of a rank", "n=2", "n=4", "n=8")
-    return Table("Memory of a layer, by the formula, against one part", columns, rows)
+def _of_parts(cell: Callable[[Any, str], str]) -> dict[str, Cell]:
+    """Return a column for each number of parts."""
+    return {f"n={n}": lambda row, n=n: cell(row, n) for n in _CUT}  # type: ignore[misc]
 
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}"
+
+
+_STEPS: dict[str, Cell] = {
+    "network": lambda case: case["network"],
+    "sequences": lambda case: str(case["sequences"]),
+    "routing (busiest rank)": lambda case: f"{case['routing']} ({case['busiest']:.1f}x)",
+    "ms, n=1": lambda case: _ms(_plain(case)["seconds"]),
+    "on the link": lambda case: f"{_plain(case)['link_share']:.0%}",
+    "waiting": lambda case: f"{_plain(case)['waiting_s'] / _plain(case)['seconds']:.0%}",
+    **_of_parts(lambda case, n: _ms(_row_of(case, int(n), "none")["seconds"])),
+    "best with shared buffers": lambda case: (
+        f"{_ms(_best(case)['seconds'])} (n={_best(case)['parts']}, {_best(case)['strategy']})"
+    ),
+    "kept GB, n=1": lambda case: f"{_plain(case)['kept_gb']:.2f}",
+    "kept GB": lambda case: f"{_best(case)['kept_gb']:.2f}",
+}
+_STRATEGIES: dict[str, Cell] = {
+    "n": lambda row: str(row["parts"]),
+    "strategy": lambda row: row["strategy"],
+    "step ms": lambda row: _ms(row["seconds"]),
+    "expert layers ms": lambda row: _ms(row["expert_layers_s"]),
+    "their bound ms": lambda row: _ms(row["bound_s"]),
+    "on the link": lambda row: f"{row['link_share']:.0%}",
+    "exposed": lambda row: f"{row['exposed_share']:.0%}",
+    "kept GB": lambda row: f"{row['kept_gb']:.2f}",
+}
+_SPEEDS: dict[str, Cell] = {
+    "layer": lambda row: row["name"],
+    "link's share": lambda row: f"{row['share']:.0%}",
+    "GB/s": lambda row: f"{row['network_gb']:.3g}",
+    **_of_parts(lambda row, n: f"{row['speedup']['none'][n]:.2f}"),
+    "best with shared buffers": _fastest,
+}
+_BATCHES: dict[str, Cell] = {
+    "tokens of a rank": lambda row: f"{row['tokens']:,}",
+    "ms, n=1": lambda row: f"{row['seconds']['1'] * 1e3:.2f}",
+    **_of_parts(lambda row, n: f"{row['seconds'][n] * 1e3:.2f}"),
+    "best n": lambda row: str(row["best"]),
+}
+_SAVED: dict[str, Cell] = {
+    "layer": lambda row: row["layer"],
+    "tokens of a rank": lambda row: f"{row['tokens']:,}" if row["tokens"] else "",
+    **_of_parts(lambda row, n: f"-{row['saved'][n]:.0%}"),
+}

@@ -10,14 +10,14 @@ tells the same.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from dynoffload.errors import ConfigError
@@ -26,10 +26,9 @@ from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.costs_networks import NETWORKS, Network
 from dynoffload.experiments.harness import Experiment, Row, option, table
 from dynoffload.profiler import Recorder, Trace
-from dynoffload.profiler.cost_fitting import fit
-from dynoffload.profiler.cost_residuals import Residual, residual
+from dynoffload.profiler.cost_fitting import SHORTEST, fit
 from dynoffload.profiler.costs import CostModel
-from dynoffload.profiler.work import Kind, work_of
+from dynoffload.profiler.work import Kind
 from dynoffload.units import format_seconds
 
 if TYPE_CHECKING:
@@ -45,8 +44,6 @@ REGIMES = {
     "three_figures": "three figures, nothing fitted",
 }
 """Key of the JSON -> what it is."""
-_SHADES = {"product": "compute", "memory": "fault", "call": "evict"}
-"""Kind of an operator -> colour."""
 _DOTS = 12.0
 _clock = time.thread_time
 
@@ -125,7 +122,7 @@ class Costs(Experiment[Params]):
         return [*_tables(result["rows"], found), f"{counted}{found['held_steps']} held-out steps"]
 
     def draw(self, figure: Figure, color: Mapping[str, str], result: Mapping[str, Any]) -> None:
-        _draw(figure, color, result["summary"])
+        _draw(figure.subplots(), color, result["summary"]["steps"])
 
 
 def measure(network: Network, samples: int) -> _Measured:
@@ -194,6 +191,52 @@ def _best(act: Callable[[], Any]) -> float:
     return min(seconds() for _ in range(_REPEATS))
 
 
+@dataclass(frozen=True)
+class Errors:
+    """The relative error |predicted / measured - 1| of several times.
+
+    Attributes:
+        median: half of them err no more; of operators, half of the time is in such.
+        p90: nine in ten.
+        bias: predicted over measured, of all together, less 1.
+        seconds: measured, of all together.
+    """
+
+    median: float
+    p90: float
+    bias: float
+    seconds: float
+
+
+def errors(pairs: Sequence[tuple[float, float]], *, by_time: bool = False) -> Errors:
+    """Return the errors of pairs of predicted and measured seconds, each counted once or by its
+    time."""
+    predicted, measured = np.array(pairs, np.float64).T
+    relative = np.abs(predicted / measured - 1)
+    weight = measured if by_time else np.ones_like(measured)
+    order = np.argsort(relative)
+    reached = np.cumsum(weight[order]) / weight.sum()
+    median_, p90 = (
+        float(relative[order][min(np.searchsorted(reached, share), len(order) - 1)])
+        for share in (0.5, 0.9)
+    )
+    total = float(measured.sum())
+    return Errors(median_, p90, float(predicted.sum()) / total - 1, total)
+
+
+def residual(pairs: Iterable[tuple[CostModel, Trace]]) -> dict[str, Errors]:
+    """Return what models miss of whole steps and of operators, each on a trace that it was not
+    fitted to."""
+    steps: list[tuple[float, float]] = []
+    operators: list[tuple[float, float]] = []
+    for model, trace in pairs:
+        timing = model.time(trace)
+        steps.append((timing.seconds, _seconds(trace)))
+        measured = [max(operator.seconds, SHORTEST) for operator in trace.operators]
+        operators += zip(timing.operators, measured, strict=True)
+    return {"steps": errors(steps), "operators": errors(operators, by_time=True)}
+
+
 def _summary(
     measured: Mapping[str, _Measured],
     whole: CostModel,
@@ -201,20 +244,23 @@ def _summary(
     sheet: CostModel,
 ) -> dict[str, Any]:
     held = [(name, trace) for name, one in measured.items() for trace in one.held]
+    found = {
+        "samples": residual((whole, trace) for _, trace in held),
+        "networks": residual((without[name], trace) for name, trace in held),
+        "three_figures": residual((sheet, trace) for _, trace in held),
+    }
     return {
         "fitted_steps": sum(len(one.fitted) for one in measured.values()),
         "held_steps": len(held),
         "model": _model(whole),
         "three_figures": _model(sheet),
         "residuals": {
-            "samples": _residual(residual((whole, trace) for _, trace in held)),
-            "networks": _residual(residual((without[name], trace) for name, trace in held)),
-            "three_figures": _residual(residual((sheet, trace) for _, trace in held)),
+            key: {what: asdict(one) for what, one in both.items()} for key, both in found.items()
         },
         "networks": {
             name: {
-                "samples": asdict(residual((whole, trace) for trace in one.held).steps),
-                "networks": asdict(residual((without[name], trace) for trace in one.held).steps),
+                "samples": asdict(residual((whole, trace) for trace in one.held)["steps"]),
+                "networks": asdict(residual((without[name], trace) for trace in one.held)["steps"]),
             }
             for name, one in measured.items()
         },
@@ -222,31 +268,11 @@ def _summary(
             [name, _seconds(trace), whole.time(trace).seconds, without[name].time(trace).seconds]
             for name, trace in held
         ],
-        "operators": _by_operator(held, whole),
     }
 
 
 def _seconds(trace: Trace) -> float:
     return sum(operator.seconds for operator in trace.operators)
-
-
-def _by_operator(held: Sequence[tuple[str, Trace]], model: CostModel) -> list[list[Any]]:
-    """Return for each operator of each network: kind, calls, seconds measured and predicted."""
-    found: defaultdict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
-    for network, trace in held:
-        timing = model.time(trace)
-        for operator, predicted in zip(trace.operators, timing.operators, strict=True):
-            row = found[network, operator.name, work_of(operator).kind.value]
-            row[0] += 1
-            row[1] += operator.seconds
-            row[2] += predicted
-    return [[*key, *row] for key, row in found.items()]
-
-
-def _residual(found: Residual) -> dict[str, Any]:
-    plain = asdict(found)
-    plain["kinds"] = {kind.value: errors for kind, errors in plain["kinds"].items()}
-    return plain
 
 
 def _model(model: CostModel) -> dict[str, Any]:
@@ -256,96 +282,52 @@ def _model(model: CostModel) -> dict[str, Any]:
     return plain
 
 
-# Tables and figure
-
-
 def _tables(rows: Sequence[Row], found: Mapping[str, Any]) -> Iterator[Table]:
-    errors = {
-        "median": lambda row: f"{row['median']:.1%}",
-        "9 of 10": lambda row: f"{row['p90']:.1%}",
-        "bias": lambda row: f"{row['bias']:+.1%}",
-    }
     regimes = [
         {"what": f"{what}, {label}", **found["residuals"][key][what]}
         for key, label in REGIMES.items()
         for what in ("steps", "operators")
     ]
-    yield table("relative error", {"": lambda row: row["what"], **errors}, regimes)
-    own = found["residuals"]["samples"]
-    whole = own["operators"]["seconds"]
-    kinds = [{"kind": kind, **one} for kind, one in own["kinds"].items()]
-    share = {"of the time": lambda row: f"{row['seconds'] / whole:.0%}"}
-    columns = {"kind": lambda row: row["kind"], **share, **errors}
-    yield table("operators of held-out samples, by kind", columns, kinds)
-    columns = {
-        "network": lambda row: row["network"],
-        "operators": lambda row: f"{row['operators']:.0f}",
-        "they take": lambda row: format_seconds(row["operators_s"]),
-        "plain step": lambda row: f"{row['between']:+.0%}",
-        "error, samples": lambda row: f"{row['samples']['median']:.1%}",
-        "error, network": lambda row: f"{row['networks']['median']:.1%}",
-        "bias, network": lambda row: f"{row['networks']['bias']:+.1%}",
-    }
+    yield table(
+        "relative error",
+        {
+            "": lambda row: row["what"],
+            "median": lambda row: f"{row['median']:.1%}",
+            "9 of 10": lambda row: f"{row['p90']:.1%}",
+            "bias": lambda row: f"{row['bias']:+.1%}",
+        },
+        regimes,
+    )
     networks = [row | found["networks"][row["network"]] for row in rows]
-    yield table("median steps", columns, networks)
-    models = found["model"], found["three_figures"]
-    yield Table("models", ("", "fitted", "three figures"), list(_models(models)))
+    yield table(
+        "median steps",
+        {
+            "network": lambda row: row["network"],
+            "operators": lambda row: f"{row['operators']:.0f}",
+            "they take": lambda row: format_seconds(row["operators_s"]),
+            "plain step": lambda row: f"{row['between']:+.0%}",
+            "error, samples": lambda row: f"{row['samples']['median']:.1%}",
+            "error, network": lambda row: f"{row['networks']['median']:.1%}",
+            "bias, network": lambda row: f"{row['networks']['bias']:+.1%}",
+        },
+        networks,
+    )
 
 
-def _models(models: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
-    for dtype in models[0]["peak"]:
-        peaks = (model["peak"].get(dtype) for model in models)
-        yield (
-            f"peak, {dtype}",
-            *("" if peak is None else f"{peak / 1e9:.3g} GFLOP/s" for peak in peaks),
-        )
-    yield "half intensity", *(f"{model['half_intensity']:.3g} FLOP/B" for model in models)
-    yield "bandwidth", *(f"{model['bandwidth'] / 1e9:.3g} GB/s" for model in models)
-    for kind in models[0]["overhead"]:
-        yield f"overhead, {kind}", *(f"{model['overhead'][kind] * 1e6:.2f} µs" for model in models)
-    yield "operators with factors", *(str(len(model["operators"])) for model in models)
-
-
-def _draw(figure: Figure, color: Mapping[str, str], found: Mapping[str, Any]) -> None:
-    """Draw predicted against measured seconds, of steps and of operators."""
-    left, right = figure.subplots(1, 2)
-    steps = found["steps"]
+def _draw(axes: Axes, color: Mapping[str, str], steps: Sequence[Sequence[Any]]) -> None:
+    """Draw predicted against measured seconds of steps, where both are equal, and where one is
+    twice the other."""
     measured = [step[1] for step in steps]
     held, apart = ([step[column] for step in steps] for column in (2, 3))
     looks: dict[str, Any] = {"facecolors": "none", "edgecolors": color["fault"], "zorder": 2}
-    left.scatter(measured, held, _DOTS, color=color["plan"], label=REGIMES["samples"], zorder=3)
-    left.scatter(measured, apart, _DOTS, label=REGIMES["networks"], **looks)
-    _agree(left, color, measured, [*held, *apart], (1.0, 2.0, 5.0))
-    left.set_title("steps", loc="left")
-    rows = found["operators"]
-    for kind, shade in _SHADES.items():
-        own = [row for row in rows if row[2] == kind]
-        x, y = [row[4] for row in own], [row[5] for row in own]
-        looks = {"color": color[shade], "alpha": 0.7, "linewidths": 0}
-        right.scatter(x, y, _DOTS / 2, label=kind, **looks)
-    _agree(right, color, [row[4] for row in rows], [row[5] for row in rows], (1.0,))
-    right.set_title("operators of held-out samples: all calls in one network", loc="left")
-
-
-def _agree(
-    axes: Axes,
-    color: Mapping[str, str],
-    measured: Sequence[float],
-    predicted: Sequence[float],
-    ticks: Sequence[float],
-) -> None:
-    """Draw where both are equal, and where one is twice the other; ``ticks`` in each decade."""
-    from matplotlib.ticker import FuncFormatter, LogLocator
-
-    low, high = min(*measured, *predicted) / 1.5, max(*measured, *predicted) * 1.5
+    axes.scatter(measured, held, _DOTS, color=color["plan"], label=REGIMES["samples"], zorder=3)
+    axes.scatter(measured, apart, _DOTS, label=REGIMES["networks"], **looks)
+    every = [*measured, *held, *apart]
+    low, high = min(every) / 1.5, max(every) * 1.5
     for factor, style in ((1.0, "-"), (2.0, ":"), (0.5, ":")):
         ends = [low * factor, high * factor]
         axes.plot([low, high], ends, style, color=color["rss"], linewidth=0.8, zorder=1)
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(LogLocator(subs=ticks, numticks=20))
-        axis.set_major_formatter(FuncFormatter(lambda seconds, _: f"{seconds * 1e3:g}"))
-    axes.minorticks_off()
-    axes.set(xlabel="measured, ms", ylabel="predicted, ms")
+    axes.set(xlabel="measured step, s", ylabel="predicted, s")
     axes.grid(visible=True, which="major", axis="both")
     axes.legend(frameon=False, loc="upper left")

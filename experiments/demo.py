@@ -163,7 +163,7 @@ def _pilot(folder: Path, params: Params, report: Report) -> tuple[Path, int, flo
         total = max(footprint(load_trace(trace)).total for trace in paths[-8:])
     score = trained.evaluation.pilot.block_order_accuracy
     _say(
-        f"recorded {params.profiled} steps; a pilot ({trained.pilot.kind}) learned from "
+        f"recorded {params.profiled} steps; a pilot learned from "
         f"{trained.train_samples} of them and scores {score:.1%} on files it has not seen"
     )
     return path, total, score

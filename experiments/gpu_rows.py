@@ -1,35 +1,31 @@
-"""One row of `dynoffload.experiments.gpu`: a task, trained in this process.
+"""What one process of `dynoffload.experiments.gpu` measures: a task, or the link.
 
-`measure` caps the accelerator's allocator and trains a task of `gpu_ways`. It has never run on a
-GPU so far.
-
-[Note: time]  A step is timed from its call until the queue on which torch computes has come to its
-end, for all ways alike. Copies that go on beside that, for the next step, are not waited for.
-
-[Note: charged]  Host memory that is charged is by how much the process's resident set grew from
-before the block until after the steps. A step of a tiny network comes first, so that the kernels
-and libraries that the accelerator's software loads are not counted.
+`measure` caps the accelerator's allocator and trains a task. A step is timed from its call until
+the queue on which torch computes has come to its end, for all ways alike; copies that go on beside
+that, for the next step, are not waited for.
 """
 
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
 from statistics import median
 from typing import Any
 
 import torch
 
-from dynoffload.errors import BudgetError, ClientError, DynOffloadError
-from dynoffload.experiments.gpu_check_cases import deterministic
-from dynoffload.experiments.gpu_ways import PLAIN, WAYS, Ready, Task
+from dynoffload.errors import BudgetError, DynOffloadError
+from dynoffload.experiments.gpu_check_training import deterministic
+from dynoffload.experiments.gpu_ways import WAYS, Task
 from dynoffload.experiments.processes import NEVER_LEFT
 from dynoffload.experiments.trainer import finite
 from dynoffload.experiments.zoo.building import moved
-from dynoffload.memory.limits import resident_bytes
+from dynoffload.memory.accelerator import torch_streams
+from dynoffload.memory.accelerator.streams import StreamEvent
+from dynoffload.units import GiB, MiB
 
 MEASURED, NO_ROOM, NOT_MEASURED = "measured", "does not fit", "not measured"
-_SAID = 400
+_SAID = 160
+_AHEAD = 4  # copies that are given before the first is waited for
 
 
 def measure(task: Task) -> dict[str, Any]:
@@ -38,17 +34,16 @@ def measure(task: Task) -> dict[str, Any]:
     Returns:
         ``state`` (one of `MEASURED`, `NO_ROOM`, `NOT_MEASURED`), ``why`` it is not measured, and
         the numbers if it is: ``steps_s``, ``seconds`` (their median), ``losses`` of all steps as
-        `float.hex` writes them, ``parameters``, ``peak_allocated`` and ``peak_reserved`` bytes of
-        the allocator (0 where it does not count), and of this library's sessions ``bytes_in``,
-        ``bytes_out``, ``stall_s`` (medians), ``peak_fast_bytes``, ``first_allocated`` (of the first
-        step; ``peak_allocated`` is of the others), ``pinned_bytes``, ``charged_bytes`` and
+        `float.hex` writes them, ``parameters``, ``peak_allocated`` (after the first step) and
+        ``peak_reserved`` bytes of the allocator (0 where it does not count), and of this library's
+        sessions ``bytes_in``, ``bytes_out``, ``stall_s`` (medians), ``peak_fast_bytes`` and
         ``backend``.
     """
     try:
-        return _measure(task)
+        return {"state": MEASURED, "why": "", **_trained(task)}
     except (torch.OutOfMemoryError, BudgetError, MemoryError) as error:
         return {"state": NO_ROOM, "why": _said(error)}
-    except (ClientError, DynOffloadError, RuntimeError, NotImplementedError) as error:
+    except (DynOffloadError, RuntimeError, NotImplementedError) as error:
         return {"state": NOT_MEASURED, "why": _said(error)}
 
 
@@ -56,37 +51,45 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip()[:_SAID]}"
 
 
-def _measure(task: Task) -> dict[str, Any]:
+def _trained(task: Task) -> dict[str, Any]:
     from dynoffload.experiments import zoo
 
     device = place_of(task)
-    NEVER_LEFT.enter_context(deterministic() if task.deterministic else nullcontext())
-    _warm_up(task, device)
-    cap(device, task.cap_bytes)
-    before = resident_bytes()
-    ready = NEVER_LEFT.enter_context(WAYS[task.way].prepare(task, device))
+    NEVER_LEFT.enter_context(deterministic())
+    _cap(device, task.cap_bytes)
+    ready = NEVER_LEFT.enter_context(WAYS[task.way](task, device))
     torch.manual_seed(0)
     stream = zoo.samples(task.network, "train", **task.shape)
     seconds, losses = [], []
     for _ in range(task.warmup + task.steps):
         args = moved(next(stream).args, device)
-        wait(device)
+        _wait(device)
         start = time.perf_counter()
         loss = ready.step(args)
-        wait(device)
+        _wait(device)
         seconds.append(time.perf_counter() - start)
         losses.append(float(loss).hex())
     counted = seconds[task.warmup :]
-    return {
-        "state": MEASURED,
-        "why": "",
+    found: dict[str, Any] = {
         "seconds": median(counted),
         "steps_s": counted,
         "losses": losses,
         "parameters": sum(p.numel() for p in ready.model.parameters()),
-        **_peaks(device),
-        **_of_session(ready, task, before),
+        "peak_allocated": 0,
+        "peak_reserved": 0,
     }
+    if device.type != "cpu":
+        found["peak_allocated"] = int(torch.accelerator.max_memory_allocated(device))
+        found["peak_reserved"] = int(torch.accelerator.max_memory_reserved(device))
+    if ready.session is not None:
+        every = ready.session.log.steps
+        for key in ("bytes_in", "bytes_out", "stall_s"):
+            found[key] = finite(float(median(getattr(one, key) for one in every[task.warmup :])))
+        found["peak_fast_bytes"] = max(one.peak_fast_bytes for one in every)
+        # A session begins the allocator's count anew in each step.
+        found["peak_allocated"] = max(one.peak_allocated_bytes for one in every[1:])
+        found["backend"] = ready.session.backend
+    return found
 
 
 def place_of(task: Task) -> torch.device:
@@ -94,66 +97,70 @@ def place_of(task: Task) -> torch.device:
     return torch.device(task.device)
 
 
-def wait(device: torch.device) -> None:
-    """Wait for the queue on which torch computes; see [Note: time]."""
+def _wait(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.current_stream(device).synchronize()
 
 
-def cap(device: torch.device, nbytes: int) -> None:
-    """Let the accelerator's allocator take no more than ``nbytes``; 0 for no cap.
-
-    What it has cached by then is handed back, and its peaks count from now on.
-    """
-    if device.type == "cpu":
-        return
-    torch.accelerator.synchronize(device)
-    torch.accelerator.empty_cache()
-    torch.accelerator.reset_peak_memory_stats(device)
-    if nbytes:
+def _cap(device: torch.device, nbytes: int) -> None:
+    """Let the accelerator's allocator take no more than ``nbytes``; 0 for no cap."""
+    if device.type != "cpu" and nbytes:
         module = torch.get_device_module(device)
         total = module.get_device_properties(device).total_memory
         module.set_per_process_memory_fraction(min(1.0, nbytes / total), device)
 
 
-def _peaks(device: torch.device) -> dict[str, int]:
-    if device.type == "cpu":
-        return {"peak_allocated": 0, "peak_reserved": 0}
-    return {
-        "peak_allocated": int(torch.accelerator.max_memory_allocated(device)),
-        "peak_reserved": int(torch.accelerator.max_memory_reserved(device)),
+def measure_link(
+    device: str, seconds: float = 1.0, chunk: int = 32 * MiB, memory_bytes: int = GiB
+) -> dict[str, Any]:
+    """Copy between an accelerator and host memory, through the streams that a session has.
+
+    Args:
+        device: the accelerator.
+        seconds: that each measurement takes at least.
+        chunk: bytes of a copy.
+        memory_bytes: of the host, from and to which is copied.
+
+    Returns:
+        ``in_bps`` and ``out_bps`` of one direction alone, ``both_in_bps`` and ``both_out_bps`` of
+        both at once, and whether the host's memory is ``pinned``.
+    """
+    streams = torch_streams.open_streams(torch.device(device))
+    memory = streams.host(memory_bytes)
+    chunks = torch.split(memory, chunk)
+    storages = [torch.UntypedStorage(0, device=streams.device) for _ in range(2)]  # type: ignore[no-untyped-call]
+    for storage in storages:
+        streams.fill(storage, chunk)
+    given, events = streams.now(), list[StreamEvent]()
+
+    def rate(*, into: bool, out: bool) -> float:
+        """Return the bytes per second of each direction that is asked for."""
+        count, start = 0, time.perf_counter()
+        while time.perf_counter() - start < seconds or not count:
+            # Another chunk for each, so that no two copies under way share one.
+            mine, other = chunks[2 * count % len(chunks)], chunks[(2 * count + 1) % len(chunks)]
+            if into:
+                events.append(streams.copy_in(storages[0], mine, [given]))
+            if out:
+                events.append(streams.copy_out(other, storages[1], [given]))
+            count += 1
+            while len(events) > _AHEAD:
+                events.pop(0).wait()
+        while events:
+            last = events.pop(0)
+            last.wait()
+            streams.after(last)
+        return count * chunk / (time.perf_counter() - start)
+
+    both = rate(into=True, out=True)
+    found = {
+        "in_bps": rate(into=True, out=False),
+        "out_bps": rate(into=False, out=True),
+        "both_in_bps": both,
+        "both_out_bps": both,
+        "pinned": streams.pinned,
     }
-
-
-def _warm_up(task: Task, device: torch.device) -> None:
-    """Load what the first kernels load, by a step of a tiny network; see [Note: charged]."""
-    from dataclasses import replace
-
-    from dynoffload.experiments import zoo
-
-    tiny = replace(task, way=PLAIN, preset="tiny", sizes={}, shape={})
-    with WAYS[PLAIN].prepare(tiny, device) as ready:
-        ready.step(moved(next(zoo.samples(task.network)).args, device))
-    wait(device)
-
-
-def _of_session(ready: Ready, task: Task, before: int) -> dict[str, Any]:
-    session = ready.session
-    if session is None:
-        return {}
-    steps = session.log.steps[task.warmup :]
-    found: dict[str, Any] = {
-        key: finite(float(median(getattr(step, key) for step in steps)))
-        for key in ("bytes_in", "bytes_out", "stall_s")
-    }
-    every = session.log.steps
-    found["peak_fast_bytes"] = max(step.peak_fast_bytes for step in every)
-    allocated = [step.peak_allocated_bytes for step in every]  # a session begins each step anew
-    if any(allocated):
-        found |= {"first_allocated": allocated[0], "peak_allocated": max(allocated[1:])}
-    found["backend"] = session.backend
-    paging = getattr(session, "_paging", None)
-    if paging is not None:
-        found["pinned_bytes"] = paging.device.taken_bytes()
-        found["charged_bytes"] = resident_bytes() - before
+    for storage in storages:
+        streams.empty(storage)
+    streams.release(memory, held=False)
     return found

@@ -1,9 +1,9 @@
 """How well pilots predict block orders, over the whole zoo, on sources they have not seen.
 
 Every network of the zoo whose steps differ is trained and recorded, at several seeds: of weights,
-samples, what is held out, and the pilots. Each kind of pilot learns from three quarters of the
-sources. It is scored on the rest, beside the baselines it must beat. Accuracy is 1 - Levenshtein
-distance / longer order, mean over samples.
+samples, what is held out, and the pilots. A pilot learns from three quarters of the sources. It is
+scored on the rest, beside the baselines it must beat. Accuracy is 1 - Levenshtein distance / longer
+order, mean over samples.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from dynoffload.experiments.harness import Cell, Experiment, Row, option, table
 from dynoffload.experiments.pilot_cases import CASES, DATA, STRUCTURE
 from dynoffload.experiments.pilot_recording import record
 from dynoffload.experiments.pilot_scores import BASELINES, scores
-from dynoffload.pilot.models import KINDS
 from dynoffload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -34,18 +33,17 @@ DATA_ORDER, DATA_AHEAD = 0.90, 0.97
 and one block ahead."""
 LATENCY_S, ARTIFACT_BYTES = 1e-3, 5_000_000
 """What one prediction may take, and what a stored pilot may."""
-_ORDER = ("steering", "block_order_accuracy")
 _NUMBERS = {
-    "order": _ORDER,
+    "order": ("steering", "block_order_accuracy"),
     "whole_order": ("steering", "whole_order"),
-    "by_bytes": ("steering", "byte_weighted"),
+    "varying": ("steering", "varying_order"),
     "alone": ("block_order_accuracy",),
     "one_ahead": ("one_ahead",),
     "latency_s": ("latency_s",),
     "artifact_bytes": ("artifact_bytes",),
     "training_s": ("training_s",),
 }
-"""Number of the chosen kind -> where its scores have it."""
+"""Number -> where a pilot's scores have it."""
 _ASKED = {
     STRUCTURE: f"structure that the sample shows: order at least {STRUCTURE_ORDER:.0%} and whole "
     f"order at least {STRUCTURE_WHOLE:.0%}",
@@ -66,7 +64,6 @@ class Params:
     only: tuple[str, ...] = option((), "networks, by key; all by default")
     seeds: int = option(3, "how many, from 0")
     samples: int = option(480, "recorded steps of each network, fewer where one takes long")
-    kinds: tuple[str, ...] = option(KINDS, "of pilots")
 
 
 class PilotAccuracy(Experiment[Params]):
@@ -79,11 +76,8 @@ class PilotAccuracy(Experiment[Params]):
 
     def cases(self) -> Mapping[str, tuple[str, int]]:
         own = self.params
-        for name, names, known in (("network", own.only, CASES), ("kind", own.kinds, KINDS)):
-            if unknown := [one for one in names if one not in known]:
-                raise ConfigError(f"there is no {name} {unknown}; there are {', '.join(known)}")
-        if not own.kinds:
-            raise ConfigError(f"no kind of pilot is given; there are {', '.join(KINDS)}")
+        if unknown := [one for one in own.only if one not in CASES]:
+            raise ConfigError(f"there is no network {unknown}; there are {', '.join(CASES)}")
         if own.seeds < 1 or own.samples < _LEAST:
             raise ConfigError(
                 f"seeds={own.seeds} and samples={own.samples} are too few: take at least 1 and "
@@ -99,7 +93,7 @@ class PilotAccuracy(Experiment[Params]):
         key, seed = case
         one = CASES[key]
         samples = max(_LEAST, round(one.share * self.params.samples))
-        found = scores(record(one, samples, seed), seed, self.params.kinds)
+        found = scores(record(one, samples, seed), seed)
         return {"network": key, "seed": seed, **found}
 
     def summary(self, rows: Sequence[Row]) -> dict[str, Any]:
@@ -113,8 +107,7 @@ class PilotAccuracy(Experiment[Params]):
         found = result["summary"]
         rows = [{"key": key, **one} for key, one in found["networks"].items()]
         parts: list[Table | str] = [
-            table("accuracy", _ACCURACY, rows, words=("pilot", "asked")),
-            table("more samples, other moments, costs", _BESIDE, rows),
+            table("accuracy", _ACCURACY, rows, words=("asked",)),
         ]
         for key, text in _ASKED.items():
             one = found["asked"][key]
@@ -171,49 +164,33 @@ def judged(origin: str, seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         origin: of the network's dynamism.
         seeds: what `dynoffload.experiments.pilot_scores.scores` returned, at least one.
     """
-    chosen = [one["kinds"][one["chosen"]] for one in seeds]
-    kinds = [kind for kind in seeds[0]["kinds"] if all(kind in one["kinds"] for one in seeds)]
-    orders = {kind: fmean(_at(one["kinds"][kind], _ORDER) for one in seeds) for kind in kinds}
-    best = max(orders, key=lambda kind: orders[kind], default=None)
-    pilot = {key: _spread(_at(one, path) for one in chosen) for key, path in _NUMBERS.items()}
-    whole, ahead = (
-        fmean(_at(one, _NUMBERS[key]) for one in chosen) for key in ("whole_order", "one_ahead")
+    pilot = {
+        key: _spread(_at(one["pilot"], path) for one in seeds) for key, path in _NUMBERS.items()
+    }
+    order, whole, ahead = (
+        fmean(_at(one["pilot"], _NUMBERS[key]) for one in seeds)
+        for key in ("order", "whole_order", "one_ahead")
     )
-    order = fmean(_at(one, _ORDER) for one in chosen)
     if origin == STRUCTURE:
         reached = order >= STRUCTURE_ORDER and whole >= STRUCTURE_WHOLE
     else:
         reached = order >= DATA_ORDER and ahead >= DATA_AHEAD
     beats = [
-        _at(own, _ORDER) > max(one["baselines"][name]["block_order_accuracy"] for name in BASELINES)
-        for one, own in zip(seeds, chosen, strict=True)
+        _at(one["pilot"], _NUMBERS["order"])
+        > max(one["baselines"][name]["block_order_accuracy"] for name in BASELINES)
+        for one in seeds
     ]
     return {
-        "chosen": [one["chosen"] for one in seeds],
         "paths": _spread(one["paths"] for one in seeds),
         "pilot": pilot,
-        "best_kind": None if best is None else {"kind": best, "order": orders[best]},
         "baselines": {
             name: _spread(one["baselines"][name]["block_order_accuracy"] for one in seeds)
             for name in BASELINES
         },
-        "curve": [
-            {
-                "samples": fmean(one["samples"] for one in points),
-                "order": _spread(_at(one, _ORDER) for one in points),
-            }
-            for points in zip(*(one["curve"] for one in seeds), strict=True)
-        ],
-        "again": {
-            key: _spread(
-                one["again"][key]["block_order_accuracy"] for one in seeds if one["again"][key]
-            )
-            for key in ("near", "far")
-        },
         "reached": reached,
         "beats_baselines": all(beats) if max(one["paths"] for one in seeds) > 1 else None,
-        "costs": max(one["latency_s"] for one in chosen) <= LATENCY_S
-        and max(one["artifact_bytes"] for one in chosen) <= ARTIFACT_BYTES,
+        "costs": max(one["pilot"]["latency_s"] for one in seeds) <= LATENCY_S
+        and max(one["pilot"]["artifact_bytes"] for one in seeds) <= ARTIFACT_BYTES,
     }
 
 
@@ -263,34 +240,18 @@ def _asked(row: Mapping[str, Any]) -> str:
     return ("reached" if row["reached"] else "missed") + lost
 
 
-def _best(row: Mapping[str, Any]) -> str:
-    best = row["best_kind"]
-    return "–" if best is None else f"{best['kind']} {best['order']:.1%}"
-
-
 _ACCURACY: dict[str, Cell] = {
     "network": lambda row: CASES[row["key"]].title,
-    "pilot": lambda row: "/".join(dict.fromkeys(row["chosen"])),
     "paths": lambda row: f"{row['paths']['mean']:.0f}",
     "order": lambda row: _share(row["pilot"]["order"]),
     "whole order": lambda row: _share(row["pilot"]["whole_order"]),
-    "by bytes": lambda row: _share(row["pilot"]["by_bytes"]),
+    "varying": lambda row: _share(row["pilot"]["varying"]),
     "alone": lambda row: _share(row["pilot"]["alone"]),
     "decision known": lambda row: _share(row["pilot"]["one_ahead"]),
     "last order": lambda row: _share(row["baselines"]["last_order"]),
     "most frequent": lambda row: _share(row["baselines"]["most_frequent"]),
     "recorded order": lambda row: _share(row["baselines"]["recorded_order"]),
-    "best kind": _best,
     "asked": _asked,
-}
-_BESIDE: dict[str, Cell] = {
-    "network": lambda row: CASES[row["key"]].title,
-    "1/8": lambda row: f"{row['curve'][0]['order']['mean']:.1%}",
-    "1/4": lambda row: f"{row['curve'][1]['order']['mean']:.1%}",
-    "1/2": lambda row: f"{row['curve'][2]['order']['mean']:.1%}",
-    "all": lambda row: f"{row['curve'][3]['order']['mean']:.1%}",
-    "itself, nearer": lambda row: _share(row["again"]["near"]),
-    "itself, farther": lambda row: _share(row["again"]["far"]),
     "prediction": lambda row: format_seconds(row["pilot"]["latency_s"]["max"]),
     "stored": lambda row: format_bytes(int(row["pilot"]["artifact_bytes"]["max"])),
     "training": lambda row: format_seconds(row["pilot"]["training_s"]["mean"]),

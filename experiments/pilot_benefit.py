@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 _LEAD = 1
 _LR = 3e-4
-_MODEL = "lightgbm"  # kind of pilot
 SHARE = 0.125
 """Of the footprint, that a budget is."""
 WARMUP = SETTLING + WATCHED + SETTLING + TRIED + SETTLING
@@ -166,7 +165,7 @@ class PilotBenefit(Experiment[Params]):
 
         with recorded(case, self.params.samples, _LR, self.report) as traces:
             self.report(f"{case.key}: learning a pilot")
-            train_pilot(traces, model=_MODEL, progress=False).pilot.save(path)
+            train_pilot(traces, progress=False).pilot.save(path)
             found = trace_files(traces)
             # Optimizer state appears with a parameter's first gradient: late steps have most.
             return max(footprint(load_trace(trace)).total for trace in found[-32:])

@@ -6,14 +6,14 @@ what the link moves in a second are measured.
 
 [Note: the fit]  Real seconds less simulated ones are explained, setting by setting and phase by
 phase, relative to the setting's real step, by how often the runtime does what it does, with no
-negative cost (Lawson and Hanson's non-negative least squares): what `Counts` counts, faults, and
-seconds of work beside transfers. Forward, backward and the optimizer's step tell apart what comes
-as often in a step as another but not in the same phase. Part of all this hides behind transfers,
-and the other way round, so the simulation is made anew with what was found, and half of the way
-gone, several times. What the kernel takes to move pages is not fitted, but measured before each
-setting; and the runtime's own work in each is that of the same minute (`probe_overhead`), carried
-to one pace for all. Before all that a transfer's latency is taken from fetches that somebody waited
-for, as what they took beyond their bytes.
+negative cost (Lawson and Hanson's non-negative least squares): what takes each of `COSTS`, faults,
+and seconds of work beside transfers. Forward, backward and the optimizer's step tell apart what
+comes as often in a step as another but not in the same phase. Part of all this hides behind
+transfers, and the other way round, so the simulation is made anew with what was found, and half of
+the way gone, several times. What the kernel takes to move pages is not fitted, but measured before
+each setting; and the runtime's own work in each is that of the same minute (`probe_overhead`),
+carried to one pace for all. Before all that a transfer's latency is taken from fetches that
+somebody waited for, as what they took beyond their bytes.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def fitted(cases: Sequence[tuple[Material, Real, str]], link: Link, warmup: int)
 
 
 def _counted(phase: Phase) -> np.ndarray:
-    own = (getattr(phase.counts, name) for name in COSTS)
+    own = (phase.counts[name] for name in COSTS)
     return np.array([*own, phase.faults, phase.beside_s], dtype=float)
 
 
@@ -204,5 +204,5 @@ def _fit_of(costs: np.ndarray, link: Link, pace_s: float) -> Fit:
     machine = Machine(
         replace(link, fault_s=fault), fast_bytes=1, interference=beside / (1 + beside)
     )
-    work = RuntimeOverhead(**dict(zip(COSTS.values(), own, strict=True)), moves={})
+    work = RuntimeOverhead(**dict(zip(COSTS, own, strict=True)), moves={})
     return Fit(machine, work, pace_s)

@@ -1,10 +1,9 @@
 """The pilot: which blocks a sample will run, and in which order.
 
 What a model sees: `features`, `codes`. What all orders have in common: `template`, `loops`.
-What each sample decides: `boosting` (with `association` and `trees`), `sequence`, `markov`, behind
-`models`; corrected within the step by `correction` and `tracking`. `pilot` is the predictor and
-`artifact` its file. Training: `labels` of traces, `fit`, `train`;
-within a run, `online`. How good it is: `evaluate`, `baselines`, `model_card`.
+What each sample decides: `boosting` (with `association` and `trees`), corrected within the step by
+`correction` and `tracking`. `pilot` is the predictor and its file. Training: `labels` of traces,
+`fit`, `train`; within a run, `online`. How good it is: `evaluate`.
 
 LightGBM, safetensors and rich are imported by the functions that use them.
 """

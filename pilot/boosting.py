@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dynoffload.errors import PilotError
 from dynoffload.pilot.association import ORDERS, Association, learn_association
 from dynoffload.pilot.codes import load_books, stored_books
 from dynoffload.pilot.features import Floats, Scaler, learn_scaler
@@ -40,6 +39,34 @@ PRIOR = 2
 """The column of evidence that depends on the block alone."""
 EVIDENCE = 5
 """Columns of evidence; see `evidence`."""
+
+
+@dataclass(frozen=True)
+class TrainingSet:
+    """What a model learns from.
+
+    Attributes:
+        samples: one per step.
+        present: which optional block ran in which step, ``[steps, blocks]``.
+        groups: the source of each step.
+        described: the blocks' features, ``[blocks, features]``.
+        sites: the number of each block's site, ``[blocks]``.
+    """
+
+    samples: Sequence[InputFeatures]
+    present: Bools
+    groups: Sequence[str]
+    described: Floats
+    sites: npt.NDArray[np.int64]
+
+    def part(self, steps: npt.NDArray[np.int64]) -> TrainingSet:
+        """Return the training set of some of the steps."""
+        return replace(
+            self,
+            samples=[self.samples[i] for i in steps],
+            present=self.present[steps],
+            groups=[self.groups[i] for i in steps],
+        )
 
 
 @dataclass(frozen=True)
@@ -65,36 +92,28 @@ class BoostedTables:
     trees: Trees
     _by_block: Masks = field(init=False, repr=False, compare=False)
 
-    kind = "lightgbm"
-
     def __post_init__(self) -> None:
         """Look up the columns that no sample changes, once."""
         masks = self.trees.every_leaf(len(self.prior))
-        if PRIOR in self.trees.columns:
-            masks &= self.trees.leaves(PRIOR, self.prior)
-        for number, column in enumerate(self.described.T, start=EVIDENCE):
-            if number in self.trees.columns:
-                masks &= self.trees.leaves(number, column)
+        self._narrow(masks, {PRIOR: self.prior, **dict(enumerate(self.described.T, EVIDENCE))})
         object.__setattr__(self, "_by_block", masks)
 
     def probabilities(self, sample: InputFeatures) -> Floats:
         """Return P(the block runs) for each optional block, ``[blocks]``."""
-        trees = self.trees
         masks = self._by_block.copy()
         shown = evidence(self.association, self.prior, self.sites, sample)
-        for number, column in enumerate(shown):
-            if number != PRIOR and number in trees.columns:
-                masks &= trees.leaves(number, column)
-        numbers = self.scaler(sample)
-        for number in range(len(numbers)):
-            column_number = EVIDENCE + self.described.shape[1] + number
-            if column_number in trees.columns:
-                masks &= trees.leaves(column_number, numbers[number : number + 1])
-        odds = trees.score(masks)
+        columns = {number: column for number, column in enumerate(shown) if number != PRIOR}
+        self._narrow(masks, columns)
+        first = EVIDENCE + self.described.shape[1]
+        self._narrow(masks, dict(enumerate(self.scaler(sample)[:, None], first)))
+        odds = self.trees.score(masks)
         return np.asarray(1 / (1 + np.exp(-np.clip(odds, -30, 30))), dtype=np.float32)
 
-    def rest(self, sample: InputFeatures) -> None:
-        """Return None: what has run tells this model nothing."""
+    def _narrow(self, masks: Masks, columns: Mapping[int, Floats]) -> None:
+        """Take from ``masks`` the leaves that values of some columns make impossible."""
+        for number, column in columns.items():
+            if number in self.trees.bins:
+                masks &= self.trees.leaves(number, column)
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return what is stored: tables as float16, trees as they are."""
@@ -164,55 +183,30 @@ def evidence(
     return rows
 
 
-def train_tables(
-    samples: Sequence[InputFeatures],
-    present: Bools,
-    described: Floats,
-    sites: npt.NDArray[np.int64],
-    groups: Sequence[str],
-    *,
-    seed: int,
-) -> BoostedTables:
-    """Fit the tables and the trees.
+def train_tables(data: TrainingSet, seed: int) -> BoostedTables:
+    """Fit the tables and the trees; ``seed`` is for the folds and the trees."""
+    import lightgbm
 
-    Args:
-        samples: one per step.
-        present: which block ran in which step, ``[steps, blocks]``.
-        described: the blocks' features, ``[blocks, features]``.
-        sites: the number of each block's site, ``[blocks]``.
-        groups: the source of each step; tables of a step are fitted on other sources.
-        seed: for the folds and the trees.
-
-    Raises:
-        PilotError: if LightGBM is not installed.
-    """
-    try:
-        import lightgbm
-    except ImportError as error:
-        raise PilotError(
-            "this pilot needs LightGBM, which is not installed: pip install lightgbm, "
-            "or train with model='sequence'"
-        ) from error
+    samples, present = data.samples, data.present
     rng = np.random.default_rng(seed)
     scaler = learn_scaler(samples)
-    folds = source_folds(groups, FOLDS, seed)
+    folds = source_folds(data.groups, FOLDS, seed)
     take = np.ones(present.shape, dtype=np.bool_)
     if present.size > MAX_ROWS:
         take = rng.random(present.shape) < MAX_ROWS / present.size
     inputs: list[Floats] = []
     labels: list[Bools] = []
-    for fold in range(FOLDS):
-        inside = np.flatnonzero(folds != fold).tolist()
-        if not inside or len(inside) == len(samples):
-            inside = list(range(len(samples)))
-        association = learn_association([samples[i] for i in inside], present[inside])
-        prior = _prior(present[inside])
+    for fold in np.unique(folds):
+        inside = np.flatnonzero(folds != fold)
+        others = data.part(inside) if len(inside) else data
+        association = learn_association(others.samples, others.present)
+        prior = _prior(others.present)
         for i in np.flatnonzero(folds == fold).tolist():
-            shown = evidence(association, prior, sites, samples[i]).T
+            shown = evidence(association, prior, data.sites, samples[i]).T
             numbers = np.broadcast_to(scaler(samples[i]), (len(shown), len(scaler)))
-            inputs.append(np.concatenate((shown, described, numbers), axis=1)[take[i]])
+            inputs.append(np.concatenate((shown, data.described, numbers), axis=1)[take[i]])
             labels.append(present[i][take[i]])
-    data = lightgbm.Dataset(np.concatenate(inputs), np.concatenate(labels).astype(np.float32))
+    rows = lightgbm.Dataset(np.concatenate(inputs), np.concatenate(labels).astype(np.float32))
     settings = {
         "objective": "binary",
         "num_leaves": LEAVES,
@@ -224,12 +218,13 @@ def train_tables(
         "num_threads": 1,
         "verbosity": -1,
     }
-    trees = Trees.of_booster(lightgbm.train(settings, data, ROUNDS))
+    trees = Trees.of_booster(lightgbm.train(settings, rows, ROUNDS))
     association = learn_association(samples, present)
     # Kept in the precision it is stored in, so that a file predicts as the pilot it was made of.
     table = association.table.astype(np.float16).astype(np.float32)
     association = replace(association, table=table)
-    return BoostedTables(association, _prior(present), described, sites, scaler, trees)
+    prior = _prior(present)
+    return BoostedTables(association, prior, data.described, data.sites, scaler, trees)
 
 
 def _prior(present: Bools) -> Floats:

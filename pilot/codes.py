@@ -1,8 +1,7 @@
 """Codes: a sample's elements as columns of integers, and numbers for those that training saw.
 
-`columns_of` gives every sample's elements one form, `CodeBook` numbers the n-grams of their columns
-for the tables of `dynoffload.pilot.association`, and `Fields` turns elements into rows of an
-embedding for `dynoffload.pilot.sequence`.
+`columns_of` gives every sample's elements one form, and `CodeBook` numbers the n-grams of their
+columns for the tables of `dynoffload.pilot.association`.
 """
 
 from __future__ import annotations
@@ -14,20 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dynoffload.profiler.input_features import InputFeatures
-
 Codes = npt.NDArray[np.int64]
 
 PAD = -1
 """The code that stands where a sequence has no earlier element."""
 MAX_COLUMNS = 8
 """The most columns of an element that are read."""
-MAX_ELEMENTS = 192
-"""Elements that are embedded; of a larger sample, evenly spaced ones."""
-EMBEDDED_COLUMNS = 4
-"""Columns of an element that are embedded on their own."""
-MOST_CODES = 4096
-"""Codes kept per embedded column, and n-grams kept per order."""
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT = np.uint64(29)
@@ -123,68 +114,3 @@ def load_books(arrays: Mapping[str, npt.NDArray[Any]], count: int) -> tuple[Code
 def stored_books(books: Sequence[CodeBook]) -> dict[str, npt.NDArray[Any]]:
     """Return code books as arrays by name, as `load_books` reads them."""
     return {f"book{i}": book.keys for i, book in enumerate(books)}
-
-
-@dataclass(frozen=True)
-class Fields:
-    """How an element becomes rows of an embedding.
-
-    Attributes:
-        columns: the code book of each column of its own, then of the bigrams and trigrams.
-        grams: how many of the books, at the end, are of n-grams (of two columns, three, ...).
-    """
-
-    columns: tuple[CodeBook, ...]
-    grams: int
-
-    @property
-    def rows(self) -> int:
-        """Rows of the embedding that these fields need."""
-        return sum(map(len, self.columns))
-
-    def look_up(self, sample: InputFeatures) -> Codes:
-        """Return embedding rows ``[elements, fields]``."""
-        count = len(sample.elements)
-        codes = columns_of(sample.elements)
-        if count > MAX_ELEMENTS:
-            codes = codes[np.linspace(0, count - 1, MAX_ELEMENTS).astype(np.int64)]
-        own = len(self.columns) - self.grams
-        keys = [codes[:, min(c, codes.shape[1] - 1)] for c in range(own)]
-        if self.grams:
-            hashes = hash_prefixes(codes, self.grams + 1)[1:]
-            keys += [hashes[min(g, len(hashes) - 1)] for g in range(self.grams)] if hashes else []
-        rows = np.empty((len(codes), len(self.columns)), dtype=np.int64)
-        offset = 0
-        for field, book in enumerate(self.columns):
-            rows[:, field] = offset
-            if field < len(keys):
-                rows[:, field] += book.look_up(keys[field])
-            offset += len(book)
-        return rows
-
-    @classmethod
-    def load(cls, document: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Fields:
-        """Return the fields of a stored net; ValueError, KeyError or TypeError if they are none."""
-        count, grams = int(document["books"]), int(document["grams"])
-        if not 0 <= grams <= 2 or not grams <= count <= EMBEDDED_COLUMNS + 2:
-            raise ValueError("the wrong number of code books")
-        return cls(load_books(arrays, count), grams)
-
-
-def learn_fields(samples: Sequence[InputFeatures]) -> Fields:
-    """Number the codes and n-grams of the samples' elements."""
-    codes = [columns_of(sample.elements) for sample in samples if len(sample.elements)]
-    if not codes:
-        return Fields((), 0)
-    least = 2 if len(codes) > 8 else 1
-    width = min(code.shape[1] for code in codes)
-    books = [
-        learn_code_book([code[:, column] for code in codes], least=least, most=MOST_CODES)
-        for column in range(min(width, EMBEDDED_COLUMNS))
-    ]
-    hashes = [hash_prefixes(code, min(width, 3))[1:] for code in codes]
-    grams = len(hashes[0])
-    for gram in range(grams):
-        of_order = [h[gram] for h in hashes]
-        books.append(learn_code_book(of_order, least=least + 1, most=MOST_CODES))
-    return Fields(tuple(books), grams)

@@ -15,15 +15,16 @@ Sources: Schäfer and Strimmer, "A shrinkage approach to large-scale covariance 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dynoffload.pilot.features import Floats, sigmoid, site_stops
-from dynoffload.profiler.safefile import checked_integers, checked_weights
+from dynoffload.profiler.safefile import checked_weights
 
 Bools = npt.NDArray[np.bool_]
 
@@ -57,11 +58,6 @@ class Correction:
     factor: Floats
     blend: Floats
 
-    @property
-    def stops(self) -> tuple[int, ...]:
-        """Where each site ends among the blocks."""
-        return site_stops(self.sites)
-
     def start(self, chances: Floats) -> Posterior:
         """Begin a step of which a model foretold ``chances``, ``[blocks]``."""
         return Posterior(self, chances)
@@ -69,29 +65,27 @@ class Correction:
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return what is stored."""
         return {
-            "correction_sites": self.sites,
             "correction_factor": self.factor.astype(np.float16),
             "correction_blend": self.blend,
         }
 
     @classmethod
-    def load(cls, arrays: Mapping[str, npt.NDArray[Any]], blocks: int) -> Correction:
-        """Build a correction from what was stored.
+    def load(
+        cls, arrays: Mapping[str, npt.NDArray[Any]], sites: npt.NDArray[np.int64]
+    ) -> Correction:
+        """Build a correction from what was stored, and the sites of the blocks.
 
         Raises:
-            ValueError, KeyError: if the parts are not those of a correction for so many blocks.
+            ValueError, KeyError: if the parts are not those of a correction for these blocks.
         """
-        sites = checked_integers("correction_sites", arrays["correction_sites"])
         factor = checked_weights("correction_factor", arrays["correction_factor"])
         blend = checked_weights("correction_blend", arrays["correction_blend"])
-        if sites.shape != (blocks,) or factor.shape != (blocks, blocks):
+        if factor.shape != (len(sites), len(sites)):
             raise ValueError("a correction of the wrong shape")
-        if blend.ndim != 3 or blend.shape[1:] != (SOURCES, COLUMNS):
+        if blend.ndim != 3 or blend.shape[1:] != (SOURCES, COLUMNS) or sites.max() >= len(blend):
             raise ValueError("a blend of the wrong shape")
         if (np.diagonal(factor) <= 0).any():
             raise ValueError("a factor that is none")
-        if blocks and not (sites.min() >= 0 and sites.max() < len(blend)):
-            raise ValueError("a site that is not there")
         return cls(sites, factor, blend)
 
 
@@ -138,11 +132,6 @@ class Posterior:
         """Which blocks the network hinted at."""
         return ~np.isnan(self._hints)
 
-    def replace(self, chances: Floats) -> None:
-        """The model itself foretells the rest anew: from here on by these ``chances``."""
-        rest = slice(self.known, None)
-        self._chances[rest] = np.clip(chances[rest], 1e-4, 1 - 1e-4)
-
     @property
     def chances(self) -> Floats:
         """P(runs) of each block: 0 or 1 of the known ones, corrected for the rest."""
@@ -177,7 +166,6 @@ def learn_correction(
     sites: npt.NDArray[np.int64],
     folds: npt.NDArray[np.int64],
     hints: Floats | None = None,
-    again: Callable[[int, Sequence[bool]], Floats] | None = None,
 ) -> tuple[Correction, Floats]:
     """Learn how a model errs.
 
@@ -188,8 +176,6 @@ def learn_correction(
         folds: the number of each step's part, ``[steps]``: no part teaches what is said of it.
         hints: what the network hinted about each block, ahead and at hand, NaN where it did not,
             ``[steps, blocks, 2]``.
-        again: how the model itself foretells the rest of a step, by its number and what its first
-            blocks ran; None where the model does not.
 
     Returns:
         the correction, and ``chances`` as they are corrected before a step by what the other parts
@@ -199,20 +185,19 @@ def learn_correction(
     if hints is None:
         hints = np.full((*ran.shape, SOURCES - 1), np.nan, dtype=np.float32)
     count = int(sites.max()) + 1
-    parts = np.unique(folds)
     followed = np.linspace(0, len(ran) - 1, min(len(ran), MAX_STEPS)).astype(np.int64)
     rows = np.empty((len(followed), ran.shape[1], COLUMNS), dtype=np.float32)
-    for part in parts:
-        inside = folds != part if len(parts) > 1 else folds == part
+    for part in np.unique(folds):
+        inside = folds != part
         factor = residual_factor(chances[inside], ran[inside])
-        mine = np.flatnonzero(folds[followed] == part)
+        mine = folds[followed] == part
         steps = followed[mine]
-        rows[mine] = _posterior_rows(factor, steps, chances, ran, sites, again)
+        rows[mine] = _posterior_rows(factor, chances[steps], ran[steps], sites)
     unsure = np.full(chances.shape, np.nan, dtype=np.float32)
     start = blend_rows(chances, np.zeros_like(chances), unsure)
     calibrated = np.empty_like(chances)
-    for part in parts:
-        taught = folds[followed] != part if len(parts) > 1 else folds[followed] == part
+    for part in np.unique(folds):
+        taught = folds[followed] != part
         blend = _learn_blend(start, rows, followed, taught, ran, sites, hints, count)
         mine = folds == part
         calibrated[mine] = sigmoid((start[mine] * blend[sites, 0]).sum(axis=2))
@@ -223,35 +208,23 @@ def learn_correction(
 
 
 def _posterior_rows(
-    factor: Floats,
-    steps: npt.NDArray[np.int64],
-    chances: Floats,
-    ran: Bools,
-    sites: npt.NDArray[np.int64],
-    again: Callable[[int, Sequence[bool]], Floats] | None,
+    factor: Floats, chances: Floats, ran: Bools, sites: npt.NDArray[np.int64]
 ) -> Floats:
     """Return what is blended for each block when its site begins, but for hints,
     ``[steps, blocks, COLUMNS]``."""
-    now, deviation = chances[steps], _deviation(chances[steps])
-    truth = ran[steps]
-    mean = np.zeros_like(now)
-    nothing = np.full(now.shape, np.nan, dtype=np.float32)
-    rows = np.empty((*now.shape, COLUMNS), dtype=np.float32)
-    begin = 0
-    for stop in site_stops(sites):
-        if again is not None and begin:
-            for number, step in enumerate(steps.tolist()):
-                told = again(step, truth[number, :begin].tolist())
-                now[number, begin:] = np.clip(told[begin:], 1e-4, 1 - 1e-4)
+    deviation = _deviation(chances)
+    mean = np.zeros_like(chances)
+    nothing = np.full(chances.shape, np.nan, dtype=np.float32)
+    rows = np.empty((*chances.shape, COLUMNS), dtype=np.float32)
+    for begin, stop in pairwise((0, *site_stops(sites))):
         here = slice(begin, stop)
         shift = mean[:, here] * deviation[:, here]
-        rows[:, here] = blend_rows(now[:, here], shift, nothing[:, here])
+        rows[:, here] = blend_rows(chances[:, here], shift, nothing[:, here])
         for block in range(begin, stop):
-            residual = (truth[:, block] - now[:, block]) / deviation[:, block]
+            residual = (ran[:, block] - chances[:, block]) / deviation[:, block]
             residual = np.clip(residual, -MAX_RESIDUAL, MAX_RESIDUAL)
             weight = (residual - mean[:, block]) / factor[block, block]
             mean[:, block + 1 :] += weight[:, None] * factor[block, block + 1 :]
-        begin = stop
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Scores of predicted block orders: of one order, and of a predictor over many samples.
+"""Scores of predicted block orders, and the baselines that a pilot must beat.
 
 Block-order accuracy of one sample is 1 - Levenshtein(predicted, true) / max(length), over the
 training vocabulary; a block unknown to it (-1) is always wrong.
@@ -12,33 +12,20 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 from rapidfuzz.distance import Levenshtein
 
-from dynoffload.pilot.features import Example, site_name
+from dynoffload.pilot.features import Example
+from dynoffload.pilot.template import learn_template, tokens
 from dynoffload.pilot.tracking import StepTracker
 from dynoffload.planning.blocks import Block
 
 if TYPE_CHECKING:
     from dynoffload.pilot.pilot import Pilot
 
-Predictor = Callable[[Example], Sequence[int]]
+TUNING_SAMPLES = 200
+"""Training samples that the most frequent order's threshold is chosen on."""
 
-COLUMNS = ("order", "by bytes", "whole order", "choices F1")
-"""Headers of the shares of `Scores`, as tables show them."""
-LEGEND = (
-    "order: share of the blocks in the right order (1 - edit distance). By bytes: the same over "
-    "the blocks that vary, weighted by size. Whole order: share of steps without an error. Choices "
-    "F1: of the set of blocks chosen at each module where that varies. Online: corrected after "
-    "each step by what it ran."
-)
-PREDICTORS = {
-    "pilot": "pilot",
-    "pilot, following": "pilot, online",
-    "last order": "repeat-last",
-    "most frequent": "most frequent order",
-}
-"""How tables name the rows of an evaluation."""
+Predictor = Callable[[Example], Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -48,18 +35,15 @@ class Scores:
     Attributes:
         samples: how many samples were scored.
         block_order_accuracy: mean over samples.
-        byte_weighted: the same over the blocks whose presence or place varies in training, each
-            edit weighing the block's bytes; NaN where no block varies.
+        varying_order: the same over the blocks whose presence or place varies in training; NaN
+            where none does.
         whole_order: share of samples whose whole order is right.
-        site_f1: F1 of the set of blocks at each site with a varying block, mean over the sites a
-            sample or its prediction visits, then over samples; NaN where no block varies.
     """
 
     samples: int
     block_order_accuracy: float
-    byte_weighted: float
+    varying_order: float
     whole_order: float
-    site_f1: float
 
     def to_json(self) -> dict[str, float]:
         """Return the scores by name."""
@@ -74,73 +58,43 @@ def block_order_accuracy(predicted: Sequence[int], true: Sequence[int]) -> float
     return 1.0 - Levenshtein.distance([-2 if b < 0 else b for b in predicted], true) / longest
 
 
-def byte_weighted_accuracy(
-    predicted: Sequence[int],
-    true: Sequence[int],
-    blocks: Sequence[Block],
-    varying: frozenset[int],
-) -> float:
-    """Return block-order accuracy over the varying blocks, each weighing its bytes.
+class LastOrder:
+    """Predicts what the last sample ran."""
 
-    Insertions and deletions cost the block's bytes (parameters and activations), a substitution
-    the larger of the two; the cost is divided by the bytes of the heavier order. Unknown blocks
-    weigh the mean. NaN where neither order has a varying block.
-    """
-    weights = np.array([max(b.nbytes + b.activation_bytes, 1) for b in blocks], dtype=np.float64)
-    first = [b for b in predicted if b in varying]
-    second = [b for b in true if b < 0 or b in varying]
-    unknown = float(weights.mean())
-    heaviest = max(
-        sum(weights[b] if b >= 0 else unknown for b in order) for order in (first, second)
-    )
-    if not heaviest:
-        return float("nan")
-    return float(1.0 - weighted_edit_distance(first, second, weights) / heaviest)
+    def __init__(self, first: Sequence[int] = ()) -> None:
+        """Start from an order, or from none."""
+        self._last = list(first)
+
+    def __call__(self, example: Example) -> Sequence[int]:
+        """Return the order of the example before, then remember this one's."""
+        answer = self._last
+        self._last = [block for block in example.blocks if block >= 0]
+        return answer
 
 
-def weighted_edit_distance(
-    first: Sequence[int], second: Sequence[int], weights: npt.NDArray[np.float64]
-) -> float:
-    """Return the least total weight of edits between two orders.
+def most_frequent_order(orders: Sequence[Sequence[int]], blocks: Sequence[Block]) -> list[int]:
+    """Return one order for all samples: the best of some, judged on the training samples.
 
-    Inserting or deleting block ``b`` costs ``weights[b]``, a substitution the larger of the two
-    weights. A negative block is unknown to the vocabulary and costs the mean weight. (Libraries
-    weigh edits by their kind alone.)
+    One is the order seen most often (the first of equals); the others hold, in canonical order, the
+    blocks that more than a share of the samples run.
 
     Args:
-        first: indices into ``weights``, or negative.
-        second: the same.
-        weights: cost per block, ``[blocks]``, none negative; at least one block.
+        orders: of the training samples, at least one.
+        blocks: the vocabulary's blocks.
     """
-    codes = np.asarray(second, dtype=np.int64)
-    by_code = np.append(weights, weights.mean())
-    rows, columns = (by_code[np.maximum(order, -1)] for order in (np.array(first, int), codes))
-    across = np.concatenate([[0.0], np.cumsum(columns)])
-    line = across.copy()
-    for block, cost in zip(first, rows, strict=True):
-        best = line + cost
-        swap = np.where((codes == block) & (codes >= 0), 0.0, np.maximum(columns, cost))
-        best[1:] = np.minimum(best[1:], line[:-1] + swap)
-        # A run of insertions: best[j] = min over i <= j of best[i] + across[j] - across[i].
-        line = np.minimum.accumulate(best - across) + across
-    return float(line[-1])
-
-
-def site_f1(
-    predicted: Sequence[int],
-    true: Sequence[int],
-    blocks: Sequence[Block],
-    varying: frozenset[int],
-) -> float:
-    """Return the mean F1 of the predicted set of blocks per site; NaN where no site is visited."""
-    found: dict[str, tuple[set[int], set[int]]] = {}
-    for side, order in enumerate((predicted, true)):
-        for block in order:
-            if block in varying:
-                found.setdefault(site_name(blocks[block]), (set(), set()))[side].add(block)
-    if not found:
-        return float("nan")
-    return float(np.mean([2 * len(p & t) / (len(p) + len(t)) for p, t in found.values()]))
+    known = [tuple(b for b in order if b >= 0) for order in orders]
+    candidates: list[list[int]] = [list(Counter(known).most_common(1)[0][0])]
+    template = learn_template(known, blocks)
+    filled = [tokens(order, template.families) for order in known]
+    runs = {slot: Counter(f[slot] for f in filled if slot in f) for slot in template.slots}
+    shares = {slot: sum(count.values()) / len(known) for slot, count in runs.items()}
+    for percent in range(10, 80, 5):
+        chosen = [slot for slot in template.slots if shares[slot] >= percent / 100]
+        order = [b for slot in chosen for b in runs[slot].most_common(1)[0][0]]
+        if order not in candidates:
+            candidates.append(order)
+    tried = known[:: max(1, len(known) // TUNING_SAMPLES)]
+    return max(candidates, key=lambda order: sum(block_order_accuracy(order, t) for t in tried))
 
 
 def varying_blocks(orders: Sequence[Sequence[int]], blocks: int = 0) -> frozenset[int]:
@@ -171,10 +125,7 @@ def varying_blocks(orders: Sequence[Sequence[int]], blocks: int = 0) -> frozense
 
 
 def score(
-    predict: Predictor,
-    examples: Sequence[Example],
-    blocks: Sequence[Block],
-    varying: frozenset[int],
+    predict: Predictor, examples: Sequence[Example], varying: frozenset[int] = frozenset()
 ) -> Scores:
     """Score a predictor on samples in the order given.
 
@@ -182,27 +133,21 @@ def score(
         predict: called with each example in turn; it must look at the sample only. (It gets the
             example so that a baseline may remember its order after answering.)
         examples: held-out samples, at least one.
-        blocks: the vocabulary's blocks.
         varying: `varying_blocks` of the training orders.
     """
-    rows = []
-    for example in examples:
-        predicted = predict(example)
-        accuracy = block_order_accuracy(predicted, example.blocks)
-        rows.append(
-            (
-                accuracy,
-                byte_weighted_accuracy(predicted, example.blocks, blocks, varying),
-                float(accuracy == 1.0),
-                site_f1(predicted, example.blocks, blocks, varying),
-            )
-        )
-    columns = np.array(rows, dtype=np.float64)
-    means = [
-        float(np.mean(column[~np.isnan(column)])) if not np.isnan(column).all() else float("nan")
-        for column in columns.T
+    pairs = [(predict(example), example.blocks) for example in examples]
+    accuracy = [block_order_accuracy(predicted, true) for predicted, true in pairs]
+    chosen = [
+        ([b for b in predicted if b in varying], [b for b in true if b < 0 or b in varying])
+        for predicted, true in pairs
     ]
-    return Scores(len(examples), *means)
+    of_varying = [block_order_accuracy(*pair) for pair in chosen if any(pair)]
+    return Scores(
+        len(examples),
+        float(np.mean(accuracy)),
+        float(np.mean(of_varying)) if of_varying else float("nan"),
+        float(np.mean([one == 1.0 for one in accuracy])),
+    )
 
 
 def one_ahead(pilot: Pilot, example: Example) -> float:

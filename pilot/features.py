@@ -20,8 +20,6 @@ Floats = npt.NDArray[np.float32]
 
 MAX_VALUES = 32
 """The most named numbers of a sample that the models look at."""
-MAX_SITES = 48
-"""Sites that are passed one by one; of a deeper network, neighbours are passed together."""
 MAX_CENTRE, MIN_SCALE, MAX_SCALE = 100.0, 1e-7, 100.0
 """What centres and scales of numbers on a logarithmic scale can be."""
 CLIP = 8.0
@@ -163,16 +161,8 @@ def site_name(block: Block) -> str:
 
 
 def site_stops(sites: npt.NDArray[np.int64]) -> tuple[int, ...]:
-    """Return where each run of one site ends, at most `MAX_SITES` runs: neighbours are joined.
-
-    Args:
-        sites: the number of each block's site, ``[blocks]``.
-    """
-    ends = [*(np.flatnonzero(np.diff(sites)) + 1).tolist(), len(sites)]
-    if len(ends) <= MAX_SITES:
-        return tuple(ends)
-    kept = np.linspace(0, len(ends) - 1, MAX_SITES + 1).astype(np.int64)[1:]
-    return tuple(ends[i] for i in kept)
+    """Return where each run of one site ends, of the sites of blocks ``[blocks]``."""
+    return (*(np.flatnonzero(np.diff(sites)) + 1).tolist(), len(sites))
 
 
 def sigmoid(x: Floats) -> Floats:

@@ -1,7 +1,7 @@
 """Fitting a pilot from samples and the orders they ran.
 
-Cross-validation over whole sources chooses the length of training, the threshold and, for
-``"auto"``, the kind of model; the final model then learns from all of them.
+Cross-validation over whole sources tells how the model errs, and which threshold is best; the model
+then learns from all samples.
 """
 
 from __future__ import annotations
@@ -15,31 +15,23 @@ import numpy as np
 import numpy.typing as npt
 
 from dynoffload.errors import PilotError
-from dynoffload.pilot.baselines import most_frequent_order
-from dynoffload.pilot.evaluate import varying_blocks
+from dynoffload.pilot.boosting import TrainingSet, train_tables
+from dynoffload.pilot.correction import learn_correction
+from dynoffload.pilot.evaluate import block_order_accuracy, most_frequent_order, varying_blocks
 from dynoffload.pilot.features import Example, Floats, block_features, sites_of
 from dynoffload.pilot.loops import LoopModel, Rule, learn_loop
-from dynoffload.pilot.models import AUTO_KINDS, KINDS, TrainingSet
 from dynoffload.pilot.pilot import Pilot, shown_by
 from dynoffload.pilot.sources import source_folds
 from dynoffload.pilot.template import LOOP, OrderTemplate, Slot, learn_template, tokens
-from dynoffload.pilot.validation import (
-    FoldResult,
-    Validation,
-    cross_validate,
-    fit_all,
-    fit_fold,
-)
 from dynoffload.pilot.workers import run_tasks
 from dynoffload.planning.blocks import Vocabulary
+from dynoffload.profiler.input_features import InputFeatures
 
-AUTO = "auto"
 FOLDS = 3
 """Parts of the samples, each predicted by what is learned from the others."""
-MAX_CHOOSING = 512
-"""Samples that kinds are tried on at most, spread evenly; the chosen kind learns from all."""
 MAX_VALIDATION = 256
 """Samples that thresholds are tried on at most."""
+THRESHOLDS = tuple(round(0.05 * step, 2) for step in range(2, 17))
 
 BUNDLED = 8
 """Steps in which slots must have run, and not run, to be taken for one."""
@@ -54,7 +46,6 @@ def fit_pilot(
     vocabulary: Vocabulary,
     examples: Sequence[Example],
     *,
-    model: str = AUTO,
     seed: int = 0,
     on_progress: Progress | None = None,
     jobs: int | None = 1,
@@ -64,19 +55,17 @@ def fit_pilot(
     Args:
         vocabulary: the network's blocks.
         examples: recorded samples, at least two.
-        model: one of `dynoffload.pilot.models.KINDS`, or ``"auto"`` for the best of them by
-            cross-validation.
         seed: makes the result the same every time.
         on_progress: called now and then with what is being done.
         jobs: processes that fit the models of cross-validation, as `run_tasks` takes them. They do
             not change the result if this process uses one thread, as they do.
 
     Raises:
-        PilotError: if there are too few samples, an order names a block that the vocabulary does
-            not have, or the model is unknown.
+        PilotError: if there are too few samples, or an order names a block that the vocabulary does
+            not have.
     """
-    kinds = AUTO_KINDS if model == AUTO else (model,)
-    _validate(vocabulary, examples, kinds)
+    _validate(vocabulary, examples)
+    say = on_progress or (lambda _: None)
     orders = [example.blocks for example in examples]
     template, filled, loops = _learn_shape(vocabulary, examples)
     card: dict[str, Any] = {
@@ -108,70 +97,51 @@ def fit_pilot(
         [example.source for example in examples],
         block_features(vocabulary.blocks, chosen),
         sites_of(vocabulary.blocks, chosen),
-        np.fmax.reduceat(placed_hints(bare, examples), firsts, axis=1),
     )
+    hints = np.fmax.reduceat(placed_hints(template, examples), firsts, axis=1)
     bare = replace(bare, bundles=tuple(bundles.tolist()))
-    return _fit_models(bare, data, examples, kinds, seed, on_progress or (lambda _: None), jobs)
-
-
-def _fit_models(
-    bare: Pilot,
-    data: TrainingSet,
-    examples: Sequence[Example],
-    kinds: Sequence[str],
-    seed: int,
-    on_progress: Progress,
-    jobs: int | None,
-) -> Pilot:
-    """Choose kind, length of training and threshold by cross-validation; then learn from all.
-
-    What is predicted of steps that were left out also tells how the chosen kind errs.
-    """
-    chosen = np.linspace(0, len(examples) - 1, min(len(examples), MAX_CHOOSING)).astype(int)
-    tried = _validations(bare, data, examples, chosen, kinds, seed, on_progress, jobs)
-    best = max((tried[kind] for kind in kinds), key=lambda one: one.accuracy)
-    if len(examples) > MAX_CHOOSING:  # models of fewer samples err otherwise
-        every = np.arange(len(examples))
-        found = _validations(bare, data, examples, every, [best.kind], seed, on_progress, jobs)
-        best = replace(found[best.kind], share=best.share)
-    on_progress(f"training: {best.kind}")
-    ((_, model),) = run_tasks(fit_all, [(best.kind, data, best.share, seed)], jobs)
-    card = {
-        **bare.card,
-        "validation_accuracy": {kind: round(tried[kind].accuracy, 4) for kind in kinds},
-        "validation_samples": len(chosen),
-        "folds": FOLDS,
-    }
+    folds = source_folds(data.groups, FOLDS, seed)
+    parts = [np.flatnonzero(folds == part) for part in np.unique(folds)]
+    tasks = [
+        (data.part(np.setdiff1d(np.arange(len(folds)), part)), data.part(part).samples, seed)
+        for part in parts
+    ]
+    chances = np.empty(data.present.shape, dtype=np.float32)
+    for done, (number, told) in enumerate(run_tasks(predict_others, tasks, jobs), 1):
+        chances[parts[number]] = told
+        say(f"cross-validation: {done} of {len(parts)} fits")
+    correction, calibrated = learn_correction(chances, data.present, data.sites, folds, hints)
+    threshold, accuracy = _best_threshold(bare, examples, calibrated[:, bundles])
+    say("training")
     return replace(
-        bare, model=model, threshold=best.threshold, card=card, correction=best.correction
+        bare,
+        model=train_tables(data, seed),
+        correction=correction,
+        threshold=threshold,
+        card={**card, "validation_accuracy": round(accuracy, 4)},
     )
 
 
-def _validations(
-    bare: Pilot,
-    data: TrainingSet,
-    examples: Sequence[Example],
-    chosen: npt.NDArray[np.int64],
-    kinds: Sequence[str],
-    seed: int,
-    on_progress: Progress,
-    jobs: int | None,
-) -> dict[str, Validation]:
-    """Return what cross-validation over the ``chosen`` examples tells of each kind."""
-    some = data.part(chosen)
-    folds = source_folds(some.groups, FOLDS, seed)
-    parts = [int(part) for part in np.unique(folds)]
-    questions = [(kind, part) for kind in reversed(kinds) for part in parts]  # longest first
-    results: dict[tuple[str, int], FoldResult] = {}
-    tasks = [(kind, some, folds, part, seed) for kind, part in questions]
-    for number, made in run_tasks(fit_fold, tasks, jobs):
-        results[questions[number]] = made
-        on_progress(f"choosing a model: {len(results)} of {len(tasks)} trial fits")
-    shown = np.linspace(0, len(chosen) - 1, min(len(chosen), MAX_VALIDATION)).astype(int)
-    scored = [examples[i] for i in chosen[shown]]
-    of_kind = {kind: [results[kind, part] for part in parts] for kind in kinds}
-    trials = [(bare, scored, shown, kind, some, folds, of_kind[kind]) for kind in kinds]
-    return {kinds[number]: found for number, found in run_tasks(cross_validate, trials, jobs)}
+def predict_others(data: TrainingSet, others: Sequence[InputFeatures], seed: int) -> Floats:
+    """Return what a model of some steps predicts of other samples, ``[others, blocks]``."""
+    model = train_tables(data, seed)
+    return np.stack([model.probabilities(sample) for sample in others])
+
+
+def _best_threshold(
+    pilot: Pilot, examples: Sequence[Example], chances: Floats
+) -> tuple[float, float]:
+    """Return the threshold with the best block-order accuracy on some samples, the nearest to a
+    half of equals (what drifts later must be able to pass it), and that accuracy."""
+    found = np.zeros(len(THRESHOLDS))
+    tried = np.linspace(0, len(examples) - 1, min(len(examples), MAX_VALIDATION)).astype(int)
+    for example, predicted in ((examples[i], chances[i]) for i in tried):
+        for number, threshold in enumerate(THRESHOLDS):
+            order, _ = pilot.decode(example.sample, predicted, threshold)
+            found[number] += block_order_accuracy(order, example.blocks)
+    good = np.flatnonzero(found >= found.max() - 1e-9)
+    best = int(min(good, key=lambda number: abs(THRESHOLDS[number] - 0.5)))
+    return THRESHOLDS[best], float(found[best] / len(tried))
 
 
 def bundled(present: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
@@ -190,23 +160,22 @@ def bundled(present: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
     return np.concatenate(([0], np.cumsum(~alike))).astype(np.int64)
 
 
-def placed_hints(pilot: Pilot, examples: Sequence[Example]) -> Floats:
+def placed_hints(template: OrderTemplate, examples: Sequence[Example]) -> Floats:
     """Return what was hinted last about each optional slot while others were undecided before it,
     and what when it was at hand; NaN if nothing was, ``[examples, optional, 2]``."""
-    layout = pilot.layout
-    hints = np.full((len(examples), len(layout.optional), 2), np.nan, dtype=np.float32)
+    hints = np.full((len(examples), len(template.optional), 2), np.nan, dtype=np.float32)
     for row, example in zip(hints, examples, strict=True):
         seen: Counter[int] = Counter()
         passed = passed_slots = 0
         for hint in example.hints:
             for block in example.blocks[passed : hint.place]:
-                place = layout.place_of.get((block, seen[block]), -1)
+                place = template.place_of.get((block, seen[block]), -1)
                 seen[block] += 1
-                upto = int(np.searchsorted(layout.optional, place, side="right"))
+                upto = int(np.searchsorted(template.optional, place, side="right"))
                 passed_slots = max(passed_slots, upto)
             passed = hint.place
-            places = (layout.place_of.get((block, seen[block]), -1) for block in hint.blocks)
-            numbers = [layout.optional_number.get(place, -1) for place in places]
+            number_of = template.optional_number
+            numbers = [number_of.get((block, seen[block]), -1) for block in hint.blocks]
             open_ones = [number for number in numbers if number >= passed_slots]
             at_hand = int(min(open_ones, default=-1) == passed_slots)
             for number, value in zip(numbers, hint.values, strict=True):
@@ -274,21 +243,15 @@ def _learn_loops(
     return tuple(learn_loop(samples, [f.get(slot, ()) for f in filled], blocks) for slot in slots)
 
 
-def _validate(vocabulary: Vocabulary, examples: Sequence[Example], kinds: Sequence[str]) -> None:
-    for kind in kinds:
-        if kind not in KINDS:
-            choices = ", ".join((AUTO, *KINDS))
-            raise PilotError(f"there is no pilot model {kind!r}: choose one of {choices}")
+def _validate(vocabulary: Vocabulary, examples: Sequence[Example]) -> None:
     if len(examples) < 2:
         raise PilotError(
             f"a pilot learns from at least 2 recorded samples, and there are {len(examples)}: "
             "profile more steps"
         )
     size = len(vocabulary.blocks)
-    codes: npt.NDArray[np.int64] = np.array(
-        [block for example in examples for block in example.blocks], dtype=np.int64
-    )
-    if not (codes >= 0).any() or int(codes.max()) >= size:
+    largest = max((block for example in examples for block in example.blocks), default=-1)
+    if not 0 <= largest < size:
         raise PilotError(
             f"the recorded orders do not fit the vocabulary of {size} blocks: "
             "build the vocabulary from the same traces"

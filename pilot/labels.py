@@ -7,12 +7,9 @@ all traces together, so a label holds no order of blocks yet.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import platform
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,31 +91,18 @@ def label_traces(traces: str | Path, jobs: int | None, report: Report) -> list[L
 
 def make_label(path: str) -> Label | str:
     """Return the label of a trace file, or why there is none; called in worker processes."""
-    with _without_collector():
-        try:
-            program = resolve(load_trace(Path(path)))  # refuses what is larger than any trace
-            with Path(path).open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            return Label(summarize_calls(program), program.sample, tuple(program.hints), digest)
-        except DynOffloadError as error:
-            return str(error)
-        except OSError as error:
-            return (
-                f"{path}: cannot be read on {platform.node()} ({error.strerror}); workers must "
-                "find the traces under the same path"
-            )
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Keep the cyclic collector from walking a trace's objects, which make no cycles."""
-    running = gc.isenabled()
-    gc.disable()
     try:
-        yield
-    finally:
-        if running:
-            gc.enable()
+        program = resolve(load_trace(Path(path)))  # refuses what is larger than any trace
+        with Path(path).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return Label(summarize_calls(program), program.sample, tuple(program.hints), digest)
+    except DynOffloadError as error:
+        return str(error)
+    except OSError as error:
+        return (
+            f"{path}: cannot be read on {platform.node()} ({error.strerror}); workers must find "
+            "the traces under the same path"
+        )
 
 
 def encode_example(vocabulary: Vocabulary, label: Label) -> Example:
@@ -132,10 +116,3 @@ def encode_example(vocabulary: Vocabulary, label: Label) -> Example:
         place = bisect_right(calls, hint.call)
         hints.append(BlockHint(place, tuple(b for b, _ in told), tuple(v for _, v in told)))
     return Example(label.sample, [block for _, block in order], label.source, hints)
-
-
-def digest_of_set(labels: Sequence[Label]) -> str:
-    """Return the SHA-256 over the digests of all traces, sorted: the same whatever the files are
-    called."""
-    digests = sorted(label.digest for label in labels)
-    return hashlib.sha256("\n".join(digests).encode()).hexdigest()

@@ -1,11 +1,11 @@
-"""Segments: stretches of blocks that follow the sample's elements, one after the other.
+"""Loops: stretches of blocks that follow the sample's elements, one after the other.
 
 `LoopModel` learns how a loop's blocks come from the elements that drive it: how many blocks an
 element makes (solved exactly, as whole numbers, from the lengths of the recorded stretches), which
 of the element's codes decide them, and what each value of those codes makes. A Tree-LSTM's cells by
 arity, a cell per token, a loop that skips some kinds of node: all are small tables. Where no rule
-explains the records, the stretch of the nearest recorded sample is repeated. There is one model per
-loop slot of the `OrderTemplate`.
+explains the records, the most frequent stretch is repeated. There is one model per loop slot of the
+`OrderTemplate`.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dynoffload.errors import PilotError
 from dynoffload.pilot.codes import columns_of
-from dynoffload.pilot.features import CLIP, MAX_SCALE, Floats, Scaler, learn_scaler
 from dynoffload.planning.blocks import Block
 from dynoffload.profiler.input_features import InputFeatures
 
@@ -39,8 +37,6 @@ CLEAR = 0.9
 """The share of a column's codes that must say one thing for a rule to be completed by it."""
 MAX_KEYS = 4096
 """The most pairs of codes that a completed rule names."""
-MAX_NEIGHBOURS = 512
-"""The most recorded stretches kept where no rule explains them."""
 
 
 @dataclass(frozen=True)
@@ -77,71 +73,33 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Neighbours:
-    """Recorded stretches, found again by the numbers of their samples.
-
-    Attributes:
-        scaler: makes the numbers of a sample that are compared.
-        points: of each record, ``[records, scaler]``.
-        runs: the stretch of each record.
-    """
-
-    scaler: Scaler
-    points: Floats
-    runs: tuple[Run, ...]
-
-    def apply(self, sample: InputFeatures, ran: Run = ()) -> list[int]:
-        """Return the stretch of the record nearest to a sample; the earliest of equals.
-
-        Args:
-            sample: what the step runs.
-            ran: how the stretch has begun: records that begin so go before those that do not.
-        """
-        distance = ((self.points - self.scaler(sample)) ** 2).sum(axis=1)
-        if ran:
-            alike = np.array([run[: len(ran)] == ran for run in self.runs])
-            distance = np.where(alike | ~alike.any(), distance, np.inf)
-        return list(self.runs[int(distance.argmin())])
-
-
-@dataclass(frozen=True)
 class LoopModel:
     """What stands in one loop of the template.
 
     Attributes:
-        how: the rule found, or the records to repeat.
+        how: the rule found, or the stretch that was recorded most often.
         fidelity: share of the training stretches that it gives back exactly.
     """
 
-    how: Rule | Neighbours
+    how: Rule | Run
     fidelity: float
 
     def predict(self, sample: InputFeatures) -> list[int]:
         """Return the blocks of this loop for a sample, in order."""
         if isinstance(self.how, Rule):
             return self.how.apply(columns_of(sample.elements))
-        return self.how.apply(sample)
+        return list(self.how)
 
     def rest(self, sample: InputFeatures, ran: Sequence[int]) -> list[int]:
         """Return the blocks still to come in this loop once its first ones ran, in order."""
-        if isinstance(self.how, Rule):
-            return self.predict(sample)[len(ran) :]
-        return self.how.apply(sample, tuple(ran))[len(ran) :]
+        return self.predict(sample)[len(ran) :]
 
     def to_json(self) -> dict[str, Any]:
         """Return the model as plain JSON data."""
-        if isinstance(self.how, Rule):
-            how: dict[str, Any] = {
-                "columns": list(self.how.columns),
-                "table": [[list(key), list(run)] for key, run in self.how.table.items()],
-            }
-        else:
-            how = {
-                "scaler": self.how.scaler.to_json(),
-                "points": self.how.points.tolist(),
-                "runs": [list(run) for run in self.how.runs],
-            }
-        return {"fidelity": self.fidelity, **how}
+        if not isinstance(self.how, Rule):
+            return {"fidelity": self.fidelity, "run": list(self.how)}
+        table = [[list(key), list(run)] for key, run in self.how.table.items()]
+        return {"fidelity": self.fidelity, "columns": list(self.how.columns), "table": table}
 
     @classmethod
     def from_json(cls, data: Any, blocks: int) -> LoopModel:
@@ -152,33 +110,20 @@ class LoopModel:
             blocks: size of the vocabulary; a block outside it is refused.
 
         Raises:
-            PilotError: if the data is not such a model.
+            ValueError, LookupError, TypeError: if the data is not such a model.
         """
-        try:
-            fidelity = float(data["fidelity"])
-            if not 0 <= fidelity <= 1:
-                raise ValueError("a fidelity that is no share")
-            how: Rule | Neighbours
-            if "columns" in data:
-                table = {_key(key): _run(run, blocks) for key, run in data["table"]}
-                columns = _key(data["columns"])
-                if not table or not all(0 <= column < 64 for column in columns):
-                    raise ValueError("an empty rule")
-                if any(len(key) != len(columns) for key in table):
-                    raise ValueError("a key of another length than the columns")
-                how = _rule(columns, table)
-            else:
-                scaler = Scaler.from_json(data["scaler"])
-                points = np.array(data["points"], dtype=np.float32)
-                runs = tuple(_run(run, blocks) for run in data["runs"])
-                if points.shape != (len(runs), len(scaler)) or not runs:
-                    raise ValueError("records of the wrong shape")
-                if not (np.abs(points) <= CLIP).all():
-                    raise ValueError("records out of range")
-                how = Neighbours(scaler, points, runs)
-        except (LookupError, TypeError, ValueError, OverflowError) as error:
-            raise PilotError(f"a loop's model is damaged: {error}") from error
-        return cls(how, fidelity)
+        fidelity = float(data["fidelity"])
+        if not 0 <= fidelity <= 1:
+            raise ValueError("a fidelity that is no share")
+        if "columns" not in data:
+            return cls(_run(data["run"], blocks), fidelity)
+        table = {_key(key): _run(run, blocks) for key, run in data["table"]}
+        columns = _key(data["columns"])
+        if not table or not all(0 <= column < 64 for column in columns):
+            raise ValueError("an empty rule")
+        if any(len(key) != len(columns) for key in table):
+            raise ValueError("a key of another length than the columns")
+        return cls(_rule(columns, table), fidelity)
 
 
 def learn_loop(
@@ -198,7 +143,8 @@ def learn_loop(
             rule = _completed(_learn_rule(codes, runs, lengths), blocks)
             right = sum(rule.apply(c) == list(r) for c, r in zip(codes, runs, strict=True))
             return LoopModel(rule, right / len(runs))
-    return LoopModel(_remember(samples, runs), 1.0)
+    run, count = Counter(map(tuple, runs)).most_common(1)[0]
+    return LoopModel(run, count / len(runs))
 
 
 def _element_lengths(codes: list[Codes], lengths: Codes) -> list[Codes] | None:
@@ -312,22 +258,6 @@ def _left_out_accuracy(keys: list[tuple[int, ...]], made: list[Run]) -> float:
 def _rule(columns: tuple[int, ...], table: dict[tuple[int, ...], Run]) -> Rule:
     nearest = np.array(sorted(table), dtype=np.int64).reshape(len(table), len(columns))
     return Rule(columns, table, nearest)
-
-
-def _remember(samples: Sequence[InputFeatures], runs: Sequence[Run]) -> Neighbours:
-    """Keep the latest records and the scales of their numbers."""
-    samples, runs = samples[-MAX_NEIGHBOURS:], runs[-MAX_NEIGHBOURS:]
-    scaler = learn_scaler(samples)
-    points = np.stack([scaler(sample) for sample in samples])
-    lengths = np.array([len(run) for run in runs], dtype=np.float64)
-    spread = lengths.std()
-    if spread:
-        # A number counts by how well it goes with the length, so that noise does not mislead.
-        matter = np.abs(points.T @ (lengths - lengths.mean())) / (len(runs) * spread)
-        scale = np.minimum(scaler.scale / np.maximum(matter, 1e-3), MAX_SCALE)
-        scaler = replace(scaler, scale=scale.astype(np.float32))
-        points = np.stack([scaler(sample) for sample in samples])
-    return Neighbours(scaler, points, tuple(map(tuple, runs)))
 
 
 def _key(values: Any) -> tuple[int, ...]:

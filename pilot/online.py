@@ -127,7 +127,6 @@ class OnlineLearner:
         vocabulary: Vocabulary,
         *,
         pilot: Pilot | None = None,
-        model: str = "lightgbm",
         grow: bool = True,
         seed: int = 0,
     ) -> None:
@@ -136,8 +135,6 @@ class OnlineLearner:
         Args:
             vocabulary: the network's blocks, which every order observed is over.
             pilot: where there is one already, of the same network.
-            model: the kind of pilot to learn, as in `fit_pilot`; by default the one that learns
-                fastest, as the training goes on meanwhile.
             grow: whether to keep samples for learning; without, only corrections are made.
             seed: for learning.
 
@@ -147,7 +144,6 @@ class OnlineLearner:
         if pilot is not None:
             pilot.check(vocabulary.network)
         self._vocabulary = vocabulary
-        self._model = model
         self._seed = seed
         self._grow = grow
         self._current = _Correction(pilot) if pilot is not None else None
@@ -233,7 +229,7 @@ class OnlineLearner:
         with self._lock:
             examples = list(self._examples)
             seen, drifts = self._seen, self.drifts
-        pilot = fit_pilot(self._vocabulary, examples, model=self._model, seed=self._seed)
+        pilot = fit_pilot(self._vocabulary, examples, seed=self._seed)
         with self._lock:
             if self.drifts == drifts:  # else it was learned from steps of before
                 self._next = seen + max(FIRST, int((GROWTH - 1) * len(examples)))

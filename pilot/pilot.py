@@ -9,8 +9,9 @@ takes well under a millisecond on one core.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,24 +20,26 @@ import numpy as np
 import numpy.typing as npt
 
 from dynoffload.errors import PilotError
-from dynoffload.pilot.artifact import read_artifact, refusal, write_artifact
-from dynoffload.pilot.correction import Correction
+from dynoffload.pilot.boosting import BoostedTables
+from dynoffload.pilot.correction import Correction, Posterior
 from dynoffload.pilot.loops import LoopModel
-from dynoffload.pilot.models import PresenceModel, load_model
-from dynoffload.pilot.template import LOOP, OrderTemplate, Slot
+from dynoffload.pilot.template import LOOP, OrderTemplate
 from dynoffload.planning.blocks import Vocabulary
 from dynoffload.profiler.input_features import InputFeatures
+from dynoffload.profiler.safefile import BadFileError, pack, read_file, write_whole
 
 Floats = npt.NDArray[np.float32]
 
+FORMAT = "dynoffload.pilot"
+"""Key of the metadata of a pilot file's safetensors header."""
+VERSION = 5
+"""Version of its layout; any other is refused."""
 MAX_SLOTS = 1 << 16
 """The most slots of a pilot's template."""
 MAX_ORDER = 1 << 20
 """The most blocks that one prediction lists: of a longer order it gives the beginning."""
 MAX_NAMED = 64
 """The most names of numbers that a card tells."""
-RULE = "rule"
-"""The kind of a pilot whose network has no optional blocks: its template says it all."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +70,14 @@ class Pilot:
         varying: the blocks whose presence or place varied in training, which scores weigh.
         most_frequent: the one order that fits the training samples best, a baseline for scores.
         card: how it was made: plain JSON data for people to read, and for a warning.
-        correction: what was learned of the model's errors; None: nothing is corrected.
+        correction: what was learned of the model's errors; None where there is no model.
         bundles: the number of each optional slot's bundle, ascending from 0: slots that always run
             together are one question to the model.
-        layout: the template as arrays.
     """
 
     vocabulary: Vocabulary
     template: OrderTemplate
-    model: PresenceModel | None
+    model: BoostedTables | None
     loops: tuple[LoopModel, ...]
     threshold: float
     varying: frozenset[int] = frozenset()
@@ -83,16 +85,11 @@ class Pilot:
     card: dict[str, Any] = field(default_factory=dict)
     correction: Correction | None = None
     bundles: tuple[int, ...] = ()
-    layout: Layout = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        """Lay the slots out as arrays, once."""
-        object.__setattr__(self, "layout", Layout.of(self.template, self.bundles))
-
-    @property
-    def kind(self) -> str:
-        """The kind of its model, one of `KINDS`, or ``"rule"`` where none is needed."""
-        return self.model.kind if self.model is not None else RULE
+    @cached_property
+    def bundle_of(self) -> npt.NDArray[np.int64]:
+        """The bundle of each optional slot; without ``bundles`` each is its own."""
+        return np.array(self.bundles or range(len(self.template.optional)), dtype=np.int64)
 
     def predict(self, sample: InputFeatures) -> Prediction:
         """Return the order of blocks that a sample will run.
@@ -107,12 +104,16 @@ class Pilot:
 
     def chances(self, sample: InputFeatures) -> Floats:
         """Return P(runs) for each optional slot, calibrated where that was learned."""
-        if self.model is None:
+        posterior = self.start(sample)
+        if posterior is None:
             return np.zeros(0, dtype=np.float32)
-        chances = self.model.probabilities(sample)
-        if self.correction is not None:
-            chances = self.correction.start(chances).chances
-        return chances[self.layout.bundles]
+        return posterior.chances[self.bundle_of]
+
+    def start(self, sample: InputFeatures) -> Posterior | None:
+        """Return what the model expects of a step, to be corrected as it runs; None without one."""
+        if self.model is None or self.correction is None:
+            return None
+        return self.correction.start(self.model.probabilities(sample))
 
     def decode(
         self, sample: InputFeatures, chances: Floats, threshold: float, start: int = 0
@@ -125,29 +126,29 @@ class Pilot:
             threshold: from which an optional slot is taken.
             start: the slot to begin at.
         """
-        layout = self.layout
-        surety = np.ones(layout.blocks.size, dtype=np.float32)
-        surety[layout.optional] = chances
+        template = self.template
+        surety = np.ones(template.blocks.size, dtype=np.float32)
+        surety[template.optional] = chances
         taken = surety >= threshold
         taken[:start] = False
         if not self.loops:
-            return layout.blocks[taken].tolist(), surety[taken]
+            return template.blocks[taken].tolist(), surety[taken]
         blocks: list[int] = []
         confidence: list[Floats] = []
         at = start
-        for place, loop in zip(layout.loops, self.loops, strict=True):
+        for place, loop in zip(template.loops, self.loops, strict=True):
             if place < start:
                 continue
             if len(blocks) >= MAX_ORDER:
                 return blocks[:MAX_ORDER], np.concatenate(confidence)[:MAX_ORDER]
             part = taken[at:place]
-            blocks += layout.blocks[at:place][part].tolist()
+            blocks += template.blocks[at:place][part].tolist()
             confidence.append(surety[at:place][part])
             run = loop.predict(sample)
             blocks += run
             confidence.append(np.full(len(run), loop.fidelity, dtype=np.float32))
             at = place + 1
-        blocks += layout.blocks[at:][taken[at:]].tolist()
+        blocks += template.blocks[at:][taken[at:]].tolist()
         confidence.append(surety[at:][taken[at:]])
         return blocks[:MAX_ORDER], np.concatenate(confidence)[:MAX_ORDER]
 
@@ -197,19 +198,24 @@ class Pilot:
             "always": sorted(self.template.always),
             "families": [sorted(family) for family in self.template.families],
             "loops": [loop.to_json() for loop in self.loops],
-            "kind": self.kind,
             "model": self.model.document() if self.model is not None else None,
             "threshold": self.threshold,
             "varying": sorted(self.varying),
             "most_frequent": list(self.most_frequent),
             "card": self.card,
-            "corrects": self.correction is not None,
             "bundles": list(self.bundles),
         }
-        arrays = dict(self.model.arrays()) if self.model is not None else {}
-        if self.correction is not None:
-            arrays |= self.correction.arrays()
-        write_artifact(Path(path), document, arrays)
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        if self.model is not None and self.correction is not None:
+            arrays = {**self.model.arrays(), **self.correction.arrays()}
+        try:
+            write_whole(Path(path), pack(document, arrays, FORMAT, VERSION))
+        except BadFileError as error:
+            raise PilotError(f"{path}: {error}; train it on fewer kinds of block") from error
+        except OSError as error:
+            raise PilotError(
+                f"{path}: cannot be written ({error.strerror or error}); name another place"
+            ) from error
 
     @classmethod
     def load(cls, path: str | Path) -> Pilot:
@@ -219,21 +225,24 @@ class Pilot:
             PilotError: if the file is missing, foreign, damaged or of another version.
         """
         path = Path(path)
-        document, arrays = read_artifact(path)
+        if not path.is_file():
+            raise PilotError(
+                f"{path}: there is no such pilot file; train one with 'dynoffload pilot train', or "
+                "let the session learn one: pilot='auto'"
+            )
         try:
+            document, arrays = read_file(path, FORMAT, VERSION)
             vocabulary = Vocabulary.from_json(document["vocabulary"])
             size = len(vocabulary.blocks)
             template = _load_template(document, size)
             optional = len(template.optional)
             bundles = _load_bundles(document["bundles"], optional)
-            questions = bundles[-1] + 1 if bundles else 0
-            model = None
-            if document["kind"] != RULE:
-                if not questions:
-                    raise ValueError("a model without optional blocks")
-                model = load_model(str(document["kind"]), document["model"], arrays, questions)
-            elif optional:
-                raise ValueError("optional blocks without a model")
+            model = correction = None
+            if (document["model"] is None) != (not optional):
+                raise ValueError("a model without optional blocks, or these without a model")
+            if optional:
+                model = BoostedTables.load(document["model"], arrays, bundles[-1] + 1)
+                correction = Correction.load(arrays, model.sites)
             loops = tuple(LoopModel.from_json(s, size) for s in document["loops"])
             if len(loops) != len(template.loops):
                 raise ValueError("another number of loops than models for them")
@@ -244,10 +253,6 @@ class Pilot:
             most_frequent = tuple(map(int, document["most_frequent"]))
             if not all(0 <= block < size for block in (*varying, *most_frequent)):
                 raise ValueError("a block outside the vocabulary")
-            corrects = document["corrects"]
-            if not isinstance(corrects, bool) or (corrects and model is None):
-                raise ValueError("a correction of no model")
-            correction = Correction.load(arrays, questions) if corrects else None
             return cls(
                 vocabulary,
                 template,
@@ -260,44 +265,13 @@ class Pilot:
                 correction,
                 bundles,
             )
+        except OSError as error:
+            raise PilotError(f"{path}: cannot be read ({error.strerror or error})") from error
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise refusal(path, error) from error
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A template as arrays and tables.
-
-    Attributes:
-        blocks: the block of each slot, or a family's code, ``[slots]``.
-        optional: which slots are optional, ascending.
-        loops: which slots are loops, ascending.
-        place_of: the place of each slot.
-        optional_number: the number of a place among the optional ones.
-        family_of: the family of each looping block.
-        bundles: the number of each optional slot's bundle.
-    """
-
-    blocks: npt.NDArray[np.int64]
-    optional: npt.NDArray[np.int64]
-    loops: tuple[int, ...]
-    place_of: Mapping[Slot, int]
-    optional_number: Mapping[int, int]
-    family_of: Mapping[int, int]
-    bundles: npt.NDArray[np.int64]
-
-    @classmethod
-    def of(cls, template: OrderTemplate, bundles: Sequence[int]) -> Layout:
-        """Lay a template out; without ``bundles`` each optional slot is its own."""
-        return cls(
-            np.array([slot[0] for slot in template.slots], dtype=np.int64),
-            np.array(template.optional, dtype=np.int64),
-            template.loops,
-            {slot: place for place, slot in enumerate(template.slots)},
-            {place: number for number, place in enumerate(template.optional)},
-            {b: number for number, members in enumerate(template.families) for b in members},
-            np.array(bundles or range(len(template.optional)), dtype=np.int64),
-        )
+            raise PilotError(
+                f"{path}: cannot be used as a pilot: {error}. Train the pilot again: dynoffload "
+                f"pilot train TRACES -o {path.name}"
+            ) from error
 
 
 def shown_by(samples: Sequence[InputFeatures]) -> dict[str, Any]:

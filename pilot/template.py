@@ -15,9 +15,11 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from dynoffload.errors import PilotError
 from dynoffload.planning.blocks import Block
@@ -46,30 +48,37 @@ class OrderTemplate:
     always: frozenset[int]
     families: tuple[frozenset[int], ...]
 
-    @property
-    def optional(self) -> tuple[int, ...]:
-        """Indices of the slots that hold one block in some samples only."""
-        return tuple(
-            index
-            for index, slot in enumerate(self.slots)
-            if index not in self.always and slot[0] >= 0
-        )
+    @cached_property
+    def blocks(self) -> npt.NDArray[np.int64]:
+        """The block of each slot, or a family's code, ``[slots]``."""
+        return np.array([slot[0] for slot in self.slots], dtype=np.int64)
 
-    @property
+    @cached_property
+    def optional(self) -> npt.NDArray[np.int64]:
+        """Which slots hold one block in some samples only, ascending."""
+        sure = np.zeros(len(self.slots), dtype=np.bool_)
+        sure[list(self.always)] = True
+        return np.flatnonzero(~sure & (self.blocks >= 0))
+
+    @cached_property
     def loops(self) -> tuple[int, ...]:
-        """Indices of the slots that hold a stretch of looping blocks."""
-        return tuple(index for index, slot in enumerate(self.slots) if slot[0] <= LOOP)
+        """Which slots hold a stretch of looping blocks, ascending."""
+        return tuple(np.flatnonzero(self.blocks <= LOOP).tolist())
 
-    def read(self, order: Order) -> tuple[dict[Slot, tuple[int, ...]], int]:
-        """Lay an order over the slots.
+    @cached_property
+    def place_of(self) -> dict[Slot, int]:
+        """The place of each slot."""
+        return {slot: place for place, slot in enumerate(self.slots)}
 
-        Returns:
-            the blocks found in each slot, and how many blocks found none.
-        """
-        known = set(self.slots)
-        filled = tokens(order, self.families)
-        strangers = sum(len(run) for slot, run in filled.items() if slot not in known)
-        return {slot: run for slot, run in filled.items() if slot in known}, strangers
+    @cached_property
+    def optional_number(self) -> dict[Slot, int]:
+        """The number of each optional slot among them."""
+        return {self.slots[place]: number for number, place in enumerate(self.optional.tolist())}
+
+    @cached_property
+    def family_of(self) -> dict[int, int]:
+        """The family of each looping block."""
+        return {b: number for number, members in enumerate(self.families) for b in members}
 
 
 def learn_template(

@@ -12,10 +12,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dynoffload.pilot.correction import Posterior
 from dynoffload.pilot.features import Floats
 from dynoffload.pilot.loops import LoopModel
-from dynoffload.pilot.models import Rest
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.template import LOOP, Slot
 from dynoffload.profiler.input_features import InputFeatures
@@ -40,18 +38,8 @@ class StepTracker:
         self.decided = False
         self._adjust = adjust
         self._pilot, self._sample = pilot, sample
-        self._layout = pilot.layout
-        self._start = np.zeros(0, dtype=np.float32)
-        self._posterior: Posterior | None = None
-        self._rest: Rest | None = None
-        self._stops: tuple[int, ...] = ()
-        self._told = 0  # bundles that the model was told of
-        if pilot.model is not None:
-            self._start = pilot.model.probabilities(sample)
-            if pilot.correction is not None:
-                self._posterior = pilot.correction.start(self._start)
-                self._rest = pilot.model.rest(sample)
-                self._stops = pilot.correction.stops
+        self._template, self._bundles = pilot.template, pilot.bundle_of
+        self._posterior = pilot.start(sample)  # None where the network has no optional blocks
         self._ran: list[bool] = []  # of the first bundles of optional slots
         self._passed = 0  # optional slots
         self._seen: Counter[int] = Counter()  # by block, and by family's code
@@ -63,7 +51,7 @@ class StepTracker:
 
     def observe(self, block: int) -> None:
         """A block ran; negative: one that the vocabulary does not know."""
-        family = self._layout.family_of.get(block, -1)
+        family = self._template.family_of.get(block, -1)
         if family >= 0 and family == self._family:
             if self._under_way is not None:
                 self._go_on(block)
@@ -75,12 +63,12 @@ class StepTracker:
         code = LOOP - family if family >= 0 else block
         slot: Slot = (code, self._seen[code])
         self._seen[code] += 1
-        place = self._layout.place_of.get(slot, -1)
+        place = self._template.place_of.get(slot, -1)
         if place > self._slot:
             self._slot = place
             self._resolve(place)
-        if place == self._slot and place in self._layout.loops:
-            self._under_way = self._pilot.loops[self._layout.loops.index(place)]
+        if place == self._slot and place in self._template.loops:
+            self._under_way = self._pilot.loops[self._template.loops.index(place)]
             self._expected = self._under_way.predict(self._sample)
             self._go_on(block)
 
@@ -91,9 +79,8 @@ class StepTracker:
         places: list[int] = []
         chances: list[float] = []
         for block, value in zip(blocks, values, strict=True):
-            place = self._layout.place_of.get((block, self._seen[block]), -1)
-            number = self._layout.optional_number.get(place, -1)
-            bundle = int(self._layout.bundles[number]) if number >= 0 else -1
+            number = self._template.optional_number.get((block, self._seen[block]), -1)
+            bundle = int(self._bundles[number]) if number >= 0 else -1
             if bundle >= len(self._ran):
                 places.append(bundle)
                 chances.append(value)
@@ -110,12 +97,6 @@ class StepTracker:
     def expect(self) -> tuple[list[int], Floats]:
         """Return the blocks to expect from here on, and the chance of each, ``[blocks]``."""
         self.decided = False
-        posterior = self._posterior
-        if posterior is not None and self._rest is not None:
-            begun = max((stop for stop in self._stops if stop <= len(self._ran)), default=0)
-            if begun > self._told:  # another site is over, and the model may have learned of it
-                self._told = begun
-                posterior.replace(self._rest(self._ran[:begun]))
         order: list[int] = []
         fidelity = 1.0
         if self._under_way is not None:
@@ -133,15 +114,13 @@ class StepTracker:
     @property
     def chances(self) -> Floats:
         """P(runs) of each optional slot, from what is known."""
-        chances = self._start if self._posterior is None else self._posterior.chances
-        slots = chances[self._layout.bundles]
+        if self._posterior is None:
+            return np.zeros(0, dtype=np.float32)
+        slots = self._posterior.chances[self._bundles]
         if self._adjust is None:
             return slots
-        adjusted = self._adjust(slots)
-        if self._posterior is None:
-            return adjusted
         # What ran of late tells of the model, not of what the network says of this very step.
-        return np.where(self._posterior.hinted[self._layout.bundles], slots, adjusted)
+        return np.where(self._posterior.hinted[self._bundles], slots, self._adjust(slots))
 
     def _leave(self) -> None:
         """Another block, that is not of the loop under way."""
@@ -156,12 +135,12 @@ class StepTracker:
 
     def _resolve(self, place: int) -> None:
         """What is optional up to ``place`` is known now: it ran there, and not before it."""
-        layout = self._layout
-        passed = int(np.searchsorted(layout.optional, place, side="right"))
+        optional = self._template.optional
+        passed = int(np.searchsorted(optional, place, side="right"))
         for number in range(self._passed, passed):
-            if layout.bundles[number] < len(self._ran):
+            if self._bundles[number] < len(self._ran):
                 continue  # decided with the first of its bundle
-            ran = int(layout.optional[number]) == place
+            ran = int(optional[number]) == place
             if self._posterior is not None:
                 self._posterior.observe(ran)
             self._ran.append(ran)

@@ -15,11 +15,10 @@ from time import perf_counter
 import numpy as np
 
 from dynoffload.errors import PilotError
-from dynoffload.pilot.baselines import LastOrder
-from dynoffload.pilot.evaluate import Scores, one_ahead, score
+from dynoffload.pilot.evaluate import LastOrder, Scores, one_ahead, score
 from dynoffload.pilot.features import Example
-from dynoffload.pilot.fit import AUTO, fit_pilot
-from dynoffload.pilot.labels import Label, digest_of_set, encode_example, label_traces
+from dynoffload.pilot.fit import fit_pilot
+from dynoffload.pilot.labels import Label, encode_example, label_traces
 from dynoffload.pilot.online import OnlineLearner
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.progress import progress_bar
@@ -33,8 +32,6 @@ HOLDOUT = 0.25
 """Share of the samples that scores are measured on."""
 FOLLOWED_BY_ONE = 64
 """Samples that one process follows block by block; more are shared out among the workers."""
-CHUNKS = 8
-"""Parts that they are shared out in."""
 _MARK = 16  # digits of a trace's digest
 
 
@@ -50,8 +47,6 @@ class Evaluation:
         one_ahead: share of the blocks that were foretold when the block before them ran, the rest
             of the step being foretold anew as it runs; mean over samples.
         latency_s: median seconds of one prediction.
-        latency_p95_s: seconds that 95% of the predictions stay below.
-        sources: the sources that were scored.
         trained_on: how many of the samples the pilot was trained on.
     """
 
@@ -61,8 +56,6 @@ class Evaluation:
     most_frequent: Scores
     one_ahead: float
     latency_s: float
-    latency_p95_s: float
-    sources: tuple[str, ...]
     trained_on: int = 0
 
     def rows(self) -> dict[str, Scores]:
@@ -84,24 +77,17 @@ class TrainResult:
         evaluation: scores on the sources held out.
         train_samples: how many samples the pilot learned from.
         seconds: how long the job took, reading included.
-        traces: how many there were.
-        sources: of the traces, sorted.
-        digest: SHA-256 over the digests of all traces, whatever the files are called.
     """
 
     pilot: Pilot
     evaluation: Evaluation
     train_samples: int
     seconds: float
-    traces: int
-    sources: tuple[str, ...]
-    digest: str
 
 
 def train_pilot(
     traces: str | Path,
     *,
-    model: str = AUTO,
     budget: int | None = None,
     holdout: float = HOLDOUT,
     seed: int = 0,
@@ -114,7 +100,6 @@ def train_pilot(
 
     Args:
         traces: directory that `dynoffload profile` wrote; its ``*.trace`` files are read.
-        model: one of `dynoffload.pilot.models.KINDS`, or ``"auto"`` for the best of them.
         budget: bytes of fast memory that blocks shall fit in; None to cut by structure alone.
         holdout: share of the samples held out, in whole sources, between 0 and 1.
         seed: makes the result the same every time.
@@ -125,7 +110,7 @@ def train_pilot(
 
     Raises:
         TraceError: if there is no trace, some cannot be read, or they are of several networks.
-        PilotError: if there are too few traces, or the model is unknown.
+        PilotError: if there are too few traces.
     """
     if not 0 < holdout < 1:
         raise PilotError(f"holdout is a share between 0 and 1, not {holdout}")
@@ -143,25 +128,20 @@ def train_pilot(
         vocabulary = build_vocabulary([labels[i].calls for i in inside], budget)
         examples = [encode_example(vocabulary, labels[i]) for i in inside]
         held_out = [encode_example(vocabulary, labels[i]) for i in aside]
-        count, digest = len(labels), digest_of_set(labels)
-        sources = tuple(sorted({label.source for label in labels}))
         del labels
-        pilot = fit_pilot(
-            vocabulary, examples, model=model, seed=seed, on_progress=report, jobs=jobs
-        )
+        pilot = fit_pilot(vocabulary, examples, seed=seed, on_progress=report, jobs=jobs)
         pilot = replace(pilot, card={**pilot.card, "traces": learned})
         report("scoring")
         evaluation = evaluate(pilot, held_out, jobs)
     seconds = perf_counter() - start
     logger.info(
-        "pilot (%s) learned from %d samples in %.1f s: block-order accuracy %.3f on %d held out",
-        pilot.kind,
+        "pilot learned from %d samples in %.1f s: block-order accuracy %.3f on %d held out",
         len(inside),
         seconds,
         evaluation.pilot.block_order_accuracy,
         len(aside),
     )
-    return TrainResult(pilot, evaluation, len(inside), seconds, count, sources, digest)
+    return TrainResult(pilot, evaluation, len(inside), seconds)
 
 
 def evaluate_pilot(
@@ -191,7 +171,6 @@ def _mark(label: Label) -> str:
 
 def evaluate(pilot: Pilot, examples: Sequence[Example], jobs: int | None = 1) -> Evaluation:
     """Score a pilot and the baselines on samples, in the order given."""
-    blocks, varying = pilot.vocabulary.blocks, pilot.varying
     times: list[float] = []
 
     def alone(example: Example) -> list[int]:
@@ -207,29 +186,14 @@ def evaluate(pilot: Pilot, examples: Sequence[Example], jobs: int | None = 1) ->
         learner.observe(example.sample, example.blocks)
         return prediction.blocks
 
-    frequent = list(pilot.most_frequent)
+    frequent, varying = list(pilot.most_frequent), pilot.varying
+    tasks = [(pilot, example) for example in examples]
+    ahead = run_tasks(one_ahead, tasks, jobs if len(examples) > FOLLOWED_BY_ONE else 1)
     return Evaluation(
-        pilot=score(alone, examples, blocks, varying),
-        following=score(following, examples, blocks, varying),
-        last_order=score(LastOrder(frequent), examples, blocks, varying),
-        most_frequent=score(lambda _: frequent, examples, blocks, varying),
-        one_ahead=float(np.mean(_ahead(pilot, examples, jobs))),
+        pilot=score(alone, examples, varying),
+        following=score(following, examples, varying),
+        last_order=score(LastOrder(frequent), examples, varying),
+        most_frequent=score(lambda _: frequent, examples, varying),
+        one_ahead=float(np.mean([share for _, share in sorted(ahead)])),
         latency_s=float(np.median(times)),
-        latency_p95_s=float(np.quantile(times, 0.95)),
-        sources=tuple(sorted({example.source for example in examples})),
     )
-
-
-def _ahead(pilot: Pilot, examples: Sequence[Example], jobs: int | None) -> list[float]:
-    """Return `one_ahead` of each example."""
-    if len(examples) < FOLLOWED_BY_ONE:
-        return _ahead_of(pilot, examples)
-    shares = [list(examples[start::CHUNKS]) for start in range(CHUNKS)]
-    found = [0.0] * len(examples)
-    for start, part in run_tasks(_ahead_of, [(pilot, s) for s in shares], jobs):
-        found[start::CHUNKS] = part
-    return found
-
-
-def _ahead_of(pilot: Pilot, examples: Sequence[Example]) -> list[float]:
-    return [one_ahead(pilot, example) for example in examples]

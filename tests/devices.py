@@ -69,7 +69,7 @@ def opened(
         with _accelerator(capacity, page, spill_dir, **options) as device:
             yield device
         return
-    device = KINDS[kind](capacity, page, spill_dir, threads=2, **options)
+    device = KINDS[kind](capacity, page, spill_dir, **options)
     try:
         yield device
     finally:

@@ -104,6 +104,12 @@ def arena_ranges() -> list[tuple[int, int]]:
     return ranges
 
 
+def is_paged(session: Session, tensor: Tensor) -> bool:
+    """Return whether the session's device holds a tensor."""
+    paging = session._paging
+    return paging is not None and paging.device.owner(tensor) >= 0
+
+
 def deep_copies(model: nn.Module, count: int = 2) -> list[nn.Module]:
     """Return ``count`` copies of ``model``."""
     return [copy.deepcopy(model) for _ in range(count)]
@@ -221,6 +227,19 @@ class Twin:
         self.reference = copy.deepcopy(self.model)
         self.optimizer = self.make_optimizer(self.model.parameters())
         self.its = self.make_optimizer(self.reference.parameters())
+
+    @property
+    def sides(self) -> tuple[tuple[nn.Module, Optimizer], tuple[nn.Module, Optimizer]]:
+        """Both copies, each with its optimizer; the first is to be paged."""
+        return (self.model, self.optimizer), (self.reference, self.its)
+
+    def train(self, loss_of: Callable[[nn.Module, Any], Tensor], samples: Iterable[Any]) -> None:
+        """Train both, one step for each sample."""
+        for sample in samples:
+            for model, optimizer in self.sides:
+                loss_of(model, sample).backward()
+                optimizer.step()
+                optimizer.zero_grad()
 
     def assert_same(self) -> None:
         """Assert that both are in the same state."""

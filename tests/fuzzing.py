@@ -1,42 +1,34 @@
 """Mutated pilots and traces, loaded and used in children that may not do what data never needs.
 
-`fuzz` is the command of `make fuzz`. Each file is made from a real one by a seeded mutation,
-loaded, and used as users' commands do if it loads. It may work, or be refused by an error that
-names the file. Anything else is a failure: another error, a warning, an answer that is not
-well-formed, too much processor time or memory, the end of the process, a file opened for writing,
-code that is compiled or executed, a module that is imported, a process or a socket.
-
-python tests/fuzzing.py --count 100000 --json docs/results/fuzz.json    # both kinds in turn
-python tests/fuzzing.py --seed 0 --case 1234                           # one of them again
+Each file is made from a real one by a seeded mutation, of its bytes or of what is in them with
+digests made right, loaded, and used as users' commands do if it loads. It may work, or be refused
+by an error that names the file. Anything else is a failure: another error, a warning, an answer
+that is not well-formed, too much processor time or memory, the end of the process, a file opened
+for writing, code that is compiled or executed, a module that is imported, a process or a socket.
 """
 
 from __future__ import annotations
 
-import argparse
+import copy
 import faulthandler
 import json
+import math
 import os
 import random
 import resource
-import shutil
 import signal
 import sys
-import tempfile
 import traceback
 import warnings
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from time import process_time
 from typing import Any
 
 import numpy as np
-from fuzz_files import Mutator
-from fuzz_seeds import Seeds, make_seeds
 
 from dynoffload.errors import DynOffloadError, PilotError
-from dynoffload.pilot import artifact
+from dynoffload.pilot import pilot as pilot_file
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import fit_pilot
 from dynoffload.pilot.labels import Label, encode_example, make_label
@@ -48,17 +40,17 @@ from dynoffload.planning.cutting import build_vocabulary
 from dynoffload.planning.footprint import footprint, temporaries
 from dynoffload.profiler import storage
 from dynoffload.profiler.input_features import InputFeatures
+from dynoffload.profiler.safefile import digest_of, read_file
 from dynoffload.profiler.storage import load_trace, save_trace
 from dynoffload.units import MiB
 
+LEARNED = 12  # of which one case trains a pilot on its trace
 BATCH = 500
 """Files that one child uses."""
 CPU_S = 5
 """Processor seconds that one file may take."""
 MEMORY = 512 * MiB
-"""Bytes that a file may take beyond what the process has."""
-LEARNED = 6
-"""Of so many traces, one teaches a pilot, and is saved again."""
+"""Bytes that a child may take beyond what this process has."""
 MAX_TOLD = 60
 """Blocks of a step that is followed that a pilot is told."""
 STRANGE = (
@@ -67,7 +59,18 @@ STRANGE = (
     InputFeatures({"x": float("-inf")}, np.arange(3000) % 50),
 )
 """Samples that no recorded network shows."""
-
+HOSTILE: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 2, 7, 255, 65_536, 2**31 - 1, 2**31, 2**62, 2**63, -(2**63)),
+    *(10**30, 10**4000, 0.5, -0.5, 1e-300, 1e38, 1e300, math.nan, math.inf, -math.inf),
+    *("", "x", "0", "1", "-1", "nan", "1e400", "\ud800", "\x00\x1b[2J", "é𝒳", "a" * 5000),
+    *([], {}, [[]], [0], [-1], [None], {"a": 1}, [[[[[[[[[0]]]]]]]]], [0] * 300),
+    {str(i): i for i in range(100)},
+)
+"""What stands where something else should."""
+_NAMES = {"f2": "F16", "f4": "F32", "f8": "F64", "u1": "U8"} | {
+    f"i{size}": f"I{8 * size}" for size in (1, 2, 4, 8)
+}
+_EXTREMES = (0, 1, -1, 2, 127, -128, 255, 2**31, 2**62, -(2**62), 65_504.0, 3e38, -3e38, 1e-45)
 _FORBIDDEN = frozenset(
     "exec compile import subprocess.Popen os.system os.exec os.posix_spawn os.spawn os.fork"
     " os.forkpty os.remove os.rename os.mkdir os.rmdir os.link os.symlink os.chmod os.truncate"
@@ -75,50 +78,164 @@ _FORBIDDEN = frozenset(
 )
 
 
+# Files
+
+
+def pack(
+    text: bytes, arrays: dict[str, Any], of: tuple[str, int], lie: random.Random | None = None
+) -> bytes:
+    """Return a file with a right digest; with ``lie`` its header lies in one place.
+
+    Args:
+        text: the document.
+        arrays: the others.
+        of: the kind of file, and its version.
+        lie: draws the lie.
+    """
+    parts = {**arrays, "document": np.frombuffer(text, np.uint8)}
+    parts = {
+        name: np.ascontiguousarray(array).reshape(np.shape(array)) for name, array in parts.items()
+    }
+    header: dict[str, Any] = {}
+    body = b""
+    for name, array in parts.items():
+        data = array.tobytes()
+        header[name] = {
+            "dtype": _NAMES.get(array.dtype.str[1:], "C64"),
+            "shape": list(array.shape),
+            "data_offsets": [len(body), len(body) + len(data)],
+        }
+        body += data
+    seal = {"sha256": digest_of(parts), "version": of[1]}
+    header["__metadata__"] = {of[0]: json.dumps(seal)}
+    described = text_of(header if lie is None else mutate_json(lie, header))
+    length = len(described)
+    if lie is not None and lie.random() < 0.1:
+        length = lie.choice((0, 1, length - 1, length + 1, 2**20 + 1, 2**40, 2**63, 2**64 - 1))
+    return length.to_bytes(8, "little") + described + body
+
+
+def text_of(document: Any) -> bytes:
+    """Return a document as text."""
+    return json.dumps(document, separators=(",", ":")).encode("utf-8", "surrogatepass")
+
+
+def mutated(chance: random.Random, path: Path, of: tuple[str, int]) -> tuple[str, bytes]:
+    """Return the kind of mutation, and a file made from an undamaged one."""
+    kind = chance.choices(("bytes", "header", "document", "arrays"), (12, 12, 38, 38))[0]
+    if kind == "bytes":
+        return kind, damage(chance, path.read_bytes())
+    document, arrays = read_file(path, *of)
+    if kind == "document":
+        for _ in range(chance.choice((1, 1, 1, 2, 4))):
+            document = mutate_json(chance, document)
+    if kind == "arrays":
+        for _ in range(chance.choice((1, 1, 2, 4))):
+            _mutate_arrays(chance, arrays)
+    text = text_of(document)
+    if chance.random() < 0.5:
+        text = text.replace(b"Infinity", b"1e999")
+    return kind, pack(text, arrays, of, chance if kind == "header" else None)
+
+
+def damage(chance: random.Random, data: bytes) -> bytes:
+    """Return bytes damaged without regard to what they mean."""
+    made = bytearray(data)
+    start = chance.randrange(len(made))
+    stop = min(len(made), start + 1 + int(chance.expovariate(1 / 60)))
+    how = chance.randrange(4)
+    if how == 0:
+        for _ in range(chance.randint(1, 8)):
+            made[chance.randrange(len(made))] ^= 1 << chance.randrange(8)
+    elif how == 1:
+        del made[start:]
+    elif how == 2:
+        made[stop:stop] = data[start:stop] * chance.choice((1, 1, 30))
+    else:
+        made[start:stop] = bytes(stop - start)
+    return bytes(made)
+
+
+def mutate_json(chance: random.Random, document: Any) -> Any:
+    """Return a document with one thing in it changed; what is not changed is shared."""
+    if not document or not isinstance(document, dict | list):
+        return document
+    made = holder = copy.copy(document)
+    while True:
+        key = chance.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))
+        inner = holder[key]
+        if not inner or not isinstance(inner, dict | list) or chance.random() < 0.15:
+            break
+        holder[key] = holder = copy.copy(inner)
+    value = holder[key]
+    how = chance.randrange(6)
+    if how == 0:
+        del holder[key]
+    elif how == 1 and isinstance(holder, list):
+        holder[key:key] = [value] * chance.choice((1, 2, 100))
+    elif how == 2 and isinstance(value, list) and value:
+        holder[key] = chance.sample(value, len(value))
+    elif how == 3 and isinstance(value, int | float) and abs(value) < 1e30:
+        holder[key] = chance.choice((value + 1, value - 1, -value, value * 10**9, str(value)))
+    elif how == 4:
+        holder[key] = [value] * chance.choice((1, 40))
+    else:
+        holder[key] = chance.choice(HOSTILE)
+    return made
+
+
+def _mutate_arrays(chance: random.Random, arrays: dict[str, Any]) -> None:
+    """Change values, type, shape or presence of one array."""
+    if not arrays:
+        return
+    name = chance.choice(list(arrays))
+    array = np.array(arrays[name])
+    how = chance.randrange(7)
+    with np.errstate(all="ignore"):
+        if how <= 2 and array.size:
+            if chance.random() < 0.5:
+                array = array.astype(f"{array.dtype.kind}8"[-2:])
+            flat, extremes = array.reshape(-1), [*_EXTREMES, array.size, array.size - 1]
+            if array.dtype.kind == "f":
+                extremes += [math.nan, math.inf, -math.inf, 1.7e308]
+            for _ in range(chance.choice((1, 1, 5, array.size))):
+                value = chance.choice(extremes)
+                if array.dtype.kind != "f":
+                    info = np.iinfo(array.dtype)
+                    value = min(max(int(value), info.min), info.max)
+                flat[chance.randrange(array.size)] = value
+        elif how == 3:
+            array = array.astype(chance.choice(("i1", "i2", "i4", "i8", "f2", "f4", "f8", "u1")))
+        elif how == 4 and array.size:
+            array = np.resize(array, [max(1, n * chance.choice((1, 2))) for n in array.shape])
+        elif how == 5:
+            array = chance.choice((array.reshape(-1), array[None], array.T, array[:0]))
+        else:
+            del arrays[name]  # another has its place, if there is one
+            for other in chance.sample(list(arrays), min(1, len(arrays))):
+                arrays[other] = array
+            return
+    arrays[name] = array
+
+
+# What is done with them
+
+
 class Malformed(Exception):
     """A file was taken for good, and what came of it is not; or a refusal does not name it."""
 
 
-@dataclass
-class Tally:
-    """What came of the files.
+@dataclass(frozen=True)
+class Seeds:
+    """What mutations start from.
 
     Attributes:
-        outcomes: by kind of mutation and outcome.
-        slowest: processor seconds of the slowest file.
-        largest: bytes of memory that a file took at most.
-        failures: the number, kind, outcome and stack of each failure.
+        pilots: pilot files by name, with examples of the network each is for.
+        traces: the traces of each network, by its name.
     """
 
-    outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    slowest: float = 0.0
-    largest: int = 0
-    failures: list[dict[str, Any]] = field(default_factory=list)
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Count one file."""
-        self.outcomes[row["kind"], row["outcome"]] += 1
-        self.slowest = max(self.slowest, row["seconds"])
-        self.largest = max(self.largest, row["bytes"])
-        if row["outcome"] not in ("works", "refused"):
-            self.failures.append(row)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all but the failures' stacks as plain data."""
-        totals: Counter[str] = Counter()
-        mutations: dict[str, dict[str, int]] = {}
-        for (kind, outcome), count in sorted(self.outcomes.items()):
-            totals[outcome] += count
-            mutations.setdefault(kind, {})[outcome] = count
-        return {
-            "files": totals.total(),
-            "outcomes": dict(sorted(totals.items())),
-            "failures": [{k: v for k, v in f.items() if k != "stack"} for f in self.failures],
-            "slowest_s": round(self.slowest, 3),
-            "largest_bytes": self.largest,
-            "limits": {"cpu_s": CPU_S, "bytes": MEMORY},
-            "mutations": mutations,
-        }
+    pilots: dict[str, tuple[Path, list[Example]]]
+    traces: dict[str, list[Path]]
 
 
 class Fuzzer:
@@ -132,14 +249,6 @@ class Fuzzer:
 
     def __init__(self, seeds: Seeds, seed: int, folder: Path) -> None:
         self._seeds, self._seed, self._folder = seeds, seed, folder
-        self._pilots = Mutator(
-            {name: path for name, (path, _) in seeds.pilots.items()},
-            (artifact.FORMAT, artifact.VERSION),
-        )
-        self._traces = Mutator(
-            {name: paths[0] for name, paths in seeds.traces.items()},
-            (storage.FORMAT, storage.SCHEMA_VERSION),
-        )
         self._labels: dict[str, list[Label]] = {}
         for paths in seeds.traces.values():
             for made in map(make_label, map(str, paths[1:4])):
@@ -151,15 +260,22 @@ class Fuzzer:
     def file(self, case: int) -> tuple[str, str, bytes]:
         """Return the name, the kind of mutation and the bytes of a case: even ones are pilots."""
         chance = random.Random(f"{self._seed}:{case}")
-        name, kind, data = (self._traces if case % 2 else self._pilots).make(chance)
-        return name, f"{'trace' if case % 2 else 'pilot'} {kind}", data
+        if case % 2:
+            name = chance.choice(list(self._seeds.traces))
+            of = (storage.FORMAT, storage.SCHEMA_VERSION)
+            kind, data = mutated(chance, self._seeds.traces[name][0], of)
+            return name, f"trace {kind}", data
+        name = chance.choice(list(self._seeds.pilots))
+        of = (pilot_file.FORMAT, pilot_file.VERSION)
+        kind, data = mutated(chance, self._seeds.pilots[name][0], of)
+        return name, f"pilot {kind}", data
 
     def warm(self) -> None:
         """Use each undamaged file: what is imported when it is first needed is there then."""
         for name, (path, _) in self._seeds.pilots.items():
             self._use(0, name, path)
         for name, paths in self._seeds.traces.items():
-            self._use(LEARNED * 2 - 1, name, paths[0])
+            self._use(1, name, paths[0])
 
     def run(self, case: int) -> dict[str, Any]:
         """Make, load and use one file, in this process, and say what came of it."""
@@ -167,8 +283,6 @@ class Fuzzer:
         path = self._folder / ("case.trace" if case % 2 else "case.pilot")
         path.write_bytes(data)
         del data
-        before = _resident(reset=True)
-        start = process_time()
         outcome, stack = "works", ""
         self._caught.clear()
         with warnings.catch_warnings(record=True) as warned:
@@ -176,31 +290,22 @@ class Fuzzer:
             self._hook_on = True
             try:
                 self._use(case, name, path)
-            except Malformed as error:
-                outcome, stack = "malformed", str(error)
             except DynOffloadError:
                 outcome = "refused"
-            except MemoryError:
-                outcome, stack = "memory", traceback.format_exc()
-            except Exception:
-                outcome, stack = "error", traceback.format_exc()
+            except BaseException as error:
+                known = {Malformed: "malformed", MemoryError: "memory"}
+                outcome, stack = known.get(type(error), "error"), traceback.format_exc()
             finally:
                 self._hook_on = False
-        if warned and outcome in ("works", "refused"):
-            outcome, stack = (
-                "warning",
-                "".join(f"{w.filename}:{w.lineno} {w.message}\n" for w in warned),
-            )
-        if self._caught and outcome in ("works", "refused"):
-            outcome, stack = "audit", "\n".join(self._caught)
-        seconds = process_time() - start
-        took = max(0, _resident() - before)
-        return {"case": case, "name": name, "kind": kind, "outcome": outcome, "stack": stack,
-                "seconds": seconds, "bytes": took}  # fmt: skip
+        if outcome in ("works", "refused") and (warned or self._caught):
+            outcome = "warning" if warned else "audit"
+            stack = "\n".join([*(f"{w.filename}:{w.lineno} {w.message}" for w in warned)])
+            stack += "\n".join(self._caught)
+        return {"case": case, "name": name, "kind": kind, "outcome": outcome, "stack": stack}
 
     def _use(self, case: int, name: str, path: Path) -> None:
         if case % 2:
-            use_trace(path, self._labels, self._folder, learn=case // 2 % LEARNED == LEARNED - 1)
+            use_trace(path, self._labels, self._folder, learn=case % LEARNED == 1)
         else:
             use_pilot(path, self._seeds.pilots[name][1], self._folder)
 
@@ -208,20 +313,19 @@ class Fuzzer:
         """Note what a data file must never lead to; what is saved again goes to the folder."""
         if not self._hook_on:
             return
+        inside = bool(args) and str(args[0]).startswith(str(self._folder))
         if event == "open":
             path, mode, flags = args
             writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
             # A number is of a file that was opened, and looked at, before.
-            if writes and not isinstance(path, int) and not str(path).startswith(str(self._folder)):
+            if writes and not isinstance(path, int) and not inside:
                 self._caught.append(f"open {path} {mode}")
         elif event == "import":
             if args[0] not in sys.modules:
                 self._caught.append(f"import {args[0]}")
+        elif inside and event in ("os.rename", "os.remove", "os.chmod"):
+            return
         elif event.startswith("socket.") or event in _FORBIDDEN:
-            if event in ("os.rename", "os.remove", "os.chmod") and str(args[0]).startswith(
-                str(self._folder)
-            ):
-                return
             self._caught.append(f"{event} {str(args)[:200]}")
 
 
@@ -279,7 +383,7 @@ def _follow(pilot: Pilot, example: Example) -> None:
 
 
 def use_trace(path: Path, good: dict[str, list[Label]], folder: Path, *, learn: bool) -> None:
-    """Load a trace, resolve and cut it, encode it, measure it, and save it again.
+    """Load a trace, resolve, cut, encode and measure it; now and then learn it, and save it again.
 
     Args:
         path: of the trace.
@@ -300,18 +404,17 @@ def use_trace(path: Path, good: dict[str, list[Label]], folder: Path, *, learn: 
     sizes = _tried(lambda: footprint(trace))
     if sizes is not None and min(sizes.total, sizes.need, temporaries(trace)) < 0:
         raise Malformed("a footprint below zero")
-    if learn:
-        examples = [encode_example(vocabulary, one) for one in labels]
-        pilot = _tried(lambda: fit_pilot(vocabulary, examples, model="markov"))
-        if pilot is not None:
-            _predict(pilot, label.sample)
-        again = folder / "again.trace"
-        save_trace(trace, again)
-        if load_trace(again).operators != trace.operators:
-            raise Malformed("a trace that does not come back")
+    examples = [encode_example(vocabulary, one) for one in labels]
+    pilot = _tried(lambda: fit_pilot(vocabulary, examples)) if learn else None
+    if pilot is not None:
+        _predict(pilot, label.sample)
+    again = folder / "again.trace"
+    save_trace(trace, again)
+    if load_trace(again).operators != trace.operators:
+        raise Malformed("a trace that does not come back")
 
 
-def _tried(make):  # type: ignore[no-untyped-def]
+def _tried(make: Callable[[], Any]) -> Any:
     """Return what is made, or None where it is refused in words."""
     try:
         return make()
@@ -319,7 +422,7 @@ def _tried(make):  # type: ignore[no-untyped-def]
         return None
 
 
-def _named(path, load):  # type: ignore[no-untyped-def]
+def _named(path: Path, load: Callable[[], Any]) -> Any:
     """Return what is loaded; a refusal must name the file."""
     try:
         return load()
@@ -334,30 +437,19 @@ def _check_blocks(blocks: Sequence[int], size: int) -> None:
         raise Malformed("a block outside the vocabulary")
 
 
-def fuzz(seeds: Seeds, count: int, *, seed: int, folder: Path, keep: Path, first: int = 0) -> Tally:
-    """Use ``count`` mutated files in children, and return what came of them.
-
-    Args:
-        seeds: what they are made of.
-        count: how many.
-        seed: of the mutations.
-        folder: to work in.
-        keep: where files that fail are kept.
-        first: the number of the first.
-    """
-    fuzzer = Fuzzer(seeds, seed, folder)
-    fuzzer.warm()
-    tally = Tally()
-    case, stop = first, first + count
-    while case < stop:
-        case = _batch(fuzzer, case, min(case + BATCH, stop), tally, keep)
-        if sys.stderr.isatty() or case % 10_000 == 0:
-            sys.stderr.write(f"{case - first} of {count}, {len(tally.failures)} failures\n")
-    return tally
+# Children
 
 
-def _batch(fuzzer: Fuzzer, first: int, stop: int, tally: Tally, keep: Path) -> int:
-    """Use files in one child; return the number of the next file for another one."""
+def fuzz(fuzzer: Fuzzer, count: int) -> list[dict[str, Any]]:
+    """Use ``count`` mutated files in children; return what came of each."""
+    found: list[dict[str, Any]] = []
+    while len(found) < count:
+        found += _batch(fuzzer, len(found), min(len(found) + BATCH, count))
+    return found
+
+
+def _batch(fuzzer: Fuzzer, first: int, stop: int) -> list[dict[str, Any]]:
+    """Use files in one child, up to one that ends it."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
@@ -369,25 +461,16 @@ def _batch(fuzzer: Fuzzer, first: int, stop: int, tally: Tally, keep: Path) -> i
         finally:
             os._exit(status)
     os.close(writer)
-    done = first
     with os.fdopen(reader) as lines:
-        for line in lines:
-            row = json.loads(line)
-            tally.add(row)
-            if row["outcome"] not in ("works", "refused"):
-                _keep(fuzzer, row, keep)
-            done = row["case"] + 1
+        found = [json.loads(line) for line in lines]
     _, status = os.waitpid(child, 0)
-    if done >= stop:
-        return stop
-    name, kind, _ = fuzzer.file(done)
-    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-    outcome = "cpu" if number == signal.SIGPROF else "crash"
-    row = {"case": done, "name": name, "kind": kind, "outcome": outcome, "seconds": 0.0, "bytes": 0,
-           "stack": f"ended by {signal.Signals(number).name if number else status}"}  # fmt: skip
-    tally.add(row)
-    _keep(fuzzer, row, keep)
-    return done + 1
+    if len(found) < stop - first:
+        name, kind, _ = fuzzer.file(first + len(found))
+        by_signal = os.WIFSIGNALED(status) and os.WTERMSIG(status)
+        outcome = "cpu" if by_signal == signal.SIGPROF else "crash"
+        row = {"case": first + len(found), "name": name, "kind": kind, "outcome": outcome}
+        found.append({**row, "stack": f"ended by {by_signal or status}"})
+    return found
 
 
 def _child(fuzzer: Fuzzer, first: int, stop: int, writer: int) -> None:
@@ -403,55 +486,3 @@ def _child(fuzzer: Fuzzer, first: int, stop: int, writer: int) -> None:
         row = fuzzer.run(case)
         signal.setitimer(signal.ITIMER_PROF, 0)
         os.write(writer, (json.dumps(row) + "\n").encode())
-
-
-def _keep(fuzzer: Fuzzer, row: dict[str, Any], keep: Path) -> None:
-    keep.mkdir(parents=True, exist_ok=True)
-    _, _, data = fuzzer.file(row["case"])
-    kind = "trace" if row["case"] % 2 else "pilot"
-    (keep / f"{row['case']}.{kind}").write_bytes(data)
-    (keep / f"{row['case']}.txt").write_text(f"{row['kind']}: {row['outcome']}\n{row['stack']}\n")
-
-
-def _resident(*, reset: bool = False) -> int:
-    """Return the most bytes of memory the process had at once; ``reset`` begins anew."""
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=100_000, help="mutated files")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0, help="number of the first file")
-    parser.add_argument("--case", type=int, help="use this one file, in this process")
-    parser.add_argument("--keep", type=Path, default=Path("build/fuzz"), help="for files that fail")
-    parser.add_argument("--json", type=Path, help="where the counts are written")
-    options = parser.parse_args(arguments)
-    memory = Path("/dev/shm")  # where there is one: the files live for a moment
-    folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir=memory if memory.is_dir() else None))
-    try:
-        seeds = make_seeds(folder / "seeds")
-        if options.case is not None:
-            fuzzer = Fuzzer(seeds, options.seed, folder)
-            fuzzer.warm()
-            sys.addaudithook(fuzzer.hook)
-            row = fuzzer.run(options.case)
-            sys.stdout.write(row.pop("stack") + "\n" + json.dumps(row) + "\n")
-            return int(row["outcome"] not in ("works", "refused"))
-        where = {"folder": folder, "keep": options.keep}
-        tally = fuzz(seeds, options.count, seed=options.seed, first=options.first, **where)
-    finally:
-        shutil.rmtree(folder)
-    made = {"command": f"make fuzz  # seed {options.seed}", **tally.to_json()}
-    sys.stdout.write(json.dumps(made, indent=2) + "\n")
-    if options.json:
-        options.json.write_text(json.dumps(made, indent=2) + "\n")
-    return int(bool(tally.failures))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

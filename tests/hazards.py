@@ -1,8 +1,8 @@
 """One training program run twice, plainly and under a budget, for the tests of hazards.
 
-What it is: a `Side`, through which a program opens its block and notes what must not differ; and
-`hazard`, which runs the program on the plain side and on a paged one and compares the notes bit for
-bit. A program is written once, against any backend. What it is not: a test.
+A program opens its block through a `Side`, which notes what must not differ; `hazard` runs it on
+the plain side and on a paged one, and compares the notes bit for bit. `trained` is the program of
+most hazards, and `stepwise` makes a test of a function that makes one of its steps.
 
 The backends are those of `tests/devices.py`; ``emulated``: an accelerator made of threads, which
 finds races; and ``aside``: a budget that holds everything, where paging steps out of the way after
@@ -15,9 +15,10 @@ needs to; the whole state is compared when the block has ended.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from emulated import DEVICE, accelerated
 from exactness import SMALL_PAGES, arena_ranges, assert_same, footprint_of, least_budget
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 import dynoffload
 from dynoffload.runtime.adoption.held import holders
@@ -37,50 +38,33 @@ from dynoffload.units import MiB
 
 _MARKS = {"pager": [needs_pager], "aside": [pytest.mark.slow]}
 
-each_backend = pytest.mark.parametrize(
-    "backend",
-    [pytest.param(kind, marks=_MARKS.get(kind, [])) for kind in (*KINDS, "emulated", "aside")],
-)
+
+def _each(kinds: Sequence[str], *, in_time: bool = False) -> pytest.MarkDecorator:
+    """Parametrize a test by backend; ``in_time``: where the pager works, others are slow cases."""
+    others = [pytest.mark.slow] if in_time and not NO_PAGER else []
+    cases = [pytest.param(kind, marks=_MARKS.get(kind, others)) for kind in kinds]
+    return pytest.mark.parametrize("backend", cases)
+
+
+each_backend = _each([*KINDS, "emulated", "aside"])
 """Every backend; ``aside`` in ``make slow``, as `tests/test_aside.py` has what is its own."""
 
-each_of_the_cpu = pytest.mark.parametrize(
-    "backend", [pytest.param(kind, marks=_MARKS.get(kind, [])) for kind in (*KINDS, "aside")]
-)
+each_of_the_cpu = _each([*KINDS, "aside"])
 """For what no accelerator's tensors can do, such as to share memory with arrays of numpy."""
 
-each_backend_in_time = pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param(kind, marks=_MARKS.get(kind, [pytest.mark.slow] if not NO_PAGER else []))
-        for kind in (*KINDS, "emulated", "aside")
-    ],
-)
+each_backend_in_time = _each([*KINDS, "emulated", "aside"], in_time=True)
 """For tests of many cases: where the pager works, the others run in ``make slow``."""
 
-each_paged = pytest.mark.parametrize(
-    "backend", [pytest.param(kind, marks=_MARKS.get(kind, [])) for kind in KINDS]
-)
+each_paged = _each(KINDS)
 """For what is the session's own, and plain PyTorch does not do."""
 
-each_paged_in_time = pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param(kind, marks=_MARKS.get(kind, [pytest.mark.slow] if not NO_PAGER else []))
-        for kind in KINDS
-    ],
-)
+each_paged_in_time = _each(KINDS, in_time=True)
 """The same for tests of many cases."""
 
-each_with_slices_in_time = pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param(kind, marks=_MARKS.get(kind, [pytest.mark.slow] if not NO_PAGER else []))
-        for kind in (*KINDS, "emulated")
-    ],
-)
+each_with_slices_in_time = _each([*KINDS, "emulated"], in_time=True)
 """For tests of many cases of what is paged by slices, which one that has stepped aside is not."""
 
-guarded = pytest.mark.parametrize("backend", [pytest.param("pager", marks=[needs_pager])])
+guarded = _each(["pager"])
 """For what only a backend that puts updates off can get wrong."""
 
 
@@ -226,6 +210,31 @@ def hazard(
     return paged
 
 
+def trains(
+    backend: str,
+    each: Callable[[Side, Any, Any, int], None],
+    network: Callable[[], nn.Module] | None = None,
+    *,
+    steps: int = 4,
+    sgd: bool = False,
+    moves: bool = True,
+    budgeted: bool = True,
+    aside: bool = True,
+    **options: Any,
+) -> Side:
+    """Run, as `hazard` does, a block in which ``each`` is called with the side, the model of
+    ``network``, its AdamW or SGD, and each step's number; ``options`` are of `Side.offload`."""
+
+    def program(side: Side) -> None:
+        model = Mlp() if network is None else network()
+        optimizer = (SGD if sgd else AdamW)(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer, **options):
+            for step in range(steps):
+                each(side, model, optimizer, step)
+
+    return hazard(backend, program, moves=moves, budgeted=budgeted, aside=aside)
+
+
 def _assert_ordinary(model: nn.Module, optimizer: Optimizer | None) -> None:
     """Assert that tensors lie in memory of their own, but those of which somebody holds a view."""
     arenas = arena_ranges()
@@ -276,3 +285,64 @@ def loss_of(model: nn.Module, step: int, **sizes: int) -> Tensor:
     """Return the cross-entropy of ``model`` on `batch`."""
     x, y = batch(step, **sizes)
     return F.cross_entropy(model(x).float(), y)
+
+
+_ADAMW = partial(AdamW, lr=1e-2)
+
+
+def trained(
+    make: Callable[[], nn.Module] = Mlp,
+    each: Callable[[Side, Any, Any, int], None] | None = None,
+    *,
+    loss: Callable[[Any, int], Tensor] = loss_of,
+    after: Callable[[int, Any], None] = lambda step, model: None,
+    optimizer: Callable[[Any], Optimizer] = _ADAMW,
+    steps: int = 4,
+    **options: Any,
+) -> Callable[[Side], None]:
+    """Return the program that trains ``make()`` in one block.
+
+    Args:
+        make: returns the network.
+        each: makes a step; by default the usual one, of ``loss``.
+        loss: of a step.
+        after: called after each step.
+        optimizer: returns the one for parameters.
+        steps: their number.
+        options: of the block.
+    """
+
+    def program(side: Side) -> None:
+        model = make()
+        its = optimizer(model.parameters())
+        with side.offload(model, its, **options):
+            for step in range(steps):
+                if each is None:
+                    side.step(loss(model, step), its)
+                else:
+                    each(side, model, its, step)
+                after(step, model)
+
+    return program
+
+
+def stepwise(
+    backends: pytest.MarkDecorator,
+    make: Callable[[], nn.Module] = Mlp,
+    *,
+    moves: bool = True,
+    budgeted: bool = True,
+    aside: bool = True,
+    **options: Any,
+) -> Callable[[Callable[[Side, Any, Any, int], None]], Callable[[str], None]]:
+    """Make a test of a function that makes one step; see `hazard` and `trained`."""
+
+    def decorate(each: Callable[[Side, Any, Any, int], None]) -> Callable[[str], None]:
+        def test(backend: str) -> None:
+            program = trained(make, each, **options)
+            hazard(backend, program, moves=moves, budgeted=budgeted, aside=aside)
+
+        test.__name__, test.__doc__, test.__module__ = each.__name__, each.__doc__, each.__module__
+        return backends(test)
+
+    return decorate

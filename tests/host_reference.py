@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,6 @@ from torch.optim import Optimizer
 
 from dynoffload.errors import ConfigError
 from dynoffload.host_optimizer import HostOptimizer
-from dynoffload.host_optimizer.link import CpuLink
 
 KINDS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-2}),
@@ -187,44 +185,6 @@ class Pair:
             assert_same(mine["master"], master.detach(), f"{name}.master")
             for key, value in self.theirs.inner.state.get(master, {}).items():
                 assert_same(mine[key], value, f"{name}.{key}")
-
-
-class Lazy(CpuLink):
-    """Copies that are made when somebody waits for them, in the order in which they were given:
-    whoever does not wait reads what was there before."""
-
-    def __init__(self) -> None:
-        self._given: list[tuple[Tensor, Any]] = []
-        self._mutex = threading.RLock()
-        self._done = 0
-
-    def copy_out(self, target: Tensor, source: Any, after: Sequence[Any]) -> Any:
-        """See `Streams.copy_out`."""
-        with self._mutex:
-            self._given.append((target, source))
-            return LazyMoment(self, len(self._given))
-
-    def make(self, count: int) -> None:
-        """Make the first ``count`` copies, those that were not made."""
-        with self._mutex:
-            while self._done < count:
-                super().copy_out(*self._given[self._done], [])
-                self._done += 1
-
-
-class LazyMoment:
-    """A `StreamEvent` of `Lazy`; it is never reached by itself."""
-
-    def __init__(self, queues: Lazy, count: int) -> None:
-        self._queues, self._count = queues, count
-
-    def reached(self) -> bool:
-        """See `StreamEvent.reached`."""
-        return False
-
-    def wait(self) -> None:
-        """See `StreamEvent.wait`."""
-        self._queues.make(self._count)
 
 
 @contextmanager

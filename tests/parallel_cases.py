@@ -102,42 +102,6 @@ def same_whatever_the_parts(
         torch.testing.assert_close(one, other, rtol=0.0, atol=tolerance)
 
 
-def derivatives(rank: int, world: int) -> None:
-    """Compare gradients with differences, along directions in which all ranks move at once."""
-    for parts, strategy in ((1, "none"), (3, "S1"), (2, "S4")):
-        _, layer = layers(world, shared=6)
-        layer.set_pipeline(parts, strategy)
-        torch.manual_seed(3)
-        tokens = torch.randn(world, 11, WIDTH, dtype=torch.float64)[rank].requires_grad_()
-        weights = torch.randn(world, 11, WIDTH, dtype=torch.float64)[rank]
-        (layer(tokens).hidden * weights).sum().backward()
-        moved = [tokens, *layer.parameters()]
-        replicated = {id(one) for one in layer.replicated_parameters()}
-        for seed in range(3):
-            directions = []
-            for one in moved:
-                random = torch.Generator().manual_seed(
-                    seed if id(one) in replicated else 100 + 10 * seed + rank
-                )
-                directions.append(torch.randn(one.shape, generator=random, dtype=one.dtype))
-            slope = sum(
-                float((one.grad * way).sum())
-                for one, way in zip(moved, directions, strict=True)
-                if one.grad is not None
-            )
-            step, values = 1e-6, []
-            for sign in (1, -1):
-                with torch.no_grad():
-                    for one, way in zip(moved, directions, strict=True):
-                        one += sign * step * way
-                    values.append(float((layer(tokens).hidden * weights).sum()))
-                    for one, way in zip(moved, directions, strict=True):
-                        one -= sign * step * way
-            both = torch.tensor([slope, (values[0] - values[1]) / (2 * step)], dtype=torch.float64)
-            torch.distributed.all_reduce(both)
-            assert torch.allclose(both[0], both[1], rtol=1e-6, atol=1e-6), both
-
-
 def ways_of_use(rank: int, world: int) -> None:
     """Layers in a row, two calls before backward, backward twice, checkpoints, no gradients."""
     _, layer = layers(world)

@@ -163,6 +163,22 @@ def several(rank: int, world: int, folder: str) -> dict[str, Any]:
     return found
 
 
+def gapped(rank: int, world: int, folder: str) -> str:
+    """Save a buffer whose rows overlap and have a gap: of its four, ranks have 0 to 3, and 2."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (world,))
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    rows = torch.ones(3 - 2 * rank, 4)
+    spread = DTensor.from_local(
+        rows, mesh, [Shard(0)], run_check=False, shape=torch.Size((4, 4)), stride=(4, 1)
+    )
+    model.register_buffer("rows", spread)
+    return refusal(dynoffload.save_checkpoint, model, None, Path(folder) / "gapped")
+
+
 def refused(rank: int, world: int, folder: str) -> dict[str, Any]:
     """Save what is not alike, or cannot be placed; load what does not suit."""
     from torch.distributed.device_mesh import init_device_mesh

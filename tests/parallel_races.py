@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -13,7 +11,6 @@ from parallel_cases import HIDDEN, WIDTH, backward, layers
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dynoffload.errors import ExchangeError
 from dynoffload.moe.parallel import ExpertParallel, Strategy, choice
 from dynoffload.moe.parallel.memory import memory as memory_of
 from dynoffload.moe.parallel.memory import shape_of
@@ -152,21 +149,6 @@ def kinds(rank: int, world: int, names: tuple[str, ...]) -> list[Any]:
     return results
 
 
-def mixed(rank: int, world: int) -> list[Any]:
-    """Return the choices of steps of all kinds in turn, at sizes that vary."""
-    watched = Watched(world)
-    _, fixed = layers(world, torch.float32)
-
-    def step(number: int) -> None:
-        kind = KINDS[number % len(KINDS)]
-        given = batch(rank, 33 + (number * 17) % 31, number).requires_grad_()
-        found = step_of(kind, watched.layer, given)
-        for one, known in zip(found, step_of(kind, fixed, given), strict=True):
-            assert torch.equal(one, known), kind
-
-    return watched.steps(step, 150)
-
-
 def held(rank: int, world: int) -> list[list[Made]]:
     """Return the choices while a result is held whose backward never comes, and once it is not."""
     watched = Watched(world)
@@ -221,23 +203,3 @@ def after(rank: int, world: int) -> dict[str, int]:
         step_of("plain", layer, given)
         counts[name] = len(asked)
     return counts
-
-
-def one_dies(rank: int, world: int) -> str:
-    """Return the error of rank 0, whose peer dies before the backward of a step that is timed."""
-    layer = ExpertParallel(4, 4, world, 1, timeout=30, name="blocks.3.moe", parts="auto")
-    given = torch.randn(6, 4)
-    for _ in range(3):
-        layer(given).hidden.sum().backward()
-    out = layer(given).hidden
-    assert layer.adapting is not None
-    assert not layer.adapting.settled
-    if rank == 1:
-        os._exit(0)
-    start = time.monotonic()
-    try:
-        out.sum().backward()
-    except ExchangeError as error:
-        assert time.monotonic() - start < 20
-        return str(error)
-    return "no error"

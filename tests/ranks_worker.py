@@ -1,16 +1,9 @@
-"""What one of two processes runs for the tests of `DistributedDataParallel`: no tests here.
-
-Called as ``ranks_worker.py DIRECTORY RANK NAMES SIZE``: joins the group, runs the cases named in
-order, and writes for each what differed ("" for nothing) and what the tests ask about the session.
-"""
+"""What each of some processes runs for the tests of `DistributedDataParallel`: no tests here."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import datetime
-import json
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +22,6 @@ from dynoffload.distributed.replicas import bucket_bytes, replicas_of
 from dynoffload.experiments.bits import first_difference, state_of
 
 STEPS = 6
-TIMEOUT_S = 30
 
 
 class Dropped(nn.Module):
@@ -246,22 +238,6 @@ def run(case: Case, rank: int, directory: Path) -> dict[str, Any]:
     }
 
 
-def main(directory: Path, rank: int, names: list[str], size: int) -> None:
-    """Join the group and run the cases."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        f"file://{directory / 'store'}",
-        rank=rank,
-        world_size=size,
-        timeout=datetime.timedelta(seconds=TIMEOUT_S),
-    )
-    found: dict[str, Any] = {}
-    for name in names:
-        found[name] = run(CASES[name], rank, directory)
-        (directory / f"{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(","), int(sys.argv[4]))
+def cases(rank: int, world: int, directory: str, names: list[str]) -> dict[str, Any]:
+    """Run the cases."""
+    return {name: run(CASES[name], rank, Path(directory)) for name in names}

@@ -10,14 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
-import os
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -179,13 +173,11 @@ class Run:
     Attributes:
         losses: of each sample.
         state: digests of this rank's parts of parameters and optimizer state, by name.
-        seconds: of the steps together.
         stats: of the session: bytes in and out, and the highest fast bytes; empty without one.
     """
 
     losses: list[float]
     state: dict[str, str]
-    seconds: float
     stats: dict[str, float]
 
 
@@ -242,7 +234,6 @@ def train_sharded(
     budget: int | str | None,
     spill_dir: str | Path | None = None,
     config: Mapping[str, Any] | None = None,
-    before: Callable[[nn.Module, Optimizer, Any], None] | None = None,
 ) -> Run:
     """Train ``case`` on this rank, in the process group that there is.
 
@@ -251,7 +242,6 @@ def train_sharded(
         budget: of this rank, in bytes or as a text; None trains without dynoffload.
         spill_dir: for what does not fit, of this rank.
         config: options, as of `dynoffload.offload`.
-        before: called with model, optimizer and session (or None) before the first step.
 
     Returns:
         What is compared between a run under a budget and one without: both are to be equal.
@@ -266,11 +256,7 @@ def train_sharded(
     torch.manual_seed(case.seed + 1000 * (torch.distributed.get_rank() + 1))
     stats: dict[str, float] = {}
     with block as session:
-        if before is not None:
-            before(model, optimizer, session)
-        begin = time.perf_counter()
         losses = [loss for _ in range(case.steps) for loss in _step(case, model, optimizer)]
-        seconds = time.perf_counter() - begin
         if session is not None:
             rows = session.stats
             stats = {
@@ -279,7 +265,7 @@ def train_sharded(
                 "peak_fast_bytes": float(rows.peak_fast_bytes.max()),
                 "paging": float(session.paging),
             }
-    return Run(losses, state_digests(model, optimizer), seconds, stats)
+    return Run(losses, state_digests(model, optimizer), stats)
 
 
 def _step(case: Case, model: nn.Module, optimizer: Optimizer) -> Iterator[float]:
@@ -297,79 +283,3 @@ def _step(case: Case, model: nn.Module, optimizer: Optimizer) -> Iterator[float]
         nn.utils.clip_grad_norm_(model.parameters(), case.clip)
     optimizer.step()
     optimizer.zero_grad()
-
-
-def join(rank: int, world: int, store: str, *, timeout: float = 60.0) -> None:
-    """Join the process group that meets at the file ``store``.
-
-    Args:
-        rank: of this process.
-        world: processes.
-        store: a file that does not exist before the first of them comes.
-        timeout: seconds that a collective waits for the others.
-    """
-    torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=timeout),
-    )
-
-
-def on_ranks(
-    script: str, arguments: Sequence[str], directory: Path, *, world: int, timeout: float
-) -> list[Any]:
-    """Run Python code in ``world`` processes, and return what each has written.
-
-    Args:
-        script: code; ``sys.argv`` has rank, world, the store's file, the path of the JSON file that
-            it is to write, and ``arguments``.
-        arguments: further ones.
-        directory: for the store and the results; each call takes one of its own.
-        world: processes.
-        timeout: seconds, after which all are ended.
-
-    Raises:
-        RuntimeError: one failed, or was not done in time; has the end of what they have said.
-    """
-    directory.mkdir(parents=True)
-    store = directory / "store"
-    processes = []
-    for rank in range(world):
-        given = [str(rank), str(world), str(store), str(directory / f"{rank}.json"), *arguments]
-        with open(directory / f"{rank}.log", "wb") as said:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", script, *given],
-                    stdout=said,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank)},
-                )
-            )
-    try:
-        _wait_for(processes, timeout)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    codes = [process.returncode for process in processes]
-    if any(codes):
-        ends = []
-        for rank, code in enumerate(codes):
-            told = (directory / f"{rank}.log").read_text(errors="replace")
-            ends.append(f"rank {rank} ({code}): {told[-3000:]}")
-        raise RuntimeError("\n".join(ends))
-    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(world)]
-
-
-def _wait_for(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> None:
-    end = time.monotonic() + timeout
-    while time.monotonic() < end:
-        codes = [process.poll() for process in processes]
-        if all(code is not None for code in codes):
-            return
-        if any(codes):  # the others would wait for it
-            time.sleep(1.0)
-            return
-        time.sleep(0.05)

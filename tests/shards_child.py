@@ -1,17 +1,11 @@
-"""What each of several processes does for the tests of shards; its results go to a JSON file.
-
-What it is: a function for each test, called by its name in every process of a group. What it is
-not: assertions on what comes out, which are the tests' (`test_ranks_shards`).
-"""
+"""What each of several processes does for `test_ranks_shards`: a function for each test."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import resource
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -24,7 +18,6 @@ from sharded_training import (
     Case,
     Network,
     Run,
-    join,
     optimizer_of,
     sharded,
     state_digests,
@@ -41,18 +34,14 @@ from dynoffload.memory.limits import resident_bytes
 from dynoffload.memory.local import local, local_bytes
 
 
-def main() -> None:
-    """Join the group, call the functions that are named, and write what they return."""
-    rank, world, store, out, tasks = sys.argv[1:]
-    join(int(rank), int(world), store, timeout=60)
-    results: list[Any] = []
-    for task, directory, given in json.loads(tasks):
-        results.append(globals()[task](Path(directory), given))
-        Path(out).write_text(json.dumps(results))
-        if task == "dies":
-            os._exit(0)
-        torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+def tasks(rank: int, world: int, given: list[tuple[str, str, Any]]) -> list[Any]:
+    """Call the functions that are named, with a directory and a value; return what they return."""
+    found = []
+    for number, (task, directory, value) in enumerate(given):
+        if number:
+            torch.distributed.barrier()
+        found.append(globals()[task](Path(directory), value))
+    return found
 
 
 def rank() -> int:
@@ -114,61 +103,34 @@ def _step(model: nn.Module, optimizer: Optimizer, case: Case) -> None:
 def regions(directory: Path, budget: str) -> dict[str, Any]:
     """Look at a session between backward and step, and at what ends with the block."""
     case = Case(network="dense", width=256)
-    model, optimizer = sharded(case), None
+    model = sharded(case)
     optimizer = optimizer_of("AdamW", model)
     locals_before = {name: local(p) for name, p in model.named_parameters()}
     with dynoffload.offload(model, optimizer, budget=budget, spill_dir=spill(directory)) as session:
-        paging = session._paging
-        behind: list[Any] = []
-        runner = paging.updates.runner
-        make = runner.make_behind
-        runner.make_behind = lambda *given: behind.append(given) or make(*given)
+        activations = session._paging.activations
         for _ in range(3):
             _step(model, optimizer, case)
-        saved, anchored = paging.activations.saved_bytes, paging.migrator.anchored
-        missed = paging.migrator.missed
+        saved = activations.saved_bytes
         _loss(model, case).backward()
-        saved = paging.activations.saved_bytes - saved
+        saved = activations.saved_bytes - saved
         parameters = dict(model.named_parameters())
-        owned = {name: paging.device.owner(p) for name, p in parameters.items()}
-        gradients = {n: paging.device.owner(p.grad) for n, p in parameters.items()}
-        small = [p for n, p in parameters.items() if owned[n] < 0]
+        owner = session._paging.device.owner
+        small = [p for p in parameters.values() if owner(p) < 0]
         result = {
-            "paged": [n for n, region in owned.items() if region >= 0],
-            "with gradient": [n for n, region in gradients.items() if region >= 0],
-            "states": [
-                n
-                for n, p in parameters.items()
-                if all(
-                    paging.device.owner(optimizer.state[p][key]) >= 0
-                    for key in ("exp_avg", "exp_avg_sq")
-                )
-            ],
+            "paged": [n for n, p in parameters.items() if owner(p) >= 0],
             "own gradients": all(
                 local(p.grad).untyped_storage().nbytes() == local_bytes(p.grad) for p in small
             ),
             "same parts": all(local(p) is locals_before[n] for n, p in parameters.items()),
-            "units": [unit.path for unit, _ in paging.migrator._visits],
-            "anchored": paging.migrator.anchored - anchored,
-            "missed": paging.migrator.missed - missed,
-            "behind": len(behind),
             "saved": saved,
             "weights": sum(group.whole_bytes() for group in groups_of(model)),
-            "pool": paging.device.capacity,
             "peak": int(session.stats.peak_fast_bytes.max()),
-            "budget": session.sizing.budget,
+            "budget": int(session.sizing.budget),
         }
         optimizer.step()
         optimizer.zero_grad()
         whole = model.blocks[0].inner.up.weight.full_tensor().detach()
         result["whole"] = list(whole.shape)
-    flat = [one for group in groups_of(model) for one in group.own]
-    result["left"] = all(
-        one._sharded_param_data.untyped_storage().data_ptr()
-        == local(one.sharded_param).untyped_storage().data_ptr()
-        for one in flat
-    )
-    result["resizable"] = all(local(p).untyped_storage().resizable() for p in model.parameters())
     _step(model, optimizer, case)  # after the block it trains on
     result["after"] = bool(torch.isfinite(_loss(model, case).detach()))
     return result
@@ -326,8 +288,8 @@ def memory(directory: Path, budget: str) -> dict[str, int]:
         watching.join()
     return {
         "growth": peak - base,
-        "budget": sizing.budget,
-        "states": sizing.states_bytes,
+        "budget": int(sizing.budget),
+        "states": int(sizing.states_bytes),
         "fast": int(stats.peak_fast_bytes.max()),
         "slack": slack,
         "beside": beside_bytes(groups_of(model)),
@@ -428,7 +390,7 @@ def faults(directory: Path, budget: str) -> dict[str, Any]:
 
 
 def dies(directory: Path, budget: str) -> str:
-    """Save where the other rank has ended; return what is said. It is the last of its group."""
+    """Save where the other rank has ended; return what is said."""
     model = sharded(Case(network="dense", width=96))
     torch.distributed.barrier()
     if not rank():

@@ -12,12 +12,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from exactness import SMALL_PAGES, footprint_of, least_budget, small, small_loss, small_samples
+from fused_networks import paging_of
 from torch import Tensor, nn
 
 import dynoffload
@@ -42,7 +42,6 @@ class Taken(NamedTuple):
     spill_blocks: int
     objects: int
     records: int  # single ones, that the log keeps
-    log_bytes: int
 
 
 def network(
@@ -73,8 +72,7 @@ def soak(name: str, backend: str, steps: int, *, layers: int, **options: Any) ->
             optimizer.step()
             optimizer.zero_grad()
             if step % (steps // 10) == 0:
-                assert session._paging is not None
-                found = os.fstat(session._paging.device._spill.fd)  # type: ignore[attr-defined]
+                found = os.fstat(paging_of(session).device._spill.fd)  # type: ignore[attr-defined]
                 gc.collect()
                 _trim(0)
                 yield Taken(
@@ -85,23 +83,13 @@ def soak(name: str, backend: str, steps: int, *, layers: int, **options: Any) ->
                     found.st_size,
                     found.st_blocks,
                     len(gc.get_objects()),
-                    *kept_by(session.log),
+                    records_of(session.log),
                 )
 
 
-def kept_by(log: RunLog) -> tuple[int, int]:
-    """Return how many single records ``log`` keeps, and the bytes of all that it keeps."""
-    single = log.transfers, log.stalls, log.phases, log.memory, log.blocks
-    seen: dict[int, int] = {}  # each object once: names and small numbers are shared
-    for table in (*single, log.steps):
-        seen[id(table)] = sys.getsizeof(table)
-        for record in table:
-            seen[id(record)] = sys.getsizeof(record)
-            for field in fields(record):
-                value = getattr(record, field.name)
-                for part in (value, *value) if isinstance(value, tuple) else (value,):
-                    seen[id(part)] = sys.getsizeof(part)
-    return sum(map(len, single)), sum(seen.values())
+def records_of(log: RunLog) -> int:
+    """Return how many single records ``log`` keeps."""
+    return sum(map(len, (log.transfers, log.stalls, log.phases, log.memory, log.blocks)))
 
 
 if __name__ == "__main__":

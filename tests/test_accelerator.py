@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from devices import pattern, schedule
+from devices import pattern
 from emulated import Emulated, Race, Watcher, emulated
 
 from dynoffload.errors import BackendError, BudgetError, SpillError
@@ -22,9 +22,8 @@ from dynoffload.memory.accelerator import host as host_tier
 from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.accelerator.pool import PAGE
 from dynoffload.memory.accelerator.torch_streams import TorchStreams
-from dynoffload.memory.device import Cause, EventKind
 from dynoffload.planning.lookahead import LookAhead
-from dynoffload.planning.schedule import Action, Kind, Use
+from dynoffload.planning.schedule import Use
 from dynoffload.runtime.residency import Residence
 
 
@@ -107,33 +106,6 @@ def test_what_was_only_read_leaves_without_a_copy(device: Accelerator, streams: 
     for _ in range(3):
         assert all(holds(device, region, seed) for seed, region in enumerate(regions))
     assert device.counters().bytes_out == out + 6 * PAGE  # the second left as it was written
-
-
-def test_a_region_that_is_leaving_can_be_used_again(streams: Emulated, tmp_path: Path) -> None:
-    device = Accelerator(streams, 8 * PAGE, tmp_path)
-    region = device.allocate(2 * PAGE)
-    write(device, region, 1)
-    device.follow([Use(()), Use((region,))], schedule(Action(0, Kind.EVICT, region)))
-    assert device.counters().bytes_out == 2 * PAGE  # under way
-    write(device, region, 2)
-    other = device.allocate(8 * PAGE)
-    write(device, other, 3)
-    assert holds(device, region, 2)
-    device.close()
-
-
-def test_what_fits_nowhere_is_refused_by_name(device: Accelerator, tiered: Accelerator) -> None:
-    with pytest.raises(BudgetError, match="raise the budget"):
-        device.allocate(8 * PAGE + 1)
-    first, second = device.allocate(5 * PAGE), device.allocate(5 * PAGE)
-    device.names[second] = "the second"
-    with pytest.raises(BudgetError, match=r"the second.*raise the budget|raise the budget.*second"):
-        device.use([first, second])
-    device.use([first])
-    with pytest.raises(BudgetError, match="no room of"):
-        device.acquire([second])
-    device.used([first])
-    device.acquire([second])
 
 
 def test_whoever_uses_a_locked_region_meets_its_owner(device: Accelerator) -> None:
@@ -279,35 +251,6 @@ def test_a_file_that_fails_is_told_and_nothing_is_lost(
 # Plans
 
 
-def test_a_plan_prefetches_and_what_is_used_is_counted(device: Accelerator) -> None:
-    first, second = (device.allocate(4 * PAGE) for _ in range(2))
-    third = device.allocate(4 * PAGE)
-    for region in (first, second, third):
-        write(device, region, region)
-    assert first not in device.resident()
-    device.counters()
-    device.follow(
-        [Use((second,)), Use((third,)), Use((first,))],
-        schedule(Action(1, Kind.EVICT, second), Action(1, Kind.FETCH, first)),
-    )
-    device.advance(0)
-    assert holds(device, second, second)
-    device.advance(1)
-    for _ in range(1000):  # room comes as the copy out ends
-        if first in device.resident():
-            break
-        device.advance(1)
-    assert first in device.resident()
-    assert holds(device, third, third)
-    device.advance(2)
-    assert holds(device, first, first)
-    counters = device.counters()
-    assert counters.prefetched_bytes == counters.used_bytes == 4 * PAGE
-    assert counters.wasted_bytes == 0
-    kinds = {event.kind for event in device.events()}
-    assert {EventKind.FETCH, EventKind.EVICT} <= kinds
-
-
 # What goes wrong half way
 
 
@@ -363,21 +306,6 @@ def test_memory_that_is_lacking_takes_no_bytes_with_it(
     for region in regions:
         assert holds(device, region, region)
     device.close()
-
-
-def test_what_is_leaving_makes_way(device: Accelerator) -> None:
-    regions = [device.allocate(2 * PAGE) for _ in range(4)]
-    for region in regions:
-        write(device, region, region)
-    with device._mutex:
-        for region in regions:
-            device._leave(device._cells[region], Cause.ROOM)
-    assert device.resident_bytes() == 8 * PAGE
-    assert device.make_way()
-    assert device.resident_bytes() == 0
-    assert device.capacity > 0
-    for region in regions:
-        assert holds(device, region, region)
 
 
 def test_a_plan_that_finds_no_memory_is_left(
@@ -567,25 +495,3 @@ def _saved(tensor: torch.Tensor) -> torch.Tensor:
     torch.save({"one": tensor}, file)
     file.seek(0)
     return torch.load(file)["one"]
-
-
-def test_threads_are_heard_of_once_they_say_so(device: Accelerator) -> None:
-    first, second = device.allocate(5 * PAGE), device.allocate(5 * PAGE)
-    write(device, first, 1)
-    device.acquire([first])
-    tensor = view(device, first)
-    write(device, second, 2)
-    found = []
-
-    def work() -> None:
-        residence.here()
-        found.append(tensor.clone())
-
-    residence = Residence(device)
-    try:
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-    finally:
-        residence.end()
-    assert torch.equal(found[0], pattern(5 * PAGE, 1))

@@ -31,10 +31,7 @@ import dynoffload
 from dynoffload.errors import BackendError, BudgetError, ConfigError
 from dynoffload.memory.accelerator.workspace import WorkspaceEstimate
 from dynoffload.runtime import opening
-from dynoffload.runtime.adoption import relocation
 from dynoffload.runtime.adoption.held import is_between_processes
-from dynoffload.runtime.adoption.relocation import Homes, Room
-from dynoffload.runtime.target import Target
 from dynoffload.units import KiB, MiB, parse_bytes
 
 CONFIG: dict[str, Any] = {**SMALL_PAGES, "step_aside": False}
@@ -256,26 +253,12 @@ def test_chunks_of_activations_fit_host_memory(budget: str) -> None:
     assert len(session.log.steps) == 3
 
 
-def test_the_pool_follows_the_allocator() -> None:
-    temporaries = WorkspaceEstimate(most=1000, least=400, budget=1200)
-    assert temporaries.capacity == 850  # an eighth of the budget for what nobody has seen
-    assert temporaries.after(1150, 850) == 900
-    assert temporaries.after(1150, 900) == 900  # 300 beside it, in one of the last steps
-    for _ in range(40):
-        temporaries.after(1000, 900)
-    assert temporaries.capacity == 1000
-
-
-def test_a_pool_has_its_least(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_budget_that_operators_pass_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The pool has its least."""
     temporaries = WorkspaceEstimate(most=1000, least=700, budget=1200)
     for _ in range(2):
         assert temporaries.after(1500, 700) == 700
     assert caplog.text.count("the budget of 1.17 KiB is passed by 300 B") == 1
-
-
-def test_a_pool_without_a_count_is_as_large_as_it_may_be() -> None:
-    assert WorkspaceEstimate(most=1000, least=400, budget=None).after(5000, 10) == 1000
-    assert WorkspaceEstimate(most=1000, least=400, budget=1000).after(0, 10) == 875
 
 
 def test_what_operators_take_makes_the_pool_smaller() -> None:
@@ -419,37 +402,6 @@ def test_what_fits_is_not_paged_and_comes_home(elsewhere: bool) -> None:
             config={"step_aside": True},
         )
     assert not session.paging
-
-
-def test_tensors_go_to_the_accelerator_and_back(tmp_path: Path) -> None:
-    """Where devices differ, all are copied, each storage once; here both are the CPU's."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    model[0].register_buffer("part", model[1].running_mean[1:3])
-    optimizer = AdamW(model.parameters(), fused=True)
-    model(torch.randn(8, 4)).sum().backward()
-    optimizer.step()
-    before = {name: one.detach().clone() for name, one in model.state_dict().items()}
-    queues = Emulated()
-    homes = Homes(model, optimizer, Target(queues, CPU_0), tmp_path)
-    addresses = {name: one.data_ptr() for name, one in model.state_dict().items()}
-    assert homes.leave() == ""
-    after = model.state_dict()
-    assert all(after[name].data_ptr() != address for name, address in addresses.items())
-    assert_same(dict(after), before, "tensors")
-    with torch.no_grad():
-        model[1].running_mean.fill_(7.0)
-    assert_same(model[0].part, torch.full((2,), 7.0), "a view")
-    queues.close()
-
-
-def test_what_has_no_room_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relocation, "available_bytes", lambda: 4 * KiB)
-    room = Room(Target(), torch.device("cpu"), tmp_path)
-    source = torch.arange(2048, dtype=torch.uint8).untyped_storage()
-    first, second = room.copy_of(source), room.copy_of(source)
-    assert room.outside == 2048
-    assert room.where == f"2.00 KiB mapped from {tmp_path}"
-    assert first.tolist() == second.tolist() == source.tolist()
 
 
 def test_memory_of_an_accelerator_is_not_taken_for_shared() -> None:

@@ -247,24 +247,6 @@ def test_a_forward_that_failed_does_not_hide_a_deeper_sample() -> None:
         assert session.log.steps[-1].peak_fast_bytes >= 100 * x.nbytes
 
 
-def test_coming_back_leaves_the_hooks_in_order() -> None:
-    """The sample that brings paging back is a sample like any other: its activations page, and
-    the hooks that save them are gone when its forward is over."""
-    pair = twin()
-    with pair.paged(LARGE, **ASIDE) as session:
-        steps(pair, [2] * 6)
-        seen = watch(session)
-        for number in range(3):
-            steps(pair, [3 + 5 * number])
-            assert seen[-1], "the sample was paged"
-            x = torch.randn(64, 64, requires_grad=True)
-            y = x.exp()  # outside of the model: nothing of ours may hold what it saves
-            assert y.grad_fn is not None
-            assert y.grad_fn._saved_result.data_ptr() == y.data_ptr(), number
-        seen.handle.remove()
-    pair.assert_same()
-
-
 def test_a_graph_that_is_alive_keeps_it_from_stepping_aside() -> None:
     """Saved activations of a forward whose backward is still to come stay served."""
 
@@ -310,30 +292,6 @@ def test_a_view_that_is_held_keeps_it_from_stepping_aside() -> None:
         views.clear()
         steps(pair, [8] * 3)
         assert not session.paging
-    pair.assert_same()
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_leaving_while_aside(when: str) -> None:
-    """By an exception, before or after the optimizer's step."""
-    pair = twin()
-
-    def last(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        torch.manual_seed(3)
-        small_loss(model, row(8, 3)).backward()
-        if when == "after":
-            optimizer.step()
-
-    def block() -> None:
-        with pair.paged(LARGE, **ASIDE) as session:
-            steps(pair, [8] * 6)
-            assert not session.paging
-            last(pair.model, pair.optimizer)
-            raise KeyError("the user's")
-
-    with pytest.raises(KeyError):
-        block()
-    last(pair.reference, pair.its)
     pair.assert_same()
 
 
@@ -445,49 +403,6 @@ def test_what_is_frozen_in_every_other_step_brings_it_back_once() -> None:
     turns = sum(before is not after for before, after in pairwise(away))
     assert away[-1]
     assert turns <= 3, away
-    pair.assert_same()
-
-
-@pytest.mark.parametrize("part", [True, False])
-def test_a_buffer_counts_by_its_memory(part: bool) -> None:
-    """A slice by all of the table it is of, and one row that is expanded as that row."""
-    pair = Twin(Branches(), lambda p: AdamW(p, lr=1e-2))
-    total = parameter_bytes(pair)
-    for model in (pair.model, pair.reference):
-        table = torch.zeros(2 * total // 4)[:4] if part else torch.zeros(1, 1).expand(2000, 2000)
-        model.register_buffer("table", table, persistent=False)
-    budget = int((6 * 0.97 if part else 6) * total)
-    with pair.paged(budget, **ASIDE) as session:
-        for step in range(10):
-            train(pair, [] if step < 5 else list(range(12)), step)
-        assert session.stats["peak_fast_bytes"].max() <= budget
-        assert session.paging is part
-    pair.assert_same()
-
-
-def test_it_comes_back_for_what_is_thawed() -> None:
-    """Gradients and state that were not counted as it stepped aside, before there are any."""
-    pair = Twin(Branches(), lambda p: AdamW(p, lr=1e-2))
-    for one in (pair.model, pair.reference):
-        for name, parameter in one.named_parameters():
-            parameter.requires_grad_(name.startswith(("layers.0.", "layers.1.")))
-    budget = int(2.6 * sum(p.nbytes for p in pair.model.parameters()))
-    away = []
-    with pair.paged(budget, **ASIDE) as session:
-        for step in range(10):
-            if step == 5:
-                pair.model.requires_grad_(True)
-                pair.reference.requires_grad_(True)
-            for model, stepper in ((pair.model, pair.optimizer), (pair.reference, pair.its)):
-                generator = torch.Generator().manual_seed(step)
-                x = torch.randn(4, 64, generator=generator)
-                model(x, list(range(12))).square().mean().backward()
-                stepper.step()
-                stepper.zero_grad()
-            away.append(not session.paging)
-        assert session.stats["peak_fast_bytes"].max() <= budget
-    assert away[4]
-    assert not any(away[5:]), away
     pair.assert_same()
 
 

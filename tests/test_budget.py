@@ -147,7 +147,7 @@ def test_a_module_with_more_than_the_pool_trains_on_demand() -> None:
 
 
 class Odd(nn.Module):
-    """Tied weights, a buffer that is a view of another, and a sparse gradient."""
+    """Tied weights, a buffer that is a view of another, one expanded, and a sparse gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,6 +157,7 @@ class Odd(nn.Module):
         self.second.weight = self.first.weight
         self.register_buffer("whole", torch.zeros(500))
         self.register_buffer("part", self.whole[100:200])
+        self.register_buffer("row", torch.zeros(1, 1).expand(2000, 2000))
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.second(self.first(self.words(tokens))) + self.whole.sum()
@@ -164,7 +165,7 @@ class Odd(nn.Module):
 
 def test_what_lies_outside_of_a_device_is_counted_once_and_whole() -> None:
     model = Odd()
-    embedding, linear, buffer = 100 * 8 * 4, 8 * 8 * 4, 500 * 4
+    embedding, linear, buffer = 100 * 8 * 4, 8 * 8 * 4, 500 * 4 + 4
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     assert ordinary_bytes(model, None) == embedding + linear + buffer
     model(torch.arange(3)).sum().backward()

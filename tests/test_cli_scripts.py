@@ -314,7 +314,7 @@ def test_the_same_in_other_words_is_not_overruled(
 ) -> None:
     """Without a GPU, no block can be entered that would ask."""
     given = Defaults(host_budget=8 << 30, device=option)
-    _say_overruled(given, 1, "auto", None, host_budget, device, "auto")
+    _say_overruled(given, {"host_budget": host_budget, "device": device})
     assert len(caplog.messages) == lines
 
 

@@ -5,7 +5,6 @@ Each test lets a Trainer fit one module plainly and a copy under a quarter of it
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -99,20 +98,6 @@ EVERYTHING: dict[str, Any] = {
     "limit_val_batches": 2,
     "enable_checkpointing": True,
 }
-
-
-def test_a_line_says_what_begins_and_one_what_it_took(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On the error stream, where nobody has configured logging."""
-    offload = OffloadCallback(**{**quarter("pager"), "budget": "600kB"})
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's
-    fit(Module(), tmp_path, offload)
-    lines = capsys.readouterr().err.splitlines()
-    begun, ended = [line for line in lines if line.startswith("dynoffload: ")]
-    assert begun.startswith("dynoffload: Module is trained under 600kB by policy pilot: ")
-    assert ended.startswith("dynoffload: Module, 6 steps: median step ")
-    assert "of the budget of 600kB" in ended
 
 
 @each_backend

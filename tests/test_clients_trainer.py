@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from clients import Recurrent, assert_paged, each_backend, network, quarter, samples, without_times
+from clients import assert_paged, each_backend, network, quarter, samples, without_times
 from exactness import assert_ordinary, assert_same, assert_same_training
 from safetensors.torch import load_file
 from torch import nn
@@ -294,28 +294,6 @@ def test_a_smaller_batch_is_tried_in_a_new_block(tmp_path: Path) -> None:
         client.train()
         found.append(client)
     assert_same_outcome(found[1], found[0])
-
-
-class Immobile(Recurrent):
-    """Notes when it is moved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.moved: list[bool] = []
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        hooks = bool(self._forward_pre_hooks)  # ours are there inside the block
-        self.moved.append(hooks)
-        return super().to(*args, **kwargs)
-
-
-def test_a_managed_model_is_not_moved(tmp_path: Path) -> None:
-    """Before the block only; neither training, evaluation nor a checkpoint moves it."""
-    torch.manual_seed(0)
-    model = Immobile()
-    trainer(model, tmp_path, OffloadCallback(**quarter()), **EVERYTHING).train()
-    assert model.moved
-    assert not any(model.moved)
 
 
 # Models larger than memory

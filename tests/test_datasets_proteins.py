@@ -63,16 +63,6 @@ def _entries(drawn: list[Alignments]) -> int:
     return sum(sample.tokens.numel() for sample in drawn)
 
 
-def test_folds_are_chains_that_are_compact() -> None:
-    for number in range(1, 9):
-        drawn = family(number)
-        steps = np.linalg.norm(np.diff(drawn.places, axis=0), axis=1)
-        np.testing.assert_allclose(steps, 3.8)
-        centred = drawn.places - drawn.places.mean(axis=0)
-        gyration = np.sqrt((centred**2).sum(axis=1).mean())
-        assert 0.7 < gyration / (2.2 * len(drawn) ** 0.38) < 1.4
-
-
 def test_partners_touch_and_covary() -> None:
     """A changed residue takes its partner along; places without a partner go their own ways."""
     together, apart = [], []
@@ -90,18 +80,6 @@ def test_partners_touch_and_covary() -> None:
     assert np.mean(together) > 0.7
     assert np.mean(apart) < 0.15
     assert np.array_equal(_COMPLEMENT[_COMPLEMENT], np.arange(len(RESIDUES)))
-
-
-def test_the_core_is_hydrophobic() -> None:
-    inner, outer = [], []
-    for number in range(8):
-        drawn = family(number)
-        distance = np.linalg.norm(drawn.places - drawn.places.mean(axis=0), axis=1)
-        greasy = np.isin(drawn.sequences[0], [RESIDUES.index(r) for r in "AILMFVWC"])
-        near = distance < np.median(distance)
-        inner.append(greasy[near].mean())
-        outer.append(greasy[~near].mean())
-    assert np.mean(inner) > np.mean(outer) + 0.15
 
 
 def test_splits_share_no_family() -> None:

@@ -33,13 +33,6 @@ def test_the_split_is_by_file_and_complete() -> None:
     assert not any("test" in name.split("/")[:-1] for name in names)
 
 
-def test_the_split_does_not_move_when_a_file_is_added(tmp_path: Path) -> None:
-    before = {source.name for source in source_files("train", _library(tmp_path / "a"))}
-    after = {source.name for source in source_files("train", _library(tmp_path / "b", count=41))}
-    assert before <= after
-    assert len(after - before) <= 1
-
-
 def test_targets_are_the_next_tokens_of_the_named_file() -> None:
     contents = {source.name: source.read() for source in source_files("train")}
     for batch in islice(batches("train", rows=3, length=64, seed=1), 5):
@@ -61,11 +54,6 @@ def test_mixed_rows_come_from_several_files_and_all_are_named() -> None:
         assert any(bytes(row.tolist()) in contents[name] for name in batch.sources)
 
 
-def test_held_out_batches_come_from_held_out_files() -> None:
-    held_out = {source.name for source in source_files("held-out")}
-    assert {batch.source for batch in islice(batches("held-out", length=32), 20)} <= held_out
-
-
 def test_the_seed_alone_decides() -> None:
     def draw(seed: int) -> list[torch.Tensor]:
         return [batch.tokens for batch in islice(batches(rows=2, length=32, seed=seed), 4)]
@@ -74,20 +62,10 @@ def test_the_seed_alone_decides() -> None:
     assert not all(torch.equal(one, two) for one, two in zip(draw(5), draw(6), strict=True))
 
 
-def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="nowhere"):
-        batches(root=tmp_path / "nowhere")
-
-
 def test_a_folder_without_sources_is_named(tmp_path: Path) -> None:
     (tmp_path / "short.py").write_text("pass\n")
     with pytest.raises(DataError, match=str(tmp_path)):
         batches(root=tmp_path)
-
-
-def test_a_sequence_longer_than_every_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="shorter length"):
-        batches(length=MIN_BYTES, root=_library(tmp_path))
 
 
 def test_a_file_that_vanished_is_named(tmp_path: Path) -> None:

@@ -107,18 +107,7 @@ def test_a_file_that_is_no_python_is_named(tmp_path: Path) -> None:
         next(stream)
 
 
-def test_a_file_with_null_bytes_is_named(tmp_path: Path) -> None:
-    stream = trees(root=_library(tmp_path, "x = 1\0\n"))
-    with pytest.raises(DataError, match=r"file\d\d\.py is no Python source"):
-        next(stream)
-
-
 def test_files_without_a_fitting_definition_end_in_an_error(tmp_path: Path) -> None:
     stream = trees(root=_library(tmp_path, "def f(): pass\n"), min_nodes=100)
     with pytest.raises(DataError, match="widen the bounds"):
         next(stream)
-
-
-def test_impossible_bounds_are_refused() -> None:
-    with pytest.raises(ValueError, match="do not exist"):
-        trees(min_nodes=9, max_nodes=8)

@@ -178,6 +178,30 @@ def test_acquiring_more_than_the_pool_is_refused_and_pins_nothing(
     assert all(holds(device, region) for region in regions)
 
 
+@each_device(SMALL)
+def test_waiting_for_room_that_never_comes_ends(
+    device: Any, kind: str, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By name, with what is lacking; and no pin is left."""
+    monkeypatch.setattr("dynoffload.memory.mapped._GRACE_S", 0.1)
+    if kind == "pager":
+        device._native.pager_set_patience(device._handle, 1)
+    a, b, c = (device.allocate(4 * page) for _ in range(3))
+    filled(device, [a, b, c])
+    device.acquire([b, c], pin=True)
+    device.names.update({a: "one", b: "two"})
+    with pytest.raises(BudgetError, match=r"32\.00 KiB is pinned; raise the budget") as told:
+        device.acquire([a], pin=True)
+    assert f"for one (16.00 KiB) beside two (16.00 KiB), region {c} (16.00 KiB)" in str(told.value)
+    assert str(told.value).endswith("it lacks 16.00 KiB")
+    device.unpin([b])
+    device.acquire([a])
+    assert device.resident() == [a, c]
+    device.unpin([c])
+    filled(device, [b, c])  # no pin was left on a
+    assert a not in device.resident()
+
+
 @each_device()
 def test_pinned_regions_stay_until_unpinned(device: Device, page: int) -> None:
     held = device.allocate(3 * page)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from devices import HUGE, SMALL, each_of_the_cpu, needs_pager, script
+from devices import HUGE, each_of_the_cpu, needs_pager, script
 
 from dynoffload.memory import limits
 from dynoffload.units import MiB
@@ -19,7 +19,7 @@ SLACK = 20 * MiB  # what the interpreter and the kernel take for other things me
 _STREAM = """
 import gc
 kind, page, directory, pool = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
-device = KINDS[kind](pool, page, directory, threads=2)
+device = KINDS[kind](pool, page, directory)
 regions = [device.allocate(8 * MiB) for _ in range(40)]
 gc.collect()
 {before}
@@ -130,45 +130,6 @@ def test_an_empty_pool_takes_no_memory(kind: str, page: int, tmp_path: Path) -> 
     )
     assert found.returncode == 0, found.stderr
     assert int(found.stdout) < 80 * MiB
-
-
-@needs_pager
-@pytest.mark.parametrize("page", [SMALL])
-def test_the_pager_tells_of_a_write_that_failed_and_keeps_the_bytes(
-    page: int, tmp_path: Path
-) -> None:
-    """A limit on the size of files makes the kernel refuse the write."""
-    found = script(
-        """
-        import resource
-        from dynoffload.planning.schedule import Kind
-        from dynoffload.errors import SpillError
-        device = Pager(8 * int(sys.argv[1]), int(sys.argv[1]), Path(sys.argv[2]), threads=2)
-        a, b = device.allocate(4 * device.page_bytes), device.allocate(4 * device.page_bytes)
-        filled(device, [a, b])
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
-        device.follow([Use(()), Use(())], schedule(Action(0, Kind.EVICT, a)))
-        def told():
-            try:
-                device.counters()
-            except SpillError as error:
-                print(error.errno, error)
-                return True
-        assert eventually(told)
-        device.counters()  # told once
-        assert sorted(device.resident()) == [a, b] and holds(device, a)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-        device.follow([Use(()), Use(())], schedule(Action(0, Kind.EVICT, a)))
-        assert eventually(lambda: device.resident() == [b])
-        assert holds(device, a)
-        device.close()
-        """,
-        page,
-        tmp_path,
-    )
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.startswith("27 ")  # EFBIG
-    assert "free space there" in found.stdout
 
 
 @needs_pager

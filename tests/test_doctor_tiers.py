@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dynoffload.doctor import Advice, advise, measure_moves, measure_tiers, tiers
-from dynoffload.doctor.system import FileSystem, System, Userfaultfd, filesystem_of
+from dynoffload.doctor import advise, measure_moves, measure_tiers, tiers
+from dynoffload.doctor.system import FileSystem, System, filesystem_of
 from dynoffload.doctor.tiers import Direction
 from dynoffload.errors import ConfigError, SpillError
 from dynoffload.memory.pager import probe
@@ -38,7 +39,6 @@ def test_all_is_measured_and_nothing_is_left(disk: Path) -> None:
     for value in (found.read_bps, found.write_bps, found.mixed_bps, found.memory_bps):
         assert 1e6 < value < 1e13
     assert found.read_bps == max(r.bps for r in found.rows if r.direction is Direction.READ)
-    assert found.alignment & (found.alignment - 1) == 0
     assert [share for _, share in told] == sorted(share for _, share in told)
     assert told[0][0] == "write, 1 thread"
 
@@ -72,7 +72,6 @@ def test_without_o_direct_it_measures_buffered(disk: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "open", refuse)
     found = measure_tiers(disk, 0.02, file_bytes=SMALL)
     assert not found.direct
-    assert found.alignment == 1
     assert found.read_bps > 0
 
 
@@ -82,17 +81,10 @@ def test_a_failing_disk_is_an_error_not_a_number(
     def fail(*_: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(tiers, "_alignment", lambda _: 512)
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(SpillError, match="Input/output error"):
         measure_tiers(disk, 0.02, file_bytes=SMALL)
     assert list(disk.iterdir()) == []
-
-
-def test_memory_file_systems_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "filesystem_of", lambda _: FileSystem("tmpfs", "/tmp", 10 * GiB))
-    with pytest.raises(SpillError, match="tmpfs"):
-        measure_tiers(tmp_path)
 
 
 def test_a_full_disk_is_refused_before_a_file_is_made(
@@ -110,7 +102,7 @@ def test_no_time_is_no_measurement(tmp_path: Path, seconds: float) -> None:
         measure_tiers(tmp_path, seconds)
 
 
-def system(available: int, room: int | None = None, *, full: bool = True) -> System:
+def system(available: int, room: int | None = None, **pager: Any) -> System:
     return System(
         kernel="Linux 6.8",
         cores=2,
@@ -119,48 +111,25 @@ def system(available: int, room: int | None = None, *, full: bool = True) -> Sys
         swap_total=0,
         room=available if room is None else room,
         huge_pages="madvise",
-        userfaultfd=Userfaultfd(True, full, True, True),
+        **pager,
     )
 
 
-DISK = FileSystem("ext4", "/", 100 * GiB)
-
-
-def advice_for(*args: System, **refusals: str) -> Advice:
-    return advise(args[0], DISK, **refusals)
-
-
-def test_a_budget_leaves_room_for_the_process() -> None:
-    small, large = advice_for(system(4 * GiB)), advice_for(system(64 * GiB))
-    assert small.budget == 3 * GiB
+def test_advice_leaves_room_and_names_what_binds_and_why() -> None:
+    disk = FileSystem("ext4", "/", 100 * GiB)
+    small, large = advise(system(4 * GiB), disk), advise(system(64 * GiB), disk)
+    assert (small.budget, small.bound_by, small.backend) == (3 * GiB, "memory", "pager")
     assert 50 * GiB < large.budget < 0.86 * 64 * GiB
-    assert small.budget % (64 * MiB) == 0
-    assert small.bound_by == "memory"
-
-
-def test_the_cgroup_binds_where_it_leaves_less() -> None:
-    advice = advice_for(system(64 * GiB, 4 * GiB))
-    assert (advice.bound_by, advice.room) == ("cgroup", 4 * GiB)
-    assert advice.budget == 3 * GiB
-
-
-def test_no_budget_fits_a_full_machine() -> None:
-    advice = advice_for(system(GiB // 2))
-    assert advice.budget == 0
-    assert advice.line.startswith("No budget fits")
-
-
-def test_the_backend_follows_what_the_pager_says() -> None:
-    assert advice_for(system(8 * GiB)).backend == "pager"
-    assert "user mode only" in advice_for(system(8 * GiB, full=False)).line
-    refused = advice_for(system(8 * GiB), pager_refusal="userfaultfd is refused here")
+    grouped = advise(system(64 * GiB, 4 * GiB), disk)
+    assert (grouped.bound_by, grouped.room, grouped.budget) == ("cgroup", 4 * GiB, 3 * GiB)
+    none = advise(system(GiB // 2), disk)
+    assert (none.budget, none.line[:14]) == (0, "No budget fits")
+    assert "user mode only" in advise(system(8 * GiB, user_mode=True), disk).line
+    refused = advise(system(8 * GiB, pager_refusal="userfaultfd is refused here"), disk)
     assert refused.backend == "mapped"
     assert "userfaultfd is refused here" in refused.line
-
-
-def test_a_refused_directory_is_said_first() -> None:
-    advice = advise(system(8 * GiB), None, spill_refusal="spill directory /x does not exist")
-    assert advice.line == "Nothing can be spilled: spill directory /x does not exist"
+    lost = advise(system(8 * GiB), None, "spill directory /x does not exist")
+    assert lost.line == "Nothing can be spilled: spill directory /x does not exist"
 
 
 @pytest.mark.skipif(bool(probe()), reason=f"no pager here: {probe()}")

@@ -19,8 +19,8 @@ from torch.optim import SGD, AdamW
 
 import dynoffload
 from dynoffload.errors import BackendError, BudgetError, ConfigError, TraceError
-from dynoffload.estimation import Calibration, Estimate, estimate, estimates
-from dynoffload.estimation.estimate import OVER, UNDER, _judged
+from dynoffload.estimation import Calibration, estimate, estimates
+from dynoffload.estimation.estimate import OVER, UNDER
 from dynoffload.estimation.hollow import hollowed
 from dynoffload.estimation.measuring import _part_of, measure, states_of, update_seconds
 from dynoffload.simulation import Link, Machine
@@ -96,7 +96,7 @@ def test_weights_on_meta_compute_and_take_no_memory() -> None:
     assert optimizer.param_groups[0]["params"][0] is objects[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_written_to_one_is_not_in_another(dtype: torch.dtype) -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(2))).to(dtype)
@@ -108,13 +108,6 @@ def test_what_is_written_to_one_is_not_in_another(dtype: torch.dtype) -> None:
         assert not bool((second == 3.0).any())
     with torch.no_grad(), hollowed(model, None):
         assert not bool((model[0].weight == 3.0).any())
-
-
-def test_a_model_in_memory_is_left_alone() -> None:
-    model, _ = net()
-    before = {name: one.clone() for name, one in model.state_dict().items()}
-    with hollowed(model, None):
-        assert_same(dict(model.state_dict()), before, "weights")
 
 
 def test_small_weights_that_nothing_initialises_are_named() -> None:
@@ -574,10 +567,3 @@ def test_a_disturbed_probe_is_warned_of_and_widens_the_range(budget: str) -> Non
     assert found.spread > 0.25
     assert found.step_low_s <= found.step_s <= found.step_high_s
     assert found.step_high_s - found.step_low_s >= 0.25 * found.step_s
-
-
-def test_a_quiet_probe_is_not_warned_of() -> None:
-    found = _judged(Estimate("Net", 1, True), 1.0, 0.9, 1.1, over=0.25, under=0.5)
-    assert found.assumptions == ()
-    assert (found.step_low_s, found.step_s, found.step_high_s) == pytest.approx((0.72, 1.0, 2.2))
-    assert found.spread == pytest.approx(0.2)

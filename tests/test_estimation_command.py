@@ -115,7 +115,7 @@ def test_factories_by_tuple_and_by_name(factory: Path) -> None:
 def test_the_command_says_it(factory: Path, tmp_path: Path) -> None:
     calibration = tmp_path / "simulation.json"
     link = {"latency_s": 1e-4, "fault_s": 0.0}
-    work = dict.fromkeys(COSTS.values(), 1e-5)
+    work = dict.fromkeys(COSTS, 1e-5)
     work["copy_s"] = 1e-10
     known = {"link": link, "work": work, "interference": 0.0, "pace_s": 0.02}
     calibration.write_text(json.dumps(known), "utf-8")

@@ -173,17 +173,3 @@ def test_gradient_checkpointing() -> None:
         footprint_of(model) // 3,
         config={"page_bytes": 4096, "min_paged_bytes": None},
     )
-
-
-def test_tied_weights_are_one_region() -> None:
-    """The shared embedding is paged once, and stays shared afterwards."""
-    model = t5()
-    assert model.get_input_embeddings().weight is model.lm_head.weight  # type: ignore[operator, union-attr]
-    twin = Twin(model, OPTIMIZERS["fused"])
-    with twin.paged(footprint_of(model) // 2) as session:
-        assert session._paging is not None
-        slots = session._paging.store.slots
-        assert len({slot.region for slot in slots.values()}) == len(slots)
-        t5_loss(model, 0).backward()
-        twin.optimizer.step()
-    assert model.get_input_embeddings().weight is model.lm_head.weight  # type: ignore[operator, union-attr]

@@ -16,15 +16,11 @@ from dynoffload.experiments.harness import rendered
 from dynoffload.experiments.processes import WorkerError
 from dynoffload.experiments.simulated_run import Task
 from dynoffload.experiments.simulation import (
-    FIT,
-    SETTINGS,
     Params,
-    Setting,
     Simulated,
-    compared,
     summary,
 )
-from dynoffload.experiments.simulation_fit import PHASES, Fit, Material, Real, fitted, simulated
+from dynoffload.experiments.simulation_fit import PHASES, Material, Real, fitted, simulated
 from dynoffload.simulation import Link, Machine
 from dynoffload.simulation.overhead import RuntimeOverhead
 from dynoffload.simulation.recorded import Network, Parameter, Piece, Recorded
@@ -70,13 +66,6 @@ def real_of(phases: list[tuple[float, float, float]], moved: int = 0) -> Real:
         for step in phases
     ]
     return Real((steps,), SIZING, ((0.00108, 8000),), "pager", LINK, (), PACE, MOVES)
-
-
-def test_at_least_twelve_settings_are_validated_and_none_of_them_is_fitted_on() -> None:
-    assert len(set(SETTINGS)) == len(SETTINGS) >= 12
-    assert not {one.network for one in SETTINGS} & {one.network for one in FIT}
-    assert {one.policy for one in SETTINGS} == {"pilot", "repeat", "on-demand"}
-    assert {one.share for one in SETTINGS} == {0.5, 0.25, 0.125}
 
 
 def test_the_fit_finds_what_the_runtime_takes() -> None:
@@ -130,31 +119,6 @@ def test_a_miss_is_counted_whichever_way_it_errs() -> None:
         "seconds_worst": False,
         "bytes_worst": False,
     }
-
-
-def test_bytes_are_compared_over_all_measured_steps() -> None:
-    real = real_of([(0.1, 0.08, 0.02)] * 6, moved=500)
-    made = compared(
-        Setting("chain", 0.5, "repeat"),
-        material(5),
-        real,
-        Fit(Machine(LINK, 1), RuntimeOverhead(visit_s=1e-3), PACE),
-        2,
-    )
-    slower = replace(real, pace_s=3 * PACE)
-    fit = Fit(Machine(LINK, 1), RuntimeOverhead(visit_s=1e-3), PACE)
-    other = compared(Setting("chain", 0.5, "repeat"), material(5), slower, fit, 2)
-    visits = 5 * 2e-3  # each two times longer
-    assert other["simulated"]["forward_s"] - made["simulated"]["forward_s"] == pytest.approx(
-        visits, rel=0.3
-    )
-    assert made["real"]["bytes_in"] == 500
-    assert [made["real"][key] for key in PHASES] == [0.1, 0.08, 0.02]
-    ours = [made["simulated"][key] for key in PHASES]
-    assert sum(ours) == pytest.approx(made["simulated"]["seconds"], rel=1e-3)
-    whole = made["simulated"]["bytes_in"] + made["simulated"]["bytes_out"]
-    assert whole
-    assert made["bytes_error"] == pytest.approx(whole / 1000 - 1)
 
 
 def test_table_and_figure_show_what_misses(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from safetensors.numpy import save
 from synthetic_pilot import recorded_step, routed
 
 from dynoffload.errors import DynOffloadError, PilotError, TraceError
-from dynoffload.pilot import artifact
+from dynoffload.pilot import pilot as pilot_file
 from dynoffload.pilot.fit import fit_pilot
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.profiler import load_trace, safefile, save_trace, storage
@@ -45,12 +45,12 @@ def form(request: pytest.FixtureRequest) -> Format:
             storage.SCHEMA_VERSION,
             "record it again with `dynoffload profile`",
         )
-    pilot = fit_pilot(*routed(40, experts=4, codes=9), model="lightgbm")
+    pilot = fit_pilot(*routed(40, experts=4, codes=9))
     return Format(
         pilot.save,
         Pilot.load,
-        artifact.FORMAT,
-        artifact.VERSION,
+        pilot_file.FORMAT,
+        pilot_file.VERSION,
         "Train the pilot again: dynoffload pilot train TRACES -o some.file",
     )
 

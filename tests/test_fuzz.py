@@ -4,39 +4,94 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import fuzzing
 import pytest
-from fuzz_seeds import Seeds, make_seeds
-from fuzzing import Fuzzer, Tally, fuzz
+import torch
+from fuzzing import Fuzzer, Seeds, fuzz
 
-SHARES = [500, pytest.param(1500, marks=pytest.mark.slow)]
+from dynoffload.datasets.trees import trees
+from dynoffload.experiments import zoo
+from dynoffload.pilot.fit import fit_pilot
+from dynoffload.pilot.labels import encode_example, label_traces
+from dynoffload.planning.cutting import build_vocabulary
+from dynoffload.profiler.profiling import profile
+
+
+class Batch:
+    """Arguments of a forward, and the source that they are from."""
+
+    def __init__(self, source: str, *args: Any) -> None:
+        self.args, self.source = args, source
+
+
+class Exits(torch.nn.Module):
+    """Layers, of which a sample runs as many as its mean says, and cells in an order of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(8))
+        self.cells = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(2))
+        self.head = torch.nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[: 2 + 2 * min(3, int(x.mean().abs() * 3))]:
+            x = torch.tanh(layer(x))
+        rounds = int(x.detach().abs().sum() * 10) % 5
+        for number in range(rounds):
+            x = torch.tanh(self.cells[(rounds + number) % 2](x))
+        out: torch.Tensor = self.head(x).sum()
+        return out
 
 
 @pytest.fixture(scope="module")
 def seeds(tmp_path_factory: pytest.TempPathFactory) -> Seeds:
-    return make_seeds(tmp_path_factory.mktemp("seeds"))
+    """Traces of small networks, and pilots from them."""
+    folder = tmp_path_factory.mktemp("seeds")
+    torch.manual_seed(0)
+    exits = Exits()
+    tokens = [Batch(f"{step % 4}", *(torch.randint(40, 60, (1, 3)),) * 2) for step in range(12)]
+    nodes = [Batch(t.source, t) for t in islice(trees(min_nodes=3, max_nodes=8, seed=0), 12)]
+    numbers = [Batch(f"{step % 6}", torch.randn(2, 6) * (1 + step % 5)) for step in range(48)]
+    made: dict[str, tuple[torch.nn.Module, list[Batch], Any]] = {
+        "moe": (zoo.build("moe", "tiny", layers=1, experts=3, width=8), tokens, None),
+        "tree": (zoo.build("tree", "tiny", embedding=8, hidden=8), nodes, None),
+        "exits": (exits, numbers, torch.optim.AdamW(exits.parameters())),
+    }
+    found = Seeds({}, {})
+    for network, (model, batches, optimizer) in made.items():
+        out = folder / network
+        found.traces[network] = profile(
+            model, batches, optimizer=optimizer, out=out, progress=False
+        )
+        labels = label_traces(out, 1, lambda *_: None)
+        vocabulary = build_vocabulary([label.calls for label in labels])
+        examples = [encode_example(vocabulary, label) for label in labels]
+        path = folder / f"{network}.pilot"
+        fit_pilot(vocabulary, examples).save(path)
+        found.pilots[network] = (path, examples[:3])
+    return found
 
 
-@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_mutated_files_work_or_are_refused_in_words(
-    seeds: Seeds, tmp_path: Path, share: int
+    seeds: Seeds, tmp_path: Path, count: int
 ) -> None:
-    """A fixed share of what `make fuzz` does."""
-    tally = fuzz(seeds, share, seed=1, folder=tmp_path, keep=tmp_path / "kept")
-    told = "\n".join(f"{row['kind']} {row['case']}: {row['stack']}" for row in tally.failures)
-    assert not tally.failures, told
-    assert tally.outcomes.total() == share
+    """``Fuzzer(seeds, 1, folder).run(case)`` repeats one that does neither."""
+    fuzzer = Fuzzer(seeds, 1, tmp_path)
+    fuzzer.warm()
+    rows = fuzz(fuzzer, count)
+    failures = [row for row in rows if row["outcome"] not in ("works", "refused")]
+    assert not failures
+    outcomes = Counter((row["kind"], row["outcome"]) for row in rows)
     for kind in ("pilot document", "pilot arrays", "trace document", "trace arrays"):
-        assert tally.outcomes[kind, "works"]
-        assert tally.outcomes[kind, "refused"]
-
-
-def _eat(*_: Any) -> None:
-    b"x" * (2 * fuzzing.MEMORY)
+        assert outcomes[kind, "works"]
+        assert outcomes[kind, "refused"]
 
 
 def _hang(*_: Any) -> None:
@@ -44,50 +99,31 @@ def _hang(*_: Any) -> None:
         pass
 
 
-def _warn(*_: Any) -> None:
-    warnings.warn("overflow", RuntimeWarning, stacklevel=1)
-
-
 def _fail(*_: Any) -> None:
     raise KeyError("blocks")
 
 
-HARM: dict[str, Callable[..., None]] = {
+HARM: dict[str, Callable[..., Any]] = {
     "error": _fail,
-    "warning": _warn,
-    "memory": _eat,
+    "warning": lambda *_: warnings.warn("overflow", RuntimeWarning, stacklevel=1),
+    "memory": lambda *_: b"x" * (2 * fuzzing.MEMORY),
     "cpu": _hang,
     "crash": lambda *_: os.abort(),
     "audit": lambda *_: eval("1 + 1"),
 }
 
 
-@pytest.mark.parametrize("outcome", HARM)
+@pytest.mark.parametrize("outcome", [*HARM, "file"])
 def test_harm_is_seen(
     outcome: str, seeds: Seeds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of three files two are pilots, and each does harm; the trace between them does none."""
-    fuzzer = Fuzzer(seeds, 0, tmp_path)
-    monkeypatch.setattr(fuzzing, "use_pilot", HARM[outcome])
-    monkeypatch.setattr(fuzzing, "CPU_S", 0.2)
-    tally = Tally()
-    case = 0
-    while case < 3:
-        case = fuzzing._batch(fuzzer, case, 3, tally, tmp_path / "kept")
-    harmed = [(f["case"], f["outcome"]) for f in tally.failures]
-    assert harmed == [(0, outcome), (2, outcome)]
-    kept = tmp_path / "kept" / "2.pilot"
-    assert kept.read_bytes() == fuzzer.file(2)[2], "the file itself is kept, and made again"
-
-
-def test_a_file_that_is_written_elsewhere_is_seen(
-    seeds: Seeds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inside, outside = tmp_path / "inside", tmp_path / "outside"
+    inside = tmp_path / "inside"
     inside.mkdir()
-    fuzzer = Fuzzer(seeds, 0, inside)
-    for where, outcome in ((inside / "x", "works"), (outside, "audit")):
-        monkeypatch.setattr(fuzzing, "use_pilot", lambda *_, to=where: to.write_text("x"))
-        tally = Tally()
-        fuzzing._batch(fuzzer, 0, 1, tally, tmp_path / "kept")
-        assert [o for _, o in tally.outcomes] == [outcome]
+    outside = HARM.get(outcome, lambda *_: (tmp_path / "outside").write_text("x"))
+    monkeypatch.setattr(fuzzing, "use_pilot", outside)
+    monkeypatch.setattr(fuzzing, "CPU_S", 0.2)
+    found = [row["outcome"] for row in fuzz(Fuzzer(seeds, 0, inside), 3)]
+    seen = "audit" if outcome == "file" else outcome
+    assert (found[0], found[2]) == (seen, seen)
+    assert found[1] in ("works", "refused")

@@ -44,22 +44,6 @@ def test_what_others_free_does_not_hide_what_a_forward_left() -> None:
     del first, second
 
 
-def test_what_a_backward_frees_is_not_counted_twice() -> None:
-    """Accumulation over micro-batches holds one graph at a time."""
-    model = network()
-    growth = Growth(model)
-    x = torch.randn(_ROWS, _WIDTH)
-    model(x).sum().backward()  # gradients are there, and count apart
-    peaks = []
-    for _ in range(4):
-        growth.begin()
-        out = model(x)
-        peaks.append(growth.finish({"out": out}))
-        out.sum().backward()
-        del out
-    assert max(peaks) <= peaks[0] + 8 * MiB + _SLACK
-
-
 def test_a_graph_that_is_dropped_has_ended() -> None:
     model = network()
     growth = Growth(model)

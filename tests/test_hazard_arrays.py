@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hazards import Mlp, Side, each_of_the_cpu, hazard, loss_of
+from hazards import Mlp, Side, each_of_the_cpu, hazard, loss_of, stepwise
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
-
-from dynoffload.runtime.adoption.held import references
 
 
 def arrays_under_gradients(model: nn.Module) -> list[np.ndarray]:
@@ -128,22 +127,6 @@ def test_entries_of_state_that_the_user_keeps(
     hazard(backend, program)
 
 
-def test_references_are_counted_as_they_are() -> None:
-    """Whatever version of Python counts: holders alone, not the calls that ask."""
-    held = {"value": object()}
-    assert references(held, "value") == 1
-    value = held["value"]
-    assert references(held, "value") == 2
-    inner = {"value": value}
-    for found in inner.values():
-        count = references(held, "value")
-        assert count == 4
-        assert found is value
-    del inner, found
-    assert references(held, "value") == 2
-    assert references(held, "nothing") == 0
-
-
 @each_of_the_cpu
 def test_every_way_into_the_state(backend: str) -> None:
     """`setdefault`, `popitem`, `==`, `|` and `update` find what a step has left."""
@@ -170,21 +153,13 @@ def test_every_way_into_the_state(backend: str) -> None:
     hazard(backend, program)
 
 
-@each_of_the_cpu
-def test_state_begun_anew_in_mid_run(backend: str) -> None:
+@stepwise(each_of_the_cpu, steps=6)
+def test_state_begun_anew_in_mid_run(side: Side, model: Any, optimizer: Any, step: int) -> None:
     """Another mapping in its place, as who forgets momentum writes it."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(6):
-                if step == 3:
-                    optimizer.state = defaultdict(dict)
-                side.step(loss_of(model, step), optimizer)
-                side.see("steps", sorted(s["step"].item() for s in optimizer.state.values()))
-
-    hazard(backend, program)
+    if step == 3:
+        optimizer.state = defaultdict(dict)
+    side.step(loss_of(model, step), optimizer)
+    side.see("steps", sorted(s["step"].item() for s in optimizer.state.values()))
 
 
 @each_of_the_cpu

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hazards import Mlp, Side, batch, each_backend, each_backend_in_time, hazard, loss_of
+from hazards import Mlp, Side, batch, each_backend, each_backend_in_time, hazard, loss_of, trains
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW
@@ -26,6 +26,30 @@ class Twice(Mlp):
             with torch.autocast("cpu", enabled=False):
                 x = x.float() + 0.1 * layer(x.float())
         return self.head(x)
+
+
+class Unhooked(Mlp):
+    """Its layers are not called: a weight that waits is updated while its cast is made, which
+    holds the lock of autocast's cache."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.linear(x, layer.weight, layer.bias).sin()
+        return self.head(x)
+
+
+@each_backend
+def test_a_weight_that_is_updated_as_it_is_cast(backend: str) -> None:
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model, step)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        side.see("loss", loss)
+
+    trains(backend, each, Unhooked, steps=5)
 
 
 @each_backend_in_time
@@ -57,20 +81,16 @@ def test_autocast(backend: str, dtype: torch.dtype, cache: bool, around: str) ->
 def test_eval_under_autocast_between_steps(backend: str) -> None:
     """Casts made without grad are kept too, and a later forward with grad takes no such one."""
 
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(6):
-                with torch.autocast("cpu", torch.bfloat16):
-                    with torch.no_grad():
-                        side.see("before", loss_of(model, 50 + step))
-                    loss = loss_of(model, step)
-                    side.step(loss, optimizer)
-                    with torch.inference_mode():
-                        side.see("after", loss_of(model, 50 + step))
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad():
+                side.see("before", loss_of(model, 50 + step))
+            loss = loss_of(model, step)
+            side.step(loss, optimizer)
+            with torch.inference_mode():
+                side.see("after", loss_of(model, 50 + step))
 
-    hazard(backend, program, aside=False)
+    trains(backend, each, steps=6, aside=False)
 
 
 @each_backend_in_time

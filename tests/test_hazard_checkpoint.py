@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from hazards import Side, batch, each_backend, each_backend_in_time, hazard, loss_of
+from hazards import Side, batch, each_backend, each_backend_in_time, hazard, loss_of, trained
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import AdamW
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -83,24 +82,20 @@ HOW: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 def test_recompute_takes_the_same_experts(backend: str, how: str, autocast: bool) -> None:
-    def program(side: Side) -> None:
-        model = Checkpointed(**HOW[how])
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                    loss = loss_of(model, step)
-                side.step(loss, optimizer)
-                for block in model.blocks:
-                    first, *again = block.taken
-                    assert all(taken == first for taken in again)
-                    side.see("taken", block.taken)
-                    block.taken.clear()
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = loss_of(model, step)
+        side.step(loss, optimizer)
+        for block in model.blocks:
+            first, *again = block.taken
+            assert all(taken == first for taken in again)
+            side.see("taken", block.taken)
+            block.taken.clear()
 
-    hazard(backend, program)
+    hazard(backend, trained(lambda: Checkpointed(**HOW[how]), each))
 
 
-@each_backend
+@each_backend_in_time
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_without_the_generators_state(backend: str, reentrant: bool) -> None:
     """``preserve_rng_state=False``: other numbers are drawn in backward, the same as plainly."""
@@ -121,17 +116,10 @@ def test_without_the_generators_state(backend: str, reentrant: bool) -> None:
                 )
             return x
 
-    def program(side: Side) -> None:
-        model = Noisy()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                side.step(model(batch(step)[0]).square().mean(), optimizer)
-
-    hazard(backend, program)
+    hazard(backend, trained(Noisy, loss=lambda model, step: model(batch(step)[0]).square().mean()))
 
 
-@each_backend
+@each_backend_in_time
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_in_a_row_and_nested(backend: str, reentrant: bool) -> None:
     class Nested(nn.Module):
@@ -149,14 +137,7 @@ def test_checkpoints_in_a_row_and_nested(backend: str, reentrant: bool) -> None:
             x = torch.tanh(self.outer(x))
             return checkpoint(lambda x: torch.tanh(self.inner(x)), x, use_reentrant=reentrant)
 
-    def program(side: Side) -> None:
-        model = Nested()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                side.step(model(batch(step)[0]).square().mean(), optimizer)
-
-    hazard(backend, program)
+    hazard(backend, trained(Nested, loss=lambda model, step: model(batch(step)[0]).square().mean()))
 
 
 @each_backend
@@ -164,33 +145,25 @@ def test_checkpoints_in_a_row_and_nested(backend: str, reentrant: bool) -> None:
 def test_the_root_inside_a_checkpoint(backend: str, reentrant: bool) -> None:
     """The whole managed model is recomputed: its forward runs within backward."""
 
-    def program(side: Side) -> None:
-        model = nn.Sequential(Experts(), Experts(), nn.Linear(64, 10))
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                x, y = batch(step)
-                out = checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)
-                side.step(F.cross_entropy(out, y), optimizer)
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        x, y = batch(step)
+        out = checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)
+        side.step(F.cross_entropy(out, y), optimizer)
 
-    hazard(backend, program)
+    hazard(backend, trained(lambda: nn.Sequential(Experts(), Experts(), nn.Linear(64, 10)), each))
 
 
-@each_backend
+@each_backend_in_time
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_accumulation_over_checkpoints(backend: str, reentrant: bool) -> None:
     """A block's gradient is complete before the next micro-batch recomputes it."""
 
-    def program(side: Side) -> None:
-        model = Checkpointed(use_reentrant=reentrant)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(6):
-                for part in range(3):
-                    (loss_of(model, 10 * step + part) / 3).backward()
-                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-                optimizer.step()
-                optimizer.zero_grad()
-                side.see("taken", [block.taken for block in model.blocks])
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        for part in range(3):
+            (loss_of(model, 10 * step + part) / 3).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        side.see("taken", [block.taken for block in model.blocks])
 
-    hazard(backend, program)
+    hazard(backend, trained(lambda: Checkpointed(use_reentrant=reentrant), each, steps=6))

@@ -36,6 +36,7 @@ no_compiler = pytest.mark.skipif(
     ("engine", "what"),
     [
         ("aot_eager", "outside"),
+        ("aot_eager", "before"),
         ("aot_eager", "in place"),
         ("aot_eager", "parts"),
         pytest.param("inductor", "outside", marks=[no_compiler, pytest.mark.slow]),
@@ -56,6 +57,9 @@ def test_a_compiled_model(backend: str, engine: str, what: str) -> None:
         elif what == "in place":
             model.compile(backend=engine)
         optimizer = AdamW(model.parameters(), lr=1e-2)
+        if what == "before":  # it has run, with its weights elsewhere
+            call = torch.compile(model, backend=engine)
+            side.step(loss_of(call, 10), optimizer)
         with side.offload(model, optimizer):
             if what == "outside":
                 call = torch.compile(model, backend=engine)
@@ -64,8 +68,9 @@ def test_a_compiled_model(backend: str, engine: str, what: str) -> None:
                 if step == 2:
                     with torch.no_grad():
                         side.see("score", loss_of(call, 50))
+        side.step(loss_of(call, 5), optimizer)
 
-    hazard(backend, program)
+    hazard(backend, program, aside=what != "before")
 
 
 @each_paged
@@ -115,24 +120,6 @@ def test_a_second_thread_in_a_compiled_forward_is_refused(backend: str, in_place
             optimizer.zero_grad()
     assert [type(error) for error in errors] == [ThreadError]
     assert "two threads call the model at once" in str(errors[0])
-
-
-@each_backend_in_time
-def test_compiled_before_the_block(backend: str) -> None:
-    """It has run, with its weights elsewhere, and what it compiled is used again."""
-
-    def program(side: Side) -> None:
-        torch._dynamo.reset()
-        model = Mlp(depth=3)
-        call = torch.compile(model, backend="aot_eager")
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        side.step(loss_of(call, 0), optimizer)
-        with side.offload(model, optimizer):
-            for step in range(1, 4):
-                side.step(loss_of(call, step), optimizer)
-        side.step(loss_of(call, 5), optimizer)
-
-    hazard(backend, program, aside=False)
 
 
 @each_backend_in_time

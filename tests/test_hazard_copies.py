@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hazards import Mlp, Side, each_backend, hazard, loss_of
+from hazards import Mlp, Side, each_backend, each_backend_in_time, hazard, loss_of, trained
 from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import AdamW
@@ -48,7 +48,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@each_backend
+@each_backend_in_time
 @pytest.mark.parametrize("how", COPIES)
 def test_a_copy_trains_by_itself(backend: str, how: str) -> None:
     """Taken in the block with its optimizer, and trained on beside the managed one and after."""
@@ -79,18 +79,15 @@ def test_a_copy_trains_by_itself(backend: str, how: str) -> None:
 def test_a_state_dict_shows_later_steps(backend: str) -> None:
     """Its tensors are aliases: what was taken once is read after each step, and after the block."""
 
-    def program(side: Side) -> None:
-        model = Tied()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(6):
-                side.step(loss_of(model, step), optimizer)
-            taken = model.state_dict()
-            for step in range(2, 4):
-                side.step(loss_of(model, step), optimizer)
-                side.see("taken", taken)
+    taken: dict[str, Tensor] = {}
 
-    hazard(backend, program)
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        if step == 6:
+            taken.update(model.state_dict())
+        side.step(loss_of(model, step), optimizer)
+        side.see("taken", taken if step > 5 else None)
+
+    hazard(backend, trained(Tied, each, steps=8))
 
 
 @each_backend
@@ -113,7 +110,7 @@ def test_a_state_dict_shows_steps_made_after_the_block(backend: str, when: str) 
     hazard(backend, program)
 
 
-@each_backend
+@each_backend_in_time
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("kept", [False, True])
 def test_loading_in_mid_run(backend: str, assign: bool, kept: bool) -> None:
@@ -165,14 +162,10 @@ def test_state_that_is_loaded(backend: str) -> None:
 def test_shared_memory(backend: str) -> None:
     """``share_memory_()`` moves storages: refused or exact, inside the block."""
 
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(6):
-                side.step(loss_of(model, step), optimizer)
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        side.step(loss_of(model, step), optimizer)
+        if step == 5:
             shared = copy.deepcopy(model).share_memory()
             side.see("shared", dict(shared.named_parameters()))
-            side.step(loss_of(model, 5), optimizer)
 
-    hazard(backend, program)
+    hazard(backend, trained(each=each, steps=7))

@@ -8,6 +8,8 @@ updates wait, which gives each parameter other data of another size; ``.to("cpu"
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ from hazards import (
     each_paged,
     hazard,
     loss_of,
+    stepwise,
+    trained,
 )
 from torch import nn
 from torch.nn import functional as F
@@ -54,17 +58,15 @@ class Casting(Mlp):
 def test_converted_in_mid_run(backend: str, change: str) -> None:
     """After a step, with the state forgotten, which is in the old dtype."""
 
-    def program(side: Side) -> None:
-        model = Casting()
-        optimizer = AdamW(model.parameters(), lr=1e-2, foreach=False)
-        share = 1.0 if change in ("double", "type", "a part") else 0.5
-        with side.offload(model, optimizer, share=share):
-            for step in range(5):
-                side.step(loss_of(model, step), optimizer)
-                if step == 2:
-                    CHANGES[change](model)
-                    optimizer.state.clear()
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        side.step(loss_of(model, step), optimizer)
+        if step == 2:
+            CHANGES[change](model)
+            optimizer.state.clear()
 
+    share = 1.0 if change in ("double", "type", "a part") else 0.5
+    optimizer = partial(AdamW, lr=1e-2, foreach=False)
+    program = trained(Casting, each, optimizer=optimizer, steps=5, share=share)
     hazard(backend, program, moves=False, budgeted=change not in ("double", "type"))
 
 
@@ -130,34 +132,21 @@ def scored(model: nn.Module, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return model(x).float(), y
 
 
-@each_backend
-def test_back_and_forth(backend: str) -> None:
+@stepwise(each_backend, Casting, steps=5)
+def test_back_and_forth(side: Side, model: Any, optimizer: Any, step: int) -> None:
     """Evaluated in half precision between steps, and converted back: bits are lost, the same."""
-
-    def program(side: Side) -> None:
-        model = Casting()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(5):
-                side.step(loss_of(model, step), optimizer)
-                if step in (1, 3):
-                    model.to(torch.bfloat16)
-                    with torch.no_grad():
-                        side.see("score", model(batch(50)[0]))
-                    model.to(torch.float32)
-
-    hazard(backend, program)
+    side.step(loss_of(model, step), optimizer)
+    if step in (1, 3):
+        model.to(torch.bfloat16)
+        with torch.no_grad():
+            side.see("score", model(batch(50)[0]))
+        model.to(torch.float32)
 
 
-@each_backend
-def test_one_parameters_data_in_another_dtype(backend: str) -> None:
-    def program(side: Side) -> None:
-        model = Casting()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, share=0.6):
-            for step in range(4):
-                side.step(loss_of(model, step), optimizer)
-                head = model.head
-                head.weight.data = head.weight.data.to(torch.bfloat16).to(torch.float32)
-
-    hazard(backend, program)
+@stepwise(each_backend, Casting, share=0.6)
+def test_one_parameters_data_in_another_dtype(
+    side: Side, model: Any, optimizer: Any, step: int
+) -> None:
+    side.step(loss_of(model, step), optimizer)
+    head = model.head
+    head.weight.data = head.weight.data.to(torch.bfloat16).to(torch.float32)

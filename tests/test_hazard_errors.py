@@ -22,7 +22,7 @@ from hazards import (
     hazard,
     loss_of,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import AdamW
 
@@ -112,26 +112,6 @@ def test_training_goes_on(backend: str, stage: str, error: type[BaseException], 
 
 
 @each_backend
-def test_an_error_of_torchs_own(backend: str) -> None:
-    """A wrong shape, in forward and in the loss."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(5):
-                x, y = batch(step)
-                side.fails("forward", model, x[:, :7])
-                out = model(x)
-                side.fails("loss", F.cross_entropy, out, y[:3])
-                F.cross_entropy(out, y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-
-    hazard(backend, program)
-
-
-@each_backend
 @pytest.mark.parametrize("stage", ["forward", "backward"])
 def test_the_block_ends_by_an_exception(backend: str, stage: str) -> None:
     """And the model trains on, plainly and in another block."""
@@ -190,25 +170,6 @@ def test_anomaly_detection(backend: str) -> None:
 
     with pytest.warns(UserWarning, match="Anomaly"):
         hazard(backend, program)
-
-
-@each_backend
-def test_a_model_that_is_no_sequence_of_modules(backend: str) -> None:
-    """The forward that failed had visited its units in part; another order comes next."""
-
-    def program(side: Side) -> None:
-        model = Fused()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(6):
-                x, y = batch(step)
-                model.blows = "forward" if step % 2 else ""
-                error = side.fails("forward", lambda x=x: model(x))
-                if error is None:
-                    side.step(F.cross_entropy(model(x), y), optimizer)
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-    hazard(backend, program)
 
 
 @each_paged

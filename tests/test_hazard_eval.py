@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hazards import Side, batch, each_backend, each_backend_in_time, hazard, loss_of
+from hazards import Side, batch, each_backend, each_backend_in_time, hazard, loss_of, trains
 from torch import nn
 from torch.optim import AdamW
 
@@ -34,62 +34,40 @@ def network() -> nn.Module:
 
 @each_backend_in_time
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("first", [True, False])
-def test_a_pass_after_each_step(backend: str, mode: str, first: bool) -> None:
-    """Also right after the first step, so that first updates, which make state, are made in it."""
+@pytest.mark.parametrize("when", ["after the first", "later", "before backward"])
+def test_a_pass_between(backend: str, mode: str, when: str) -> None:
+    """Right after the first step, first updates, which make state, are made in it."""
 
-    def program(side: Side) -> None:
-        model = network()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(5):
-                side.step(loss_of(model, step), optimizer)
-                if step or first:
-                    model.eval()
-                    with MODES[mode]():
-                        side.see("score", loss_of(model, 50 + step))
-                        side.see("weights", model[0].weight.norm())
-                    model.train()
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        loss = loss_of(model, step)
+        if when != "before backward":
+            side.step(loss, optimizer)
+        if step or when != "later":
+            model.eval()
+            with MODES[mode]():
+                side.see("score", loss_of(model, 50 + step))
+                side.see("weights", model[0].weight.norm())
+            model.train()
+        if when == "before backward":
+            side.step(loss, optimizer)
 
-    hazard(backend, program)
-
-
-@each_backend
-@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
-def test_a_pass_between_forward_and_backward(backend: str, mode: str) -> None:
-    def program(side: Side) -> None:
-        model = network()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                loss = loss_of(model, step)
-                model.eval()
-                with MODES[mode]():
-                    side.see("score", loss_of(model, 50 + step))
-                model.train()
-                side.step(loss, optimizer)
-
-    hazard(backend, program)
+    trains(backend, each, network, steps=5)
 
 
 @each_backend
 def test_a_step_under_inference_mode_fails_as_plainly(backend: str) -> None:
     """Zeroing and stepping inside of it; then training goes on."""
 
-    def program(side: Side) -> None:
-        model = network()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(6):
-                loss_of(model, step).backward()
-                if step == 1:
-                    with torch.inference_mode():
-                        optimizer.step()
-                else:
-                    optimizer.step()
-                optimizer.zero_grad()
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        loss_of(model, step).backward()
+        if step == 1:
+            with torch.inference_mode():
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
 
-    hazard(backend, program)
+    trains(backend, each, network, steps=6)
 
 
 @each_backend

@@ -8,51 +8,54 @@ one that is left out of the optimizer.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 import torch
 from exactness import SMALL_PAGES, assert_same, least_budget
-from hazards import Mlp, Side, each_backend, each_backend_in_time, each_paged, hazard, loss_of
+from hazards import (
+    Mlp,
+    Side,
+    each_backend,
+    each_backend_in_time,
+    each_paged,
+    hazard,
+    loss_of,
+    stepwise,
+    trained,
+)
 from torch import nn
 from torch.optim import AdamW
 
 import dynoffload
 from dynoffload.errors import BudgetError
 
+FROZEN = {"trunk": "layers", "middle": r"layers\.[12]", "biases": r".*bias"}
+
 
 @each_backend_in_time
-@pytest.mark.parametrize("frozen", ["trunk", "middle", "biases"])
+@pytest.mark.parametrize("frozen", FROZEN)
 @pytest.mark.parametrize("listed", [True, False], ids=["in the optimizer", "left out"])
 def test_partly_frozen(backend: str, frozen: str, listed: bool) -> None:
-    def program(side: Side) -> None:
+    def make() -> nn.Module:
         model = Mlp()
         for name, parameter in model.named_parameters():
-            if (
-                (frozen == "trunk" and "layers" in name)
-                or (frozen == "middle" and name.startswith(("layers.1", "layers.2")))
-                or (frozen == "biases" and name.endswith("bias"))
-            ):
-                parameter.requires_grad_(False)
-        weights = [p for p in model.parameters() if listed or p.requires_grad]
-        optimizer = AdamW(weights, lr=1e-2, weight_decay=0.1)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                side.step(loss_of(model, step), optimizer)
+            parameter.requires_grad_(not re.match(FROZEN[frozen], name))
+        return model
 
-    hazard(backend, program)
+    def optimizer(parameters: Iterable[nn.Parameter]) -> AdamW:
+        weights = [p for p in parameters if listed or p.requires_grad]
+        return AdamW(weights, lr=1e-2, weight_decay=0.1)
+
+    hazard(backend, trained(make, optimizer=optimizer))
 
 
 @each_backend
 def test_trained_but_not_in_the_optimizer(backend: str) -> None:
     """Its gradient is made, and grows, and nobody steps it."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.layers[:2].parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                side.step(loss_of(model, step), optimizer)
-
-    hazard(backend, program)
+    hazard(backend, trained(optimizer=lambda parameters: AdamW(list(parameters)[:4], lr=1e-2)))
 
 
 @each_backend
@@ -76,22 +79,16 @@ def test_frozen_and_thawed_in_mid_run(backend: str, set_to_none: bool) -> None:
     hazard(backend, program)
 
 
-@each_backend
-def test_frozen_between_backward_and_step(backend: str) -> None:
+@stepwise(each_backend)
+def test_frozen_between_backward_and_step(
+    side: Side, model: Any, optimizer: Any, step: int
+) -> None:
     """The step updates it all the same: it has a gradient."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                loss_of(model, step).backward()
-                model.layers[1].requires_grad_(False)
-                optimizer.step()
-                model.layers[1].requires_grad_(True)
-                optimizer.zero_grad()
-
-    hazard(backend, program)
+    loss_of(model, step).backward()
+    model.layers[1].requires_grad_(False)
+    optimizer.step()
+    model.layers[1].requires_grad_(True)
+    optimizer.zero_grad()
 
 
 @each_backend
@@ -108,29 +105,6 @@ def test_nothing_trains(backend: str) -> None:
                 side.see("slope", x.grad)
 
     hazard(backend, program, moves=False, aside=False)
-
-
-@each_backend
-def test_low_rank_adapters(backend: str) -> None:
-    """Large frozen weights with small trained ones beside them."""
-
-    class Adapted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base = nn.Linear(64, 64).requires_grad_(False)
-            self.down, self.up = nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(self.base(x) + self.up(self.down(x)))
-
-    def program(side: Side) -> None:
-        model = nn.Sequential(*(Adapted() for _ in range(5)), nn.Linear(64, 10))
-        optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                side.step(loss_of(model, step), optimizer)
-
-    hazard(backend, program, moves=False)
 
 
 @each_paged

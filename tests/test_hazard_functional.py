@@ -9,28 +9,25 @@ saved-tensor hooks are on.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
-from hazards import Mlp, Side, batch, each_backend, hazard, loss_of
+from hazards import Mlp, Side, batch, each_backend, loss_of, trains
 from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, jacrev, jvp, stack_module_state, vmap
 from torch.nn import functional as F
-from torch.optim import SGD, AdamW
+from torch.optim import AdamW
 
 
 @each_backend
 def test_functional_call_with_its_own_parameters(backend: str) -> None:
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                named = dict(model.named_parameters())
-                loss = loss_of(lambda x, named=named: functional_call(model, named, (x,)), step)
-                side.step(loss, optimizer)
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        named = dict(model.named_parameters())
+        loss = loss_of(lambda x, named=named: functional_call(model, named, (x,)), step)
+        side.step(loss, optimizer)
 
-    hazard(backend, program)
+    trains(backend, each)
 
 
 @each_backend
@@ -38,20 +35,22 @@ def test_functional_call_one_step_ahead(backend: str) -> None:
     """Meta-learning: a forward with parameters that one inner step has changed, and a backward
     through both."""
 
-    def program(side: Side) -> None:
-        model = Mlp(depth=3)
-        optimizer = SGD(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, share=0.6, states=0):
-            for step in range(6):
-                named = dict(model.named_parameters())
-                made = torch.autograd.grad(
-                    loss_of(model, step), list(named.values()), create_graph=True
-                )
-                ahead = {n: p - 0.1 * g for (n, p), g in zip(named.items(), made, strict=True)}
-                loss = loss_of(lambda x, ahead=ahead: functional_call(model, ahead, (x,)), step)
-                side.step(loss, optimizer)
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        named = dict(model.named_parameters())
+        made = torch.autograd.grad(loss_of(model, step), list(named.values()), create_graph=True)
+        ahead = {n: p - 0.1 * g for (n, p), g in zip(named.items(), made, strict=True)}
+        loss = loss_of(lambda x, ahead=ahead: functional_call(model, ahead, (x,)), step)
+        side.step(loss, optimizer)
 
-    hazard(backend, program)
+    trains(
+        backend,
+        each,
+        lambda: Mlp(depth=3),
+        steps=6,
+        sgd=True,
+        share=0.6,
+        states=0,
+    )
 
 
 @each_backend
@@ -59,84 +58,66 @@ def test_functional_call_one_step_ahead(backend: str) -> None:
 def test_gradients_by_transformation(backend: str, detached: bool) -> None:
     """`torch.func.grad` of the managed model, put into ``.grad`` by hand."""
 
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, share=0.6):
-            for step in range(6):
-                named = {n: p.detach() if detached else p for n, p in model.named_parameters()}
-                x, y = batch(step)
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        named = {n: p.detach() if detached else p for n, p in model.named_parameters()}
+        x, y = batch(step)
 
-                def loss(named: dict[str, Tensor], x: Tensor = x, y: Tensor = y) -> Tensor:
-                    return F.cross_entropy(functional_call(model, named, (x,)), y)
+        def loss(named: dict[str, Tensor], x: Tensor = x, y: Tensor = y) -> Tensor:
+            return F.cross_entropy(functional_call(model, named, (x,)), y)
 
-                made, value = grad_and_value(loss)(named)
-                for name, parameter in model.named_parameters():
-                    parameter.grad = made.pop(name).detach()
-                optimizer.step()
-                optimizer.zero_grad()
-                side.see("loss", value)
+        made, value = grad_and_value(loss)(named)
+        for name, parameter in model.named_parameters():
+            parameter.grad = made.pop(name).detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        side.see("loss", value)
 
-    hazard(backend, program, moves=False, aside=False)
+    trains(backend, each, steps=6, share=0.6, moves=False, aside=False)
 
 
 @each_backend
 def test_gradients_per_sample(backend: str) -> None:
-    def program(side: Side) -> None:
-        model = Mlp(depth=3)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(6):
-                named = {n: p.detach() for n, p in model.named_parameters()}
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        named = {n: p.detach() for n, p in model.named_parameters()}
 
-                def loss(named: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-                    return F.cross_entropy(functional_call(model, named, (x[None],)), y[None])
+        def loss(named: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(functional_call(model, named, (x[None],)), y[None])
 
-                each = vmap(grad(loss), in_dims=(None, 0, 0))(named, *batch(step, rows=3))
-                side.see("norms", {n: g.flatten(1).norm(dim=1) for n, g in each.items()})
-                side.step(loss_of(model, step), optimizer)
+        each = vmap(grad(loss), in_dims=(None, 0, 0))(named, *batch(step, rows=3))
+        side.see("norms", {n: g.flatten(1).norm(dim=1) for n, g in each.items()})
+        side.step(loss_of(model, step), optimizer)
 
-    hazard(backend, program, aside=False)
+    trains(backend, each, lambda: Mlp(depth=3), steps=6, aside=False)
 
 
 @each_backend
 def test_jacobians(backend: str) -> None:
-    def program(side: Side) -> None:
-        model = Mlp(depth=3)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(6):
-                x = batch(step, rows=1)[0][0]
-                side.see("jacrev", jacrev(lambda x: model(x))(x))
-                side.see("jvp", jvp(lambda x: model(x), (x,), (torch.ones_like(x),)))
-                side.step(loss_of(model, step), optimizer)
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        x = batch(step, rows=1)[0][0]
+        side.see("jacrev", jacrev(lambda x: model(x))(x))
+        side.see("jvp", jvp(lambda x: model(x), (x,), (torch.ones_like(x),)))
+        side.step(loss_of(model, step), optimizer)
 
-    hazard(backend, program)
+    trains(backend, each, lambda: Mlp(depth=3), steps=6)
 
 
 @each_backend
 def test_an_ensemble_out_of_the_managed_model(backend: str) -> None:
     """`stack_module_state` copies the weights of the model and of a copy of it."""
 
-    def program(side: Side) -> None:
-        model = Mlp(depth=3)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(6):
-                side.step(loss_of(model, step), optimizer)
-                stacked = stack_module_state([model, copy.deepcopy(model)])
-                skeleton = copy.deepcopy(model).to("meta")
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        side.step(loss_of(model, step), optimizer)
+        stacked = stack_module_state([model, copy.deepcopy(model)])
+        skeleton = copy.deepcopy(model).to("meta")
 
-                def call(
-                    weights: dict[str, Tensor], x: Tensor, skeleton: nn.Module = skeleton
-                ) -> Tensor:
-                    return functional_call(skeleton, weights, (x,))
+        def call(weights: dict[str, Tensor], x: Tensor, skeleton: nn.Module = skeleton) -> Tensor:
+            return functional_call(skeleton, weights, (x,))
 
-                with torch.no_grad():
-                    x, _ = batch(step)
-                    side.see("ensemble", vmap(call, in_dims=(0, None))(stacked[0], x))
+        with torch.no_grad():
+            x, _ = batch(step)
+            side.see("ensemble", vmap(call, in_dims=(0, None))(stacked[0], x))
 
-    hazard(backend, program)
+    trains(backend, each, lambda: Mlp(depth=3), steps=6)
 
 
 class Slopes(nn.Module):
@@ -155,14 +136,10 @@ class Slopes(nn.Module):
 def test_a_transformation_inside_forward(backend: str) -> None:
     """With ``page_activations=False`` no hooks are on, and it works."""
 
-    def program(side: Side) -> None:
-        model = Slopes()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, page_activations=False):
-            for step in range(4):
-                side.step(model(batch(step)[0]).square().mean(), optimizer)
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        side.step(model(batch(step)[0]).square().mean(), optimizer)
 
-    hazard(backend, program)
+    trains(backend, each, Slopes, page_activations=False)
 
 
 @pytest.mark.parametrize("backend", ["mapped"])
@@ -177,22 +154,3 @@ def test_a_transformation_inside_forward_is_told_the_remedy(backend: str) -> Non
         (note,) = raised.value.__notes__
         assert "config={'page_activations': False}" in note
         assert "which leaves it in memory" in note
-
-
-@each_backend
-def test_forward_mode(backend: str) -> None:
-    """Dual numbers through the managed forward."""
-    import torch.autograd.forward_ad as fwad
-
-    def program(side: Side) -> None:
-        model = Mlp(depth=3)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(6):
-                x, _ = batch(step)
-                with fwad.dual_level():
-                    out = model(fwad.make_dual(x, torch.ones_like(x)))
-                    side.see("tangent", fwad.unpack_dual(out).tangent)
-                side.step(loss_of(model, step), optimizer)
-
-    hazard(backend, program, aside=False)

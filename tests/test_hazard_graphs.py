@@ -10,80 +10,45 @@ from __future__ import annotations
 
 import gc
 from itertools import pairwise
+from typing import Any
 
 import torch
-from hazards import Mlp, Side, batch, each_backend_in_time, hazard, loss_of
+from hazards import Mlp, Side, batch, each_backend_in_time, hazard, loss_of, stepwise, trained
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW
 
 
-@each_backend_in_time
-def test_backward_twice_through_one_graph(backend: str) -> None:
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                loss = loss_of(model, step)
-                loss.backward(retain_graph=True)
-                side.see("head", model.head.weight.grad)
-                side.step(loss * 0.5, optimizer)
-
-    hazard(backend, program)
+@stepwise(each_backend_in_time)
+def test_backward_twice_through_one_graph(
+    side: Side, model: Any, optimizer: Any, step: int
+) -> None:
+    loss = loss_of(model, step)
+    loss.backward(retain_graph=True)
+    side.see("head", model.head.weight.grad)
+    side.step(loss * 0.5, optimizer)
 
 
-@each_backend_in_time
-def test_backward_twice_without_keeping_the_graph(backend: str) -> None:
+@stepwise(each_backend_in_time, steps=6)
+def test_backward_twice_without_keeping_the_graph(
+    side: Side, model: Any, optimizer: Any, step: int
+) -> None:
     """The second raises, as in plain PyTorch, and the step goes on with the first."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(6):
-                loss = loss_of(model, step)
-                loss.backward()
-                side.fails("second", loss.backward)
-                optimizer.step()
-                optimizer.zero_grad()
-
-    hazard(backend, program)
+    loss = loss_of(model, step)
+    loss.backward()
+    side.fails("second", loss.backward)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
-@each_backend_in_time
-def test_gradient_penalty(backend: str) -> None:
+@stepwise(each_backend_in_time)
+def test_gradient_penalty(side: Side, model: Any, optimizer: Any, step: int) -> None:
     """The norm of the input's gradient is part of the loss."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                x, y = batch(step)
-                x.requires_grad_()
-                loss = F.cross_entropy(model(x), y)
-                (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-                side.step(loss + slope.norm(), optimizer)
-
-    hazard(backend, program)
-
-
-@each_backend_in_time
-def test_penalty_on_the_parameters_gradients(backend: str) -> None:
-    """``backward(create_graph=True)``: each ``.grad`` has a graph of its own."""
-
-    def program(side: Side) -> None:
-        model = Mlp(depth=3)
-        optimizer = SGD(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, share=0.5, states=0):
-            for step in range(6):
-                loss = loss_of(model, step)
-                made = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-                penalty = sum(g.square().sum() for g in made)
-                side.step(loss + 0.1 * penalty, optimizer)
-
-    hazard(backend, program)
+    x, y = batch(step)
+    x.requires_grad_()
+    loss = F.cross_entropy(model(x), y)
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    side.step(loss + slope.norm(), optimizer)
 
 
 @each_backend_in_time
@@ -103,75 +68,49 @@ def test_backward_with_create_graph(backend: str) -> None:
     hazard(backend, program)
 
 
-@each_backend_in_time
-def test_product_of_hessian_and_vector(backend: str) -> None:
-    def program(side: Side) -> None:
-        model = Mlp(depth=3)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, share=0.5):
-            for step in range(6):
-                weights = list(model.parameters())
-                loss = loss_of(model, step)
-                first = torch.autograd.grad(loss, weights, create_graph=True)
-                product = sum((g * g.detach().sign()).sum() for g in first)
-                side.see("product", torch.autograd.grad(product, weights, retain_graph=True))
-                side.step(loss, optimizer)
-
-    hazard(backend, program, aside=False)
+@stepwise(each_backend_in_time, lambda: Mlp(depth=3), steps=6, share=0.5, aside=False)
+def test_product_of_hessian_and_vector(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    weights = list(model.parameters())
+    loss = loss_of(model, step)
+    first = torch.autograd.grad(loss, weights, create_graph=True)
+    product = sum((g * g.detach().sign()).sum() for g in first)
+    side.see("product", torch.autograd.grad(product, weights, retain_graph=True))
+    side.step(loss, optimizer)
 
 
-@each_backend_in_time
-def test_several_forwards_before_a_backward(backend: str) -> None:
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                losses = [loss_of(model, 10 * step + part, rows=2 + part) for part in range(4)]
-                side.step(sum(losses) / 4, optimizer)
-
-    hazard(backend, program)
+@stepwise(each_backend_in_time)
+def test_several_forwards_before_a_backward(
+    side: Side, model: Any, optimizer: Any, step: int
+) -> None:
+    losses = [loss_of(model, 10 * step + part, rows=2 + part) for part in range(4)]
+    side.step(sum(losses) / 4, optimizer)
 
 
-@each_backend_in_time
-def test_backwards_in_the_order_of_their_forwards(backend: str) -> None:
+@stepwise(each_backend_in_time)
+def test_backwards_in_the_order_of_their_forwards(
+    side: Side, model: Any, optimizer: Any, step: int
+) -> None:
     """Not the reverse, which plans expect; and a third graph is dropped without one."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                first, second, third = (loss_of(model, 10 * step + part) for part in range(3))
-                first.backward()
-                del third
-                gc.collect()
-                second.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                side.see("losses", [first, second])
-
-    hazard(backend, program)
+    first, second, third = (loss_of(model, 10 * step + part) for part in range(3))
+    first.backward()
+    del third
+    gc.collect()
+    second.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    side.see("losses", [first, second])
 
 
-@each_backend_in_time
-def test_gradients_of_some_parameters(backend: str) -> None:
+@stepwise(each_backend_in_time)
+def test_gradients_of_some_parameters(side: Side, model: Any, optimizer: Any, step: int) -> None:
     """``autograd.grad`` runs no accumulation; ``backward(inputs=...)`` for some only."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                loss = loss_of(model, step)
-                some = [model.layers[1].weight, model.head.weight]
-                made = torch.autograd.grad(loss, some, retain_graph=True)
-                side.see("made", made)
-                loss.backward(inputs=[*some, model.layers[0].bias])
-                optimizer.step()
-                optimizer.zero_grad()
-
-    hazard(backend, program)
+    loss = loss_of(model, step)
+    some = [model.layers[1].weight, model.head.weight]
+    made = torch.autograd.grad(loss, some, retain_graph=True)
+    side.see("made", made)
+    loss.backward(inputs=[*some, model.layers[0].bias])
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @each_backend_in_time
@@ -225,15 +164,11 @@ def test_a_backward_inside_forward(backend: str) -> None:
             (force,) = torch.autograd.grad(energy, x, create_graph=self.training)
             return energy, -force
 
-    def program(side: Side) -> None:
-        model = Forces()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                energy, force = model(batch(step)[0])
-                side.step(energy.square() + force.square().mean(), optimizer)
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        energy, force = model(batch(step)[0])
+        side.step(energy.square() + force.square().mean(), optimizer)
 
-    hazard(backend, program)
+    hazard(backend, trained(Forces, each))
 
 
 @each_backend_in_time

@@ -8,51 +8,15 @@ scaled and initialised anew between steps; buffers that forward writes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from hazards import Mlp, Side, each_backend, hazard, loss_of
+from hazards import Mlp, Side, each_backend, hazard, loss_of, trained
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim import AdamW
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
-
-
-def trained(
-    make: Callable[[], nn.Module],
-    after: Callable[[int, nn.Module], None] = lambda step, model: None,
-    **options: float,
-) -> Callable[[Side], None]:
-    """Return the program that trains ``make()`` and calls ``after`` each step."""
-
-    def program(side: Side) -> None:
-        model = make()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, **options):
-            for step in range(5):
-                side.step(loss_of(model, step), optimizer)
-                after(step, model)
-
-    return program
-
-
-@each_backend
-def test_moving_average_by_hand(backend: str) -> None:
-    """Read right after the step, when no update has been made."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        average = [p.detach().clone() for p in model.parameters()]
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(5):
-                side.step(loss_of(model, step), optimizer)
-                for mean, parameter in zip(average, model.parameters(), strict=True):
-                    mean.lerp_(parameter.detach(), 0.1)
-                side.see("average", average)
-
-    hazard(backend, program)
 
 
 @each_backend
@@ -112,7 +76,7 @@ def weight_normed(old: bool) -> nn.Module:
 @pytest.mark.parametrize("old", [True, False], ids=["hook", "parametrization"])
 def test_weight_norm(backend: str, old: bool) -> None:
     """The weight is made in forward, of two parameters; as a hook, before ours."""
-    hazard(backend, trained(lambda: weight_normed(old)))
+    hazard(backend, trained(lambda: weight_normed(old), steps=5))
 
 
 @each_backend
@@ -124,7 +88,7 @@ def test_spectral_norm(backend: str, old: bool) -> None:
     def make() -> nn.Module:
         return nn.Sequential(*(norm(nn.Linear(64, 64)) for _ in range(4)), nn.Linear(64, 10))
 
-    hazard(backend, trained(make))
+    hazard(backend, trained(make, steps=5))
 
 
 class Symmetric(nn.Module):
@@ -143,19 +107,15 @@ def test_a_parametrization_of_the_users(backend: str, cached: bool) -> None:
             parametrize.register_parametrization(layer, "weight", Symmetric())
         return model
 
-    def program(side: Side) -> None:
-        model = make()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                if cached:
-                    with parametrize.cached():
-                        loss = loss_of(model, step) + loss_of(model, step + 50)
-                else:
-                    loss = loss_of(model, step)
-                side.step(loss, optimizer)
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        if cached:
+            with parametrize.cached():
+                loss = loss_of(model, step) + loss_of(model, step + 50)
+        else:
+            loss = loss_of(model, step)
+        side.step(loss, optimizer)
 
-    hazard(backend, program)
+    hazard(backend, trained(make, each))
 
 
 @each_backend
@@ -169,7 +129,7 @@ def test_a_parametrization_added_and_removed_in_mid_run(backend: str) -> None:
         if step == 3:
             parametrize.remove_parametrizations(layer, "weight")
 
-    hazard(backend, trained(Mlp, after))
+    hazard(backend, trained(after=after, steps=5))
 
 
 @each_backend
@@ -209,7 +169,7 @@ def test_weights_written_between_steps(backend: str) -> None:
             model.layers[3].reset_parameters()
             nn.init.orthogonal_(model.layers[2].weight)
 
-    hazard(backend, trained(Mlp, after))
+    hazard(backend, trained(after=after, steps=5))
 
 
 class Counting(nn.Module):
@@ -230,4 +190,4 @@ class Counting(nn.Module):
 
 @each_backend
 def test_buffers_that_forward_writes(backend: str) -> None:
-    hazard(backend, trained(Counting))
+    hazard(backend, trained(Counting, steps=5))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hazards import Side, each_backend, hazard
+from hazards import Side, each_backend, each_backend_in_time, hazard, stepwise
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -128,7 +128,7 @@ def train(side: Side, model: nn.Module, optimizer: Any, steps: range) -> None:
         side.step(model(*sample(step)).square().mean(), optimizer)
 
 
-@each_backend
+@each_backend_in_time
 @pytest.mark.parametrize("kind", LAYERS)
 def test_each_layer_takes_the_kernel_that_it_takes_plainly(backend: str, kind: str) -> None:
     def program(side: Side) -> None:
@@ -189,24 +189,16 @@ class Products(nn.Module):
         return self.pairs(x, torch.tanh(x)) / WIDTH
 
 
-@each_backend
-def test_operators_made_of_others(backend: str) -> None:
+@stepwise(each_backend, Products, optimizer=partial(AdamW, lr=1e-3), share=0.5)
+def test_operators_made_of_others(side: Side, model: Any, optimizer: Any, step: int) -> None:
     """A transposed batch in inference mode; products within an operator under autocast."""
-
-    def program(side: Side) -> None:
-        model = Products()
-        optimizer = AdamW(model.parameters(), lr=1e-3)
-        with side.offload(model, optimizer, share=0.5):
-            for step in range(4):
-                x = sample(step)[0]
-                for mode, enter in MODES.items():
-                    with enter():
-                        side.see(mode, model(x))
-                with torch.autocast("cpu", torch.bfloat16):
-                    loss = model(x).float().square().mean()
-                side.step(loss, optimizer)
-
-    hazard(backend, program)
+    x = sample(step)[0]
+    for mode, enter in MODES.items():
+        with enter():
+            side.see(mode, model(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x).float().square().mean()
+    side.step(loss, optimizer)
 
 
 @each_backend

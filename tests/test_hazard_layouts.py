@@ -8,10 +8,21 @@ and of a size that fills no page; sparse gradients; parameters over a part of a 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from hazards import Side, batch, each_backend, each_backend_in_time, hazard, loss_of
+from hazards import (
+    Side,
+    batch,
+    each_backend,
+    each_backend_in_time,
+    hazard,
+    loss_of,
+    stepwise,
+    trained,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adagrad, AdamW
@@ -22,32 +33,12 @@ def _of(*sizes: int) -> Tensor:
     return torch.randn(sizes) / 8
 
 
-def _transposed() -> Tensor:
-    return _of(64, 64).t()
-
-
-def _with_gaps() -> Tensor:
-    return _of(64, 128)[:, :64]
-
-
-def _every_other() -> Tensor:
-    return _of(64, 128)[:, ::2]
-
-
-def _a_part() -> Tensor:
-    return _of(192, 64)[64:128]
-
-
-def _permuted() -> Tensor:
-    return _of(8, 64, 8).permute(1, 0, 2).reshape(64, 64).t()
-
-
 LAYOUTS: dict[str, Callable[[], Tensor]] = {
-    "transposed": _transposed,
-    "with gaps": _with_gaps,
-    "every other": _every_other,
-    "a part": _a_part,
-    "permuted": _permuted,
+    "transposed": lambda: _of(64, 64).t(),
+    "with gaps": lambda: _of(64, 128)[:, :64],
+    "every other": lambda: _of(64, 128)[:, ::2],
+    "a part": lambda: _of(192, 64)[64:128],
+    "permuted": lambda: _of(8, 64, 8).permute(1, 0, 2).reshape(64, 64).t(),
 }
 
 
@@ -122,16 +113,12 @@ class Complex(nn.Module):
 @each_backend
 @pytest.mark.parametrize("foreach", [False, True])
 def test_complex_parameters(backend: str, foreach: bool) -> None:
-    def program(side: Side) -> None:
-        model = Complex()
-        optimizer = AdamW(model.parameters(), lr=1e-2, foreach=foreach)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                generator = torch.Generator().manual_seed(step)
-                x = torch.randn(4, 48, generator=generator, dtype=torch.complex64)
-                side.step(model(x), optimizer)
+    def loss(model: Any, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(step)
+        return model(torch.randn(4, 48, generator=generator, dtype=torch.complex64))
 
-    hazard(backend, program)
+    optimizer = partial(AdamW, lr=1e-2, foreach=foreach)
+    hazard(backend, trained(Complex, loss=loss, optimizer=optimizer))
 
 
 @each_backend
@@ -151,15 +138,11 @@ def test_a_parameter_with_a_lazy_bit(backend: str, lazy: str) -> None:
                 x = torch.tanh(x @ other)
             return (x.to(self.weight.dtype) @ self.weight).abs().mean()
 
-    def program(side: Side) -> None:
-        model = Lazy()
-        optimizer = SGD(model.parameters(), lr=1e-2, momentum=0.9, foreach=False)
-        with side.offload(model, optimizer, share=0.8):
-            for step in range(4):
-                generator = torch.Generator().manual_seed(step)
-                side.step(model(torch.randn(4, 48, generator=generator)), optimizer)
+    def loss(model: Any, step: int) -> Tensor:
+        return model(batch(step, rows=4, width=48)[0])
 
-    hazard(backend, program, moves=False)
+    optimizer = partial(SGD, lr=1e-2, momentum=0.9, foreach=False)
+    hazard(backend, trained(Lazy, loss=loss, optimizer=optimizer, share=0.8), moves=False)
 
 
 class Odd(nn.Module):
@@ -184,14 +167,11 @@ class Odd(nn.Module):
     "options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str
 )
 def test_odd_and_empty_sizes(backend: str, options: dict[str, bool]) -> None:
-    def program(side: Side) -> None:
-        model = Odd()
-        optimizer = AdamW(model.parameters(), lr=1e-2, **options)
-        with side.offload(model, optimizer, share=0.5):
-            for step in range(4):
-                side.step(model(batch(step)[0]), optimizer)
+    def loss(model: Any, step: int) -> Tensor:
+        return model(batch(step)[0])
 
-    hazard(backend, program)
+    optimizer = partial(AdamW, lr=1e-2, **options)
+    hazard(backend, trained(Odd, loss=loss, optimizer=optimizer, share=0.5))
 
 
 @each_backend_in_time
@@ -213,30 +193,24 @@ def test_sparse_gradients(backend: str, how: str, kind: type[SGD | Adagrad]) -> 
                 x = torch.tanh(layer(x))
             return x.square().mean()
 
-    def program(side: Side) -> None:
-        model = Words()
-        optimizer = kind(model.parameters(), lr=1e-1)
-        with side.offload(model, optimizer, share=0.6, states=1):
-            for step in range(4):
-                generator = torch.Generator().manual_seed(step)
-                tokens = torch.randint(0, 200, (3, 5), generator=generator)
-                side.step(model(tokens), optimizer)
+    def loss(model: Any, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(step)
+        return model(torch.randint(0, 200, (3, 5), generator=generator))
 
+    program = trained(Words, loss=loss, optimizer=partial(kind, lr=1e-1), share=0.6, states=1)
     hazard(backend, program, moves=False)
 
 
-@each_backend
-def test_an_optimizer_that_takes_no_sparse_gradients(backend: str) -> None:
+def _words() -> nn.Module:
+    return nn.Sequential(nn.Embedding(200, 64, sparse=True), nn.Linear(64, 64))
+
+
+@stepwise(each_backend, _words, steps=6, share=0.8, moves=False, aside=False)
+def test_an_optimizer_that_takes_no_sparse_gradients(
+    side: Side, model: Any, optimizer: Any, step: int
+) -> None:
     """The error is the optimizer's, at the step; nothing has moved, and the next step goes on."""
-
-    def program(side: Side) -> None:
-        model = nn.Sequential(nn.Embedding(200, 64, sparse=True), nn.Linear(64, 64))
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, share=0.8):
-            for step in range(6):
-                model[0].sparse = step != 1
-                model(torch.tensor([1, 5, 5])).square().mean().backward()
-                side.fails("step", optimizer.step)
-                optimizer.zero_grad()
-
-    hazard(backend, program, moves=False, aside=False)
+    model[0].sparse = step != 1
+    model(torch.tensor([1, 5, 5])).square().mean().backward()
+    side.fails("step", optimizer.step)
+    optimizer.zero_grad()

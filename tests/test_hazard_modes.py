@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import SMALL_PAGES, Twin, assert_same, footprint_of
+from fused_networks import paging_of
 from hazards import (
     Mlp,
     Side,
@@ -30,17 +31,16 @@ from hazards import (
     guarded,
     hazard,
     loss_of,
+    trains,
 )
 from torch import nn
-from torch.optim import ASGD, SGD, Adafactor, AdamW, Muon, Optimizer
+from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-import dynoffload
-from dynoffload.errors import ConfigError, StepLostError
-from dynoffload.runtime.updates.torch_context import depends_on_dtype
+from dynoffload.runtime.updates.torch_context import may_wait
 
 
 @contextmanager
@@ -171,47 +171,22 @@ def test_a_mode_that_norms_and_products_follow(
     backend: str, where: str, scope: str, kind: type[Optimizer]
 ) -> None:
     """Adafactor takes norms and Muon multiplies matrices, which autocast casts and oneDNN does in
-    its own way. The looks are at one weight only; the others wait for the next forward."""
+    its own way."""
 
     def program(side: Side) -> None:
         model = Matrices()
         optimizer = kind(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, states=1) as session:
+        with side.offload(model, optimizer, states=1):
             for step in range(5):
                 loss_of(model, step).backward()
                 with OF_PRODUCTS[scope]() if where == "at the step" else contextlib.nullcontext():
                     optimizer.step()
                 optimizer.zero_grad()
                 if where == "at the look":
-                    if session is not None and scope == "mkldnn":
-                        session.flush()
                     with OF_PRODUCTS[scope]():
                         read(side, model)
 
     hazard(backend, program)
-
-
-@guarded
-@pytest.mark.parametrize("kind", [Adafactor, Muon])
-def test_products_after_onednn_was_switched_are_refused(
-    backend: str, kind: type[Optimizer]
-) -> None:
-    """The guard's thread does not switch it, as other threads may be at work."""
-    model = Matrices()
-    optimizer = kind(model.parameters(), lr=1e-2)
-    config = {"backend": backend, "step_aside": False, **SMALL_PAGES}
-    budget = footprint_of(model, 1) // 2
-    with dynoffload.offload(model, optimizer, budget=budget, pilot=None, config=config):
-        for step in range(2):
-            loss_of(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        with without_mkldnn():
-            model.layers[1].weight.detach().norm()
-        with pytest.raises(StepLostError) as caught:
-            loss_of(model, 2)
-        assert isinstance(caught.value.__cause__, ConfigError)
-        assert "call session.flush() before" in str(caught.value.__cause__)
 
 
 def in_a_thread(call: Callable[[], Any]) -> Any:
@@ -249,10 +224,9 @@ def test_the_guard_leaves_settings_of_the_process_alone(
                 loss_of(model, step).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        assert session._paging is not None
-        assert session._paging.updates is not None
-        maker = session._paging.updates.runner
-        step_of = maker.step
+        updates = paging_of(session).updates
+        assert updates is not None
+        step_of = updates.runner.step
 
         def slow(optimizer: Any) -> None:
             if threading.current_thread().name == "dynoffload-guard":
@@ -260,7 +234,7 @@ def test_the_guard_leaves_settings_of_the_process_alone(
                 assert go_on.wait(100)
             step_of(optimizer)
 
-        monkeypatch.setattr(maker, "step", slow)
+        monkeypatch.setattr(updates.runner, "step", slow)
         before = value()
         watcher = threading.Thread(target=lambda: twin.model.layers[1].weight.norm())
         try:
@@ -349,80 +323,31 @@ def test_a_mode_that_watches_the_step_sees_its_updates(backend: str) -> None:
     side = Side(backend)
     model = Mlp(depth=3)
     optimizer = AdamW(model.parameters(), lr=1e-2, foreach=False)
-    with side.offload(model, optimizer) as session:
+    with side.offload(model, optimizer):
         for step in range(3):
             loss_of(model, step).backward()
             with Counting() as counting:
                 optimizer.step()
             optimizer.zero_grad()
-            assert session is not None
-            assert session._paging is not None
-            assert session._paging.updates is not None
-            assert not session._paging.updates.pending.by_slot
             assert sum("addcdiv_" in call for call in counting.calls) == len([*model.parameters()])
-
-
-@guarded
-def test_a_mode_around_a_look_sees_no_update(backend: str) -> None:
-    side = Side(backend)
-    model = Mlp(depth=3)
-    optimizer = AdamW(model.parameters(), lr=1e-2, foreach=False)
-    with side.offload(model, optimizer):
-        for step in range(3):
-            side.step(loss_of(model, step), optimizer)
-            with Counting() as counting, torch.no_grad():
-                loss_of(model, 50)
-            assert not any("addcdiv" in call for call in counting.calls)
 
 
 @each_backend
 def test_a_mode_that_changes_operators(backend: str) -> None:
     """First at the step, then around forward."""
 
-    def program(side: Side) -> None:
-        model = Mlp(depth=3)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                loss_of(model, step).backward()
-                if step == 1:
-                    with Doubling():
-                        optimizer.step()
-                else:
-                    optimizer.step()
-                optimizer.zero_grad()
-                with Doubling():
-                    side.see("score", loss_of(model, 50).detach())
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        loss_of(model, step).backward()
+        if step == 1:
+            with Doubling():
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+        with Doubling():
+            side.see("score", loss_of(model, 50).detach())
 
-    hazard(backend, program)
-
-
-class Summing(torch.optim.SGD):
-    """Not split; here to show that modes reach optimizers of the user's as well."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    noise = torch.zeros(parameter.shape)
-                    parameter.data.add_(parameter.grad + noise, alpha=-group["lr"])
-        return None
-
-
-@each_backend
-def test_an_optimizer_of_the_users_under_a_default_dtype(backend: str) -> None:
-    def program(side: Side) -> None:
-        model = Mlp(depth=3)
-        optimizer = Summing(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, states=0, share=0.6):
-            for step in range(6):
-                loss_of(model, step).backward()
-                with default_dtype(torch.float64):
-                    optimizer.step()
-                optimizer.zero_grad()
-                read(side, model)
-
-    hazard(backend, program)
+    trains(backend, each, lambda: Mlp(depth=3))
 
 
 OPTIMIZERS = [
@@ -438,7 +363,7 @@ OPTIMIZERS = [
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_what_updates_depend_on(kind: type[Optimizer], foreach: bool) -> None:
     """Deterministic algorithms change no bit, and the default dtype none but of what it is said
-    to: so the guard's thread may leave both as they are."""
+    to: so whoever makes an update later may leave both as they are."""
 
     def state(scope: Callable[[], Any], begin: int) -> tuple[torch.Tensor, dict[str, Any]]:
         torch.manual_seed(0)
@@ -454,8 +379,9 @@ def test_what_updates_depend_on(kind: type[Optimizer], foreach: bool) -> None:
     plain = state(contextlib.nullcontext, 0)
     assert_same(state(deterministic, 0), plain, "deterministic")
     for dtype in (torch.float64, torch.bfloat16):
-        begin = 0 if not depends_on_dtype(kind([nn.Parameter(torch.ones(2, 2))]), first=True) else 1
-        if kind is not ASGD:
+        optimizer = kind([nn.Parameter(torch.ones(2, 2))])
+        if may_wait(optimizer):
+            begin = 0 if may_wait(optimizer, first=True) else 1
             assert_same(state(lambda of=dtype: default_dtype(of), begin), plain, str(dtype))  # type: ignore[misc]
 
 

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
-from hazards import Mlp, Side, batch, each_backend, hazard, loss_of
+from hazards import Mlp, Side, batch, each_backend, each_backend_in_time, hazard, loss_of, trained
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
@@ -51,17 +51,10 @@ class Hooked(nn.Module):
 @each_backend
 @pytest.mark.parametrize("hooks", [Rounding, save_on_cpu])
 def test_hooks_within_forward(backend: str, hooks: type[AbstractContextManager[None]]) -> None:
-    def program(side: Side) -> None:
-        model = Hooked(hooks)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                side.step(loss_of(model, step), optimizer)
-
-    hazard(backend, program)
+    hazard(backend, trained(lambda: Hooked(hooks)))
 
 
-@each_backend
+@each_backend_in_time
 @pytest.mark.parametrize("hooks", [Rounding, save_on_cpu])
 @pytest.mark.parametrize("where", ["call", "block"])
 def test_hooks_around_the_model(
@@ -78,22 +71,6 @@ def test_hooks_around_the_model(
                     with hooks() if where == "call" else nullcontext():
                         loss = loss_of(model, step)
                     side.step(loss, optimizer)
-
-    hazard(backend, program)
-
-
-@each_backend
-def test_hooks_on_one_tensor(backend: str) -> None:
-    """``grad_fn._raw_saved_...register_hooks`` cannot be had twice: the error is autograd's."""
-
-    def program(side: Side) -> None:
-        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                out = model(batch(step)[0])
-                side.see("saved", out.grad_fn._saved_result)
-                side.step(out.square().mean(), optimizer)
 
     hazard(backend, program)
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from hazards import Mlp, Side, batch, each_backend, each_paged, hazard, loss_of
+from hazards import Mlp, Side, batch, each_backend, each_paged, hazard, loss_of, trains
 from torch import nn
 from torch.optim import AdamW
 
@@ -85,15 +86,11 @@ def test_a_second_thread_in_forward_is_refused(backend: str, grad: bool) -> None
 
 @each_backend
 def test_a_thread_for_each_step(backend: str) -> None:
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                assert in_a_thread(lambda s=step: side.step(loss_of(model, s), optimizer)) is None
-                side.step(loss_of(model, step + 10), optimizer)
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        assert in_a_thread(lambda s=step: side.step(loss_of(model, s), optimizer)) is None
+        side.step(loss_of(model, step + 10), optimizer)
 
-    hazard(backend, program)
+    trains(backend, each)
 
 
 @each_backend

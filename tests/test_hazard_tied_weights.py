@@ -7,9 +7,11 @@ parameters over one memory.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from hazards import Side, each_backend, hazard
+from hazards import Side, each_backend, hazard, stepwise, trained
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
@@ -48,15 +50,11 @@ def sample(step: int) -> Tensor:
 @each_backend
 @pytest.mark.parametrize("how", ["parameter", "linear", "memory"])
 def test_tied_embedding_and_head(backend: str, how: str) -> None:
-    def program(side: Side) -> None:
-        model = Tied(how)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(5):
-                tokens = sample(step)
-                side.step(F.cross_entropy(model(tokens[:-1]), tokens[1:]), optimizer)
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        tokens = sample(step)
+        side.step(F.cross_entropy(model(tokens[:-1]), tokens[1:]), optimizer)
 
-    hazard(backend, program)
+    hazard(backend, trained(lambda: Tied(how), each, steps=5))
 
 
 @each_backend
@@ -75,18 +73,10 @@ def test_one_module_called_twice(backend: str) -> None:
     hazard(backend, program)
 
 
-@each_backend
-def test_tied_in_the_middle_of_a_run(backend: str) -> None:
+@stepwise(each_backend, lambda: Tied("own"), steps=6, aside=False)
+def test_tied_in_the_middle_of_a_run(side: Side, model: Any, optimizer: Any, step: int) -> None:
     """The head takes the embedding's weight after two steps; its own is used no more."""
-
-    def program(side: Side) -> None:
-        model = Tied("own")
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(6):
-                if step == 2:
-                    model.head.weight = model.embedding.weight
-                tokens = sample(step)
-                side.step(F.cross_entropy(model(tokens[:-1]), tokens[1:]), optimizer)
-
-    hazard(backend, program, aside=False)
+    if step == 2:
+        model.head.weight = model.embedding.weight
+    tokens = sample(step)
+    side.step(F.cross_entropy(model(tokens[:-1]), tokens[1:]), optimizer)

@@ -8,7 +8,6 @@ both, as parts of a module that holds them; two optimizers over one model.
 from __future__ import annotations
 
 import pytest
-import torch
 from hazards import Mlp, Side, batch, each_backend, hazard, loss_of
 from torch import nn
 from torch.nn import functional as F
@@ -115,22 +114,5 @@ def test_two_optimizers_over_one_model(backend: str) -> None:
                 other.zero_grad()
                 side.see("loss", loss)
         side.see("other", other.state_dict())
-
-    hazard(backend, program)
-
-
-@each_backend
-def test_distillation_from_a_managed_teacher(backend: str) -> None:
-    """A block without optimizer around one with."""
-
-    def program(side: Side) -> None:
-        teacher, student = Mlp(depth=6).requires_grad_(False), Mlp()
-        optimizer = AdamW(student.parameters(), lr=1e-2)
-        with side.offload(teacher, share=0.5), side.offload(student, optimizer):
-            for step in range(4):
-                x, _ = batch(step)
-                with torch.no_grad():
-                    wanted = teacher(x)
-                side.step(F.mse_loss(student(x), wanted), optimizer)
 
     hazard(backend, program)

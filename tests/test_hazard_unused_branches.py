@@ -10,11 +10,22 @@ do.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from hazards import Mlp, Side, batch, each_backend, each_backend_in_time, hazard, loss_of
+from hazards import (
+    Mlp,
+    Side,
+    batch,
+    each_backend,
+    each_backend_in_time,
+    hazard,
+    loss_of,
+    stepwise,
+    trained,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
@@ -46,16 +57,11 @@ class Heads(nn.Module):
 def test_one_head_at_a_time(
     backend: str, make: Callable[[Any], Optimizer], set_to_none: bool
 ) -> None:
-    def program(side: Side) -> None:
-        model = Heads()
-        optimizer = make(model.parameters())
-        with side.offload(model, optimizer):
-            for step, head in enumerate([0, 1, 0, 0, 2, 1, 0]):
-                x, _ = batch(step)
-                side.step(model(x, head).square().mean(), optimizer, set_to_none=set_to_none)
-            side.see("states", len(optimizer.state))
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        out = model(batch(step)[0], [0, 1, 0, 0, 2, 1, 0][step])
+        side.step(out.square().mean(), optimizer, set_to_none=set_to_none)
 
-    hazard(backend, program)
+    hazard(backend, trained(Heads, each, optimizer=make, steps=7))
 
 
 @each_backend
@@ -73,15 +79,11 @@ def test_a_branch_that_never_reaches_the_loss(backend: str) -> None:
             unused = self.lost(x * 2)
             return self.taken(x) + 0 * unused.detach()
 
-    def program(side: Side) -> None:
-        model = Branching()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(5):
-                side.step(loss_of(model, step), optimizer)
-                side.see("score", model.score)
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        side.step(loss_of(model, step), optimizer)
+        side.see("score", model.score)
 
-    hazard(backend, program)
+    hazard(backend, trained(Branching, each, steps=5))
 
 
 @each_backend
@@ -95,44 +97,24 @@ def test_layers_dropped_at_random(backend: str) -> None:
                     x = x + F.gelu(layer(x))
             return self.head(F.dropout(x, 0.1))
 
-    def program(side: Side) -> None:
-        model = Dropping()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(8):
-                side.step(loss_of(model, step), optimizer)
-
-    hazard(backend, program)
+    hazard(backend, trained(Dropping, steps=8))
 
 
-@each_backend
-def test_gradients_taken_away_before_the_step(backend: str) -> None:
+@stepwise(each_backend, optimizer=partial(AdamW, lr=1e-2, weight_decay=0.1), steps=5)
+def test_gradients_taken_away_before_the_step(
+    side: Side, model: Any, optimizer: Any, step: int
+) -> None:
     """``p.grad = None`` between backward and ``step()``: then that parameter does not move."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-        with side.offload(model, optimizer):
-            for step in range(5):
-                loss = loss_of(model, step)
-                loss.backward()
-                model.layers[step].weight.grad = None
-                optimizer.step()
-                optimizer.zero_grad()
-                side.see("loss", loss)
-
-    hazard(backend, program)
+    loss = loss_of(model, step)
+    loss.backward()
+    model.layers[step].weight.grad = None
+    optimizer.step()
+    optimizer.zero_grad()
+    side.see("loss", loss)
 
 
-@each_backend
-def test_a_step_without_any_gradient(backend: str) -> None:
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                side.step(loss_of(model, step), optimizer)
-                optimizer.step()
-                optimizer.zero_grad()
-
-    hazard(backend, program)
+@stepwise(each_backend)
+def test_a_step_without_any_gradient(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    side.step(loss_of(model, step), optimizer)
+    optimizer.step()
+    optimizer.zero_grad()

@@ -13,9 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from hazards import Mlp, Side, batch, each_backend, each_backend_in_time, hazard, loss_of
+from hazards import (
+    Mlp,
+    Side,
+    batch,
+    each_backend,
+    each_backend_in_time,
+    hazard,
+    loss_of,
+    stepwise,
+    trained,
+)
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import SGD, AdamW
 
 VIEWS: dict[str, Callable[[Tensor], Any]] = {
@@ -68,14 +77,11 @@ class Caching(nn.Module):
 def test_a_module_that_keeps_a_view_for_its_forward(backend: str) -> None:
     """Backward needs the view too, and the update of the weight before the view is read."""
 
-    def program(side: Side) -> None:
-        model = nn.Sequential(*(Caching() for _ in range(4)), nn.Linear(64, 10))
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(6):
-                side.step(loss_of(model, step), optimizer)
-
-    hazard(backend, program, aside=False)
+    hazard(
+        backend,
+        trained(lambda: nn.Sequential(*(Caching() for _ in range(4)), nn.Linear(64, 10)), steps=6),
+        aside=False,
+    )
 
 
 @each_backend
@@ -144,42 +150,10 @@ def test_flat_parameters(backend: str, kept: bool) -> None:
     hazard(backend, program, moves=False)
 
 
-@each_backend
-def test_a_vector_of_parameters_and_back(backend: str) -> None:
+@stepwise(each_backend, steps=5, moves=False, budgeted=False)
+def test_a_vector_of_parameters_and_back(side: Side, model: Any, optimizer: Any, step: int) -> None:
     """All parameters become views of one vector, which keeps each other's memory."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(5):
-                side.step(loss_of(model, step), optimizer)
-                vector = nn.utils.parameters_to_vector(model.parameters())
-                side.see("norm", vector.norm())
-                nn.utils.vector_to_parameters(vector * 0.99, model.parameters())
-
-    hazard(backend, program, moves=False, budgeted=False)
-
-
-@each_backend
-def test_a_weight_used_by_a_function_alone(backend: str) -> None:
-    """No module's hook announces it."""
-
-    class Bare(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weights = nn.ParameterList(nn.Parameter(torch.randn(64, 64)) for _ in range(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for weight in self.weights:
-                x = F.linear(x, weight).tanh()
-            return x
-
-    def program(side: Side) -> None:
-        model = Bare()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                side.step(loss_of(model, step), optimizer)
-
-    hazard(backend, program)
+    side.step(loss_of(model, step), optimizer)
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    side.see("norm", vector.norm())
+    nn.utils.vector_to_parameters(vector * 0.99, model.parameters())

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import Samples, only, small, small_loss
-from hazards import Mlp, Side, batch, each_backend, each_paged, hazard, loss_of
+from hazards import Mlp, Side, batch, each_backend, each_paged, hazard, loss_of, trains
 from torch import nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, Dataset
@@ -89,22 +89,18 @@ def loader_of(rows: Rows) -> DataLoader[torch.Tensor]:
 def test_a_worker_that_reads_the_model_is_told(backend: str) -> None:
     """Training goes on: a clone that is made before the worker starts is what it can read."""
 
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                side.step(loss_of(model, step), optimizer)
-                rows = Rows(model)
-                if step == 1 and side.backend is not None:
-                    loader = loader_of(rows)
-                    with pytest.raises(BackendError, match="clone what a worker reads before"):
-                        next(iter(loader))
-                if step == 2:
-                    rows.model = copy.deepcopy(model)
-                    side.see("rows", list(loader_of(rows)))
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        side.step(loss_of(model, step), optimizer)
+        rows = Rows(model)
+        if step == 1 and side.backend is not None:
+            loader = loader_of(rows)
+            with pytest.raises(BackendError, match="clone what a worker reads before"):
+                next(iter(loader))
+        if step == 2:
+            rows.model = copy.deepcopy(model)
+            side.see("rows", list(loader_of(rows)))
 
-    hazard(backend, program)
+    trains(backend, each)
 
 
 ACCESSES: dict[str, Callable[[nn.Module, AdamW], Any]] = {

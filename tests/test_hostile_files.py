@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,15 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fuzz_files import pack
+from fuzzing import pack
 from synthetic_pilot import recorded_step, routed, trees
 
-import dynoffload
 from dynoffload.errors import PilotError, TraceError
-from dynoffload.pilot import artifact
-from dynoffload.pilot.features import MAX_SITES, Example
+from dynoffload.pilot import pilot as pilot_file
+from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import fit_pilot
-from dynoffload.pilot.models import KINDS
 from dynoffload.pilot.pilot import MAX_ORDER, MAX_SLOTS, Pilot
 from dynoffload.pilot.template import MAX_SLOTS as MAX_PLACES
 from dynoffload.pilot.template import learn_template
@@ -28,7 +25,7 @@ from dynoffload.profiler import InputFeatures, ModuleCall, Trace, load_trace, sa
 from dynoffload.profiler.safefile import read_file
 from dynoffload.profiler.storage import MAX_ROWS, most_nesting
 
-PILOT = (artifact.FORMAT, artifact.VERSION)
+PILOT = (pilot_file.FORMAT, pilot_file.VERSION)
 TRACE = (storage.FORMAT, storage.SCHEMA_VERSION)
 Change = Callable[[dict[str, Any], dict[str, Any]], Any]
 
@@ -45,10 +42,10 @@ def _rewrite(path: Path, change: Change, of: tuple[str, int], to: Path | None = 
 @pytest.fixture(scope="module")
 def pilots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pilots")
-    paths = {name: folder / f"{name}.pilot" for name in (*KINDS, "rule")}
+    paths = {name: folder / f"{name}.pilot" for name in ("lightgbm", "rule")}
     for name, path in paths.items():
         vocabulary, examples = trees(20) if name == "rule" else routed(40, experts=4, codes=9)
-        fit_pilot(vocabulary, examples, model="auto" if name == "rule" else name).save(path)
+        fit_pilot(vocabulary, examples).save(path)
     return paths
 
 
@@ -73,7 +70,7 @@ def _spoil(name: str, value: float) -> Change:
     return change
 
 
-def _tree(name: str, place: int, value: float) -> Change:
+def _tree(name: str, place: Any, value: float) -> Change:
     def change(document: dict[str, Any], arrays: dict[str, Any]) -> None:
         array = arrays[f"tree_{name}"].copy()
         array[place] = value
@@ -93,8 +90,6 @@ HOSTILE: dict[str, tuple[str, Change]] = {
     ),
     "half of a surrogate pair": ("lightgbm", _put("card", value={"x": "\ud800"})),
     "a loop as sure as infinity": ("rule", _put("loops", 0, "fidelity", value=7.0)),
-    "a correction of no model": ("rule", _put("corrects", value=True)),
-    "a correction that is neither": ("lightgbm", _put("corrects", value=1)),
     "families that share blocks": ("rule", _put("families", value=[[2, 3], [3]])),
     "a family of nothing": ("rule", _put("families", value=[[]])),
     "too many slots": ("lightgbm", _put("slots", value=[[0, i] for i in range(MAX_SLOTS + 1)])),
@@ -102,59 +97,49 @@ HOSTILE: dict[str, tuple[str, Change]] = {
         "lightgbm",
         _put("model", "scaler", "scale", value=[1e-38]),
     ),
-    "a centre that does": ("sequence", _put("model", "scaler", "centre", value=[3e38])),
-    "weights beyond half precision": ("sequence", _spoil("embedding", 3e38)),
-    "chances above one": ("markov", _spoil("table", 3.0)),
-    "a sequence's weights": ("sequence", _spoil("state_weight", 1e30)),
-    "a blend that overflows": ("markov", _spoil("correction_blend", 3e38)),
+    "a centre that does": ("lightgbm", _put("model", "scaler", "centre", value=[3e38])),
+    "chances above one": ("lightgbm", _spoil("table", 3.0)),
+    "a blend that overflows": ("lightgbm", _spoil("correction_blend", 3e38)),
     "a table of log-chances that does": ("lightgbm", _spoil("table", -3e38)),
-    "a leaf that does": ("lightgbm", _tree("value", 0, 1e300)),
-    "a leaf that is infinite": ("lightgbm", _tree("value", -1, np.inf)),
-    "a leaf that is no number": ("lightgbm", _tree("value", 0, np.nan)),
-    "a threshold that is no number": ("lightgbm", _tree("threshold", 0, np.nan)),
-    "a split on a column that is not there": ("lightgbm", _tree("feature", 0, 999)),
-    "a split on a column before the first": ("lightgbm", _tree("feature", 0, -1)),
-    "a tree of too many leaves": ("lightgbm", _tree("splits", 0, 16)),
-    "a tree of less than one leaf": ("lightgbm", _tree("splits", 0, -1)),
-    "a tree that takes another's splits": ("lightgbm", _tree("splits", 0, 15)),
-    "a split that is its own child": ("lightgbm", _tree("left", 0, 0)),
-    "a child that is not there": ("lightgbm", _tree("right", 0, 2**62)),
-    "a leaf that is not there": ("lightgbm", _tree("right", 0, -(2**62))),
+    "a leaf that does": ("lightgbm", _tree("values", (0, 0), 1e300)),
+    "a leaf that is infinite": ("lightgbm", _tree("values", (-1, -1), np.inf)),
+    "a leaf that is no number": ("lightgbm", _tree("values", (0, 0), np.nan)),
+    "a threshold that is no number": ("lightgbm", _tree("thresholds", 0, np.nan)),
+    "a split on a column that is not there": ("lightgbm", _tree("columns", -1, 999)),
+    "a split on a column before the first": ("lightgbm", _tree("columns", 0, -1)),
     "a slot outside the vocabulary": ("lightgbm", _put("slots", value=[[99, 0]])),
     "a family outside the vocabulary": ("rule", _put("families", value=[[1, 99]])),
     "loops without models": ("rule", _put("loops", value=[])),
-    "an unknown kind": ("lightgbm", _put("kind", value="oracle")),
-    "optional blocks without a model": ("lightgbm", _put("kind", value="rule")),
+    "optional blocks without a model": ("lightgbm", _put("model", value=None)),
+    "a model without optional blocks": ("rule", _put("model", value={})),
     "a threshold of nothing": ("lightgbm", _put("threshold", value=0)),
     "a document that is a list": ("lightgbm", _put("vocabulary", value=[])),
     "a block outside in the baseline": ("lightgbm", _put("most_frequent", value=[99])),
     "no card": ("lightgbm", _put("card", value=None)),
-    "weights of another shape": ("sequence", _array("own", lambda a: a[:, :-1])),
-    "weights that are not numbers": ("sequence", _array("odds", lambda a: a * np.float16("nan"))),
-    "a code book out of order": ("sequence", _array("book0", lambda a: a[::-1].copy())),
-    "a code book of another type": ("sequence", _array("book0", lambda a: a.astype(np.float32))),
+    "a code book out of order": ("lightgbm", _array("book0", lambda a: a[::-1].copy())),
+    "a code book of another type": ("lightgbm", _array("book0", lambda a: a.astype(np.float32))),
     "a table of another size": ("lightgbm", _array("table", lambda a: a[:-1])),
     "a site that is not there": ("lightgbm", _array("sites", lambda a: a + 1000)),
     "sites of another type": ("lightgbm", _array("sites", lambda a: a.astype(np.float32))),
-    "trees with splits missing": ("lightgbm", _array("tree_left", lambda a: a[:-1])),
-    "trees with leaves missing": ("lightgbm", _array("tree_value", lambda a: a[:-1])),
-    "leaves of another type": ("lightgbm", _array("tree_value", lambda a: a.astype(np.float32))),
-    "splits in another order": ("lightgbm", _array("tree_right", lambda a: a[::-1].copy())),
-    "no trees": ("lightgbm", _array("tree_splits", lambda a: a[:0])),
-    "too many trees": ("lightgbm", _array("tree_splits", lambda a: np.zeros(65, np.int64))),
+    "trees with thresholds missing": ("lightgbm", _array("tree_thresholds", lambda a: a[:-1])),
+    "a column of less than no thresholds": ("lightgbm", _tree("edges", 0, -1)),
+    "a column of no thresholds": ("lightgbm", _tree("edges", 0, 0)),
+    "columns in another order": ("lightgbm", _array("tree_columns", lambda a: a[::-1].copy())),
+    "trees with masks missing": ("lightgbm", _array("tree_masks", lambda a: a[:-1])),
+    "trees with leaves missing": ("lightgbm", _array("tree_values", lambda a: a[:, :-1])),
+    "leaves of another type": ("lightgbm", _array("tree_values", lambda a: a.astype(np.float32))),
+    "no trees": ("lightgbm", _array("tree_values", lambda a: a[:0])),
+    "too many trees": ("lightgbm", _array("tree_values", lambda a: np.zeros((65, 16)))),
     **{
         f"{name} of another shape": (kind, _array(name, lambda a: np.zeros((2, 1), a.dtype)))
         for kind, name in (
-            ("sequence", "embedding"),
-            ("sequence", "own"),
-            ("sequence", "correction_sites"),
-            ("markov", "table"),
+            ("lightgbm", "table"),
             ("lightgbm", "correction_factor"),
             ("lightgbm", "correction_blend"),
         )
     },
     **{
-        f"bundles that are {value!r:.9}": ("markov", _put("bundles", value=value))
+        f"bundles that are {value!r:.9}": ("lightgbm", _put("bundles", value=value))
         for value in ([], [1], [0, 2], ["x"], [0] * 999, None)
     },
 }
@@ -176,19 +161,6 @@ def test_the_rewriting_used_above_is_itself_faithful(
         assert read_file(again, *PILOT)[0] == read_file(old, *PILOT)[0]
         Pilot.load(again)
     assert load_trace(_rewrite(path, lambda *_: None, TRACE)) == trace
-
-
-def test_a_sequence_of_too_many_sites_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "many.pilot"
-    fit_pilot(*routed(60, experts=40, codes=40), model="sequence").save(path)
-
-    def change(document: dict[str, Any], arrays: dict[str, Any]) -> None:
-        blocks = document["model"]["stops"][-1]
-        assert blocks > MAX_SITES
-        document["model"]["stops"] = list(range(1, blocks + 1))
-
-    with pytest.raises(PilotError, match="more sites than"):
-        Pilot.load(_rewrite(path, change, PILOT))
 
 
 def test_a_rule_that_foretells_without_end_is_cut(pilots: dict[str, Path], tmp_path: Path) -> None:
@@ -214,7 +186,7 @@ def test_a_pilot_trained_without_elements_takes_samples_that_have_some(tmp_path:
         Example(InputFeatures({"x": float(step % 3)}), example.blocks, example.source)
         for step, example in enumerate(examples)
     ]
-    pilot = fit_pilot(vocabulary, bare, model="lightgbm")
+    pilot = fit_pilot(vocabulary, bare)
     blocks = pilot.predict(examples[0].sample).blocks
     assert all(0 <= block < len(vocabulary) for block in blocks)
 
@@ -392,28 +364,3 @@ def test_more_places_for_blocks_than_a_pilot_takes_are_refused() -> None:
     orders = [[0] * (MAX_PLACES + 1)] * 2
     with pytest.raises(PilotError, match=f"have {MAX_PLACES + 1} places"):
         learn_template(orders, trees(2)[0].blocks)
-
-
-OURS = ("dynoffload", "torch.")
-CODE = {"eval", "exec", "compile", "__import__", "pickle", "marshal", "shelve", "dill"}
-UNPICKLING = ("torch.load", "joblib.load", "np.load")
-
-
-def test_nothing_that_reads_files_can_run_what_is_in_them() -> None:
-    """No call or module by which data becomes code; what is imported by name is ours."""
-    root = Path(dynoffload.__file__).parent
-    files = [*root.glob("pilot/*.py"), *root.glob("profiler/*.py"), *root.glob("planning/*.py")]
-    assert len(files) > 40
-    for file in files:
-        for node in ast.walk(ast.parse(file.read_text())):
-            named: set[str] = set()
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                named = {alias.name.partition(".")[0] for alias in node.names}
-                named.add((getattr(node, "module", "") or "").partition(".")[0])
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                named = {node.func.id}
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                if node.func.attr == "import_module":
-                    assert ast.unparse(node.args[0])[:13].strip("f'").startswith(OURS), file
-                assert ast.unparse(node.func) not in UNPICKLING, file
-            assert not named & CODE, (file, named & CODE)

@@ -1,18 +1,13 @@
-"""The idiom table: nothing that training executes is unknown, and the published rows are kept."""
+"""The idiom table: nothing that torch registers is unknown, and the published rows are kept."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from dynoffload.experiments import zoo
 from dynoffload.profiler import Idioms, idioms_of, is_known, rule_of
 from dynoffload.profiler.idiom_rows import (
     METADATA,
@@ -26,15 +21,6 @@ from dynoffload.profiler.idiom_rows import (
 from dynoffload.profiler.idioms import base_name
 
 aten = torch.ops.aten
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw-loop": lambda p: torch.optim.AdamW(p, foreach=False),
-    "adamw-foreach": lambda p: torch.optim.AdamW(p, foreach=True),
-    "adamw-fused": lambda p: torch.optim.AdamW(p, fused=True),
-    "sgd-loop": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
-    "sgd-foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
-}
-
 
 PUBLISHED = {
     "transpose": (1, 0, 0, 0, 0, 0),
@@ -100,119 +86,6 @@ def _registered(namespace: str = "aten") -> list[Any]:
     return [found[name] for name in sorted(found)]
 
 
-class _Collect(TorchDispatchMode):
-    """Keeps every overload that is executed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[Any] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.add(func)
-        return func(*args, **(kwargs or {}))
-
-
-class _EagerAttention(nn.Module):
-    """Attention written out, with a mask and dropout, and a tied, weight-normed head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(50, 16)
-        self.attention = nn.MultiheadAttention(16, 2, dropout=0.1, batch_first=True)
-        self.norm = nn.LayerNorm(16)
-        self.rms = nn.RMSNorm(16)
-        self.head = nn.Linear(16, 50, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
-        attended, _ = self.attention(x, x, x, attn_mask=mask, need_weights=True)
-        x = self.norm(x + nn.functional.dropout(attended, 0.1))
-        x = x + nn.functional.gelu(self.rms(x))
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
-
-
-def _zoo(name: str) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
-    model = zoo.build(name, "tiny")
-    samples = zoo.samples(name)
-    return model, lambda: model(*next(samples).args).loss
-
-
-def _eager() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
-    model = _EagerAttention()
-    return model, lambda: model(torch.arange(24).reshape(2, 12))
-
-
-def _transformers(kind: str, **options: Any) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
-    transformers = pytest.importorskip("transformers")
-    seq2seq = {
-        "vocab_size": 128, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
-        "pad_token_id": 0, "decoder_start_token_id": 0,
-    }  # fmt: skip
-    if kind == "mixtral":
-        config = transformers.MixtralConfig(
-            vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
-            num_experts_per_tok=2, max_position_embeddings=64, output_router_logits=True,
-            attention_dropout=0.1, **options,
-        )  # fmt: skip
-        model = transformers.MixtralForCausalLM(config)
-    elif kind == "switch":
-        config = transformers.SwitchTransformersConfig(
-            **seq2seq, num_sparse_encoder_layers=1, num_decoder_layers=2,
-            num_sparse_decoder_layers=1, num_experts=4, expert_capacity=8, **options,
-        )  # fmt: skip
-        model = transformers.SwitchTransformersForConditionalGeneration(config)
-    else:
-        model = transformers.T5ForConditionalGeneration(
-            transformers.T5Config(**seq2seq, tie_word_embeddings=True, **options)
-        )
-    model.train()
-    tokens = torch.randint(1, 128, (2, 12), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(tokens)
-    mask[1, 8:] = 0
-    return model, lambda: model(input_ids=tokens, attention_mask=mask, labels=tokens).loss
-
-
-NETWORKS: dict[str, Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]]] = {
-    "moe": lambda: _zoo("moe"),
-    "tree": lambda: _zoo("tree"),
-    "eager-attention": _eager,
-    "mixtral-sdpa": lambda: _transformers("mixtral", attn_implementation="sdpa"),
-    "mixtral-eager": lambda: _transformers("mixtral", attn_implementation="eager"),
-    "mixtral-loop": lambda: _transformers("mixtral", experts_implementation="eager"),
-    "mixtral-grouped": lambda: _transformers("mixtral", experts_implementation="grouped_mm"),
-    "mixtral-batched": lambda: _transformers("mixtral", experts_implementation="batched_mm"),
-    "switch": lambda: _transformers("switch"),
-    "t5": lambda: _transformers("t5"),
-}
-
-
-@pytest.mark.parametrize("network", NETWORKS)
-def test_every_operator_that_training_executes_is_known(network: str) -> None:
-    """Forward, backward, clipping and each optimizer, in float32 and under bfloat16 autocast."""
-    torch.manual_seed(0)
-    model, loss = NETWORKS[network]()
-    collected = _Collect()
-    for bf16 in (False, True):
-        with collected, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            value = loss()
-        with collected:
-            value.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for make in OPTIMIZERS.values():
-        optimizer = make(model.parameters())
-        with collected:
-            optimizer.step()
-            optimizer.step()  # The second step meets state that is there.
-    assert len(collected.seen) > 40
-    assert sorted(str(func) for func in collected.seen if not is_known(func)) == []
-    for func in collected.seen:
-        if func.is_view:
-            assert idioms_of(func) == Idioms(), func
-
-
 def _spaces() -> list[Any]:
     return [func for space in ("aten", "prims", "mkldnn") for func in _registered(space)]
 
@@ -231,43 +104,6 @@ def test_what_the_schema_calls_a_view_counts_nothing_and_nothing_else_is_a_view(
             if not declared:
                 silent.add(base_name(func))
     assert silent == SHARING
-
-
-def test_what_shares_memory_by_the_list_does_so_when_it_is_run() -> None:
-    """Those of the list that need no layer of functorch around them, and that are not of prims."""
-    x = torch.arange(6.0)
-    results = {
-        "_unsafe_view": aten._unsafe_view(x, [2, 3]),
-        "unsafe_split": aten.unsafe_split(x, 2)[0],
-        "unsafe_split_with_sizes": aten.unsafe_split_with_sizes(x, [2, 4])[0],
-        "unsafe_chunk": aten.unsafe_chunk(x, 2)[0],
-        "lift": aten.lift(x),
-        "broadcast_tensors": aten.broadcast_tensors([x, torch.ones(2, 1)])[0],
-        "meshgrid": aten.meshgrid([x, torch.ones(2)])[0],
-        "atleast_1d": aten.atleast_1d(x),
-        "atleast_2d": aten.atleast_2d(x),
-        "atleast_3d": aten.atleast_3d(x),
-        "unflatten_dense_tensors": aten.unflatten_dense_tensors(x, [torch.ones(2, 3)])[0],
-        "_reshape_from_tensor": aten._reshape_from_tensor(x, torch.tensor([2, 3])),
-    }
-    storage = x.untyped_storage().data_ptr()
-    for name, result in results.items():
-        assert result.untyped_storage().data_ptr() == storage, name
-    assert SHARING - results.keys() == {"_add_batch_dim", "_remove_batch_dim", "as_strided"}
-
-
-def test_metadata_counts_nothing_and_writes_no_data() -> None:
-    """By its schema an operator of metadata writes nothing, but for what it is about: how a tensor
-    is shaped, what it requires, which streams use it, or an ``out`` that is left uninitialised."""
-    written = set()
-    for func in _spaces():
-        if rule_of(func) == "metadata":
-            assert idioms_of(func) == Idioms(), func
-            arguments = [a for a in func._schema.arguments if not a.is_out]
-            if any(a.alias_info is not None and a.alias_info.is_write for a in arguments):
-                written.add(base_name(func))
-    assert written <= RESHAPING | {"requires_grad", "retain_grad", "set_data", "record_stream"}
-    assert {"_coalesced", "sparse_resize", "requires_grad"} <= written
 
 
 def test_the_rules_say_what_they_say() -> None:
@@ -299,18 +135,6 @@ def test_the_rules_say_what_they_say() -> None:
     assert {func: rule_of(func) for func in expected} == expected
     assert idioms_of(aten.permute_copy.default) == Idioms(transpose=1)
     assert idioms_of(aten.mm.default) == Idioms(reduction=1, stream=1)
-
-
-def test_variants_of_an_operator_count_alike() -> None:
-    """In place, out= and foreach are the same accesses."""
-    alike = [
-        (aten.add.Tensor, aten.add_.Tensor, aten.add.out, aten._foreach_add.List),
-        (aten.index_add.default, aten.index_add_.default, aten.index_add.out),
-        (aten.addmm.default, aten.addmm_.default, aten.addmm.out),
-        (aten.sqrt.default, aten.sqrt_.default, aten._foreach_sqrt_.default),
-    ]
-    for variants in alike:
-        assert len({idioms_of(func) for func in variants}) == 1, variants
 
 
 def test_an_operator_of_a_stranger_is_known_by_its_schema_and_tags_alone() -> None:

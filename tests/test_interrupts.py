@@ -224,22 +224,6 @@ def test_a_signal_waits_for_the_outermost_call() -> None:
             signal.raise_signal(signal.SIGINT)
 
 
-def test_every_handler_in_python_waits() -> None:
-    """Whatever its signal: also those that only a system's programs send."""
-    sent = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
-    came: list[int] = []
-
-    @uninterrupted
-    def call() -> None:
-        for number in sent:
-            signal.raise_signal(number)
-            assert not came, number
-
-    with handled(lambda number, frame: came.append(number), *sent):
-        call()
-    assert sorted(came) == sent
-
-
 def test_handlers_are_put_back_whatever_is_raised_meanwhile() -> None:
     """One signal comes within the call, and another, whose handler raises too, at any line of what
     puts handlers off and admits them."""
@@ -269,19 +253,6 @@ def test_handlers_are_put_back_whatever_is_raised_meanwhile() -> None:
             assert [signal.getsignal(number) for number in numbers] == [interrupt] * 3, line
             line += 1
     assert line > 20
-
-
-def test_an_error_of_the_call_is_the_interrupts_context() -> None:
-    """Nothing of either is lost."""
-
-    @uninterrupted
-    def fails() -> None:
-        signal.raise_signal(signal.SIGINT)
-        raise ValueError("mine")
-
-    with handled(), pytest.raises(KeyboardInterrupt) as caught:
-        fails()
-    assert isinstance(caught.value.__context__, ValueError)
 
 
 def test_handlers_of_the_users_are_kept() -> None:

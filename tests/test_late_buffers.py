@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from exactness import SMALL_PAGES, Twin, assert_ordinary, assert_same, least_budget, needs_pager
+from exactness import SMALL_PAGES, Twin, assert_same, least_budget, needs_pager
 from torch import Tensor, nn
 from torch.optim import AdamW
-
-import dynoffload
 
 BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped"]
 
@@ -47,14 +45,11 @@ class Late(nn.Module):
         return self.second(x + self.sum[: len(x)]) * self.tiny.sum()
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Tensor:
-    """Make one step."""
+def loss_of(model: nn.Module, number: int) -> Tensor:
+    """Return the loss of a step."""
     x = torch.randn(16, 32, generator=torch.Generator().manual_seed(number))
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
+    loss: Tensor = model(x).square().mean()
+    return loss
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -65,21 +60,14 @@ def test_they_count_and_change_nothing(backend: str) -> None:
     budget, _ = least_budget(twin.model, twin.optimizer, 1024, SMALL_PAGES)
     with twin.paged(budget, pilot=None, config={"backend": backend}) as session:
         for number in range(6):
-            losses = [
-                step(model, optimizer, number)
-                for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its))
-            ]
-            assert_same(losses[0], losses[1], f"loss {number}")
+            twin.train(loss_of, [number])
             assert_same(twin.model.state_dict(), twin.reference.state_dict(), f"step {number}")
         assert session.stats["peak_fast_bytes"].max() <= budget
         paging = session._paging
         assert paging is not None
         assert len(paging.adoption.buffers._tensors) == 2  # the others are gone, and their regions
     twin.assert_same()
-    for name, buffer in twin.model.named_buffers():
-        assert buffer.clone() is not None, name
-    step(twin.model, twin.optimizer, 9)
-    step(twin.reference, twin.its, 9)
+    twin.train(loss_of, [9])
     twin.assert_same()
 
 
@@ -101,9 +89,7 @@ def test_what_somebody_else_holds_stays_where_it_is() -> None:
     twin = Twin(Shares(), lambda p: AdamW(p, lr=1e-2))
     budget, _ = least_budget(twin.model, twin.optimizer, 1024, SMALL_PAGES)
     with twin.paged(budget, pilot=None):
-        for number in range(3):
-            step(twin.model, twin.optimizer, number)
-            step(twin.reference, twin.its, number)
+        twin.train(loss_of, range(3))
     twin.assert_same()
 
 
@@ -130,9 +116,7 @@ def test_memory_of_numpy_stays_numpys() -> None:
     twin = Twin(Table(), lambda p: AdamW(p, lr=1e-2))
     budget, _ = least_budget(twin.model, twin.optimizer, 1024, SMALL_PAGES)
     with twin.paged(budget, pilot=None):
-        for number in range(3):
-            step(twin.model, twin.optimizer, number)
-            step(twin.reference, twin.its, number)
+        twin.train(loss_of, range(3))
     twin.assert_same()
 
 
@@ -154,16 +138,10 @@ def test_regions_do_not_pile_up_in_evaluation() -> None:
 
 def test_other_models_keep_theirs() -> None:
     """Only modules of the managed model are looked at."""
-    torch.manual_seed(0)
-    model, other = Late(), Late()
-    optimizer = AdamW(model.parameters())
-    budget, _ = least_budget(model, optimizer, 1024, SMALL_PAGES)
-    config = {**SMALL_PAGES, "step_aside": False}
-    with dynoffload.offload(model, optimizer, budget=budget, config=config) as session:
-        other(torch.ones(2, 32))
-        step(model, optimizer, 0)
-        paging = session._paging
-        assert paging is not None
-        table: Any = other.table
-        assert paging.device.owner(table) < 0
-    assert_ordinary(model, optimizer)
+    twin = Twin(Late(), lambda p: AdamW(p, lr=1e-2))
+    budget, _ = least_budget(twin.model, twin.optimizer, 1024, SMALL_PAGES)
+    with twin.paged(budget) as session:
+        twin.train(loss_of, [0])
+        assert session._paging is not None
+        assert session._paging.device.owner(twin.model.table) >= 0
+        assert session._paging.device.owner(twin.reference.table) < 0

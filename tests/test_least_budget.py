@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from devices import KINDS, needs_pager
 from exactness import SMALL_PAGES, Loop, Twin, compare_runs, least_budget, small_samples
-from fused_networks import Chosen, chosen_loss, mixtral, mixtral_loss
+from fused_networks import Chosen, chosen_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Adam, AdamW, Muon, Optimizer
@@ -182,16 +181,6 @@ def test_every_optimizer(backend: str, make: Make, width: int) -> None:
     train_at_the_least(Mixed(width), make, mixed_loss, samples, backend=backend, **DEFAULT)
 
 
-@pytest.mark.slow
-@each_backend
-@each_optimizer
-@pytest.mark.parametrize("pages", ["16 KiB", "all paged"])
-def test_other_pages(backend: str, make: Make, pages: str) -> None:
-    torch.manual_seed(0)
-    samples = small_samples(5, words=50)
-    train_at_the_least(Mixed(64), make, mixed_loss, samples, backend=backend, **PAGES[pages])
-
-
 @each_backend
 @pytest.mark.parametrize("pages", PAGES)
 def test_muon(backend: str, pages: str) -> None:
@@ -212,19 +201,6 @@ def test_fused_experts(backend: str, make: Make) -> None:
     samples = [(seed, [seed % 3, 5] if seed % 4 else [0]) for seed in range(8)]
     config = {**SMALL_PAGES, "backend": backend}
     train_at_the_least(Chosen(), make, chosen_loss, samples, **config)
-
-
-@pytest.mark.slow
-@each_backend
-@each_optimizer
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
-@pytest.mark.parametrize("pages", ["default", "all paged"])
-def test_fused_experts_of_transformers(
-    backend: str, make: Make, implementation: str, pages: str
-) -> None:
-    model = mixtral(implementation)
-    config = {**PAGES[pages], "backend": backend}
-    train_at_the_least(model, make, mixtral_loss, list(range(5)), **config)
 
 
 @each_backend
@@ -289,7 +265,7 @@ def test_what_is_frozen_and_still_has_state(backend: str) -> None:
     torch.manual_seed(0)
     twin = Twin(Mixed(64), MAKES["AdamW"])
     samples = small_samples(5, words=50)
-    for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+    for model, optimizer in twin.sides:
         mixed_loss(model, samples[0]).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
@@ -299,23 +275,6 @@ def test_what_is_frozen_and_still_has_state(backend: str) -> None:
     budget, _ = least_budget(twin.model, twin.optimizer, 1, config)
     loop = Loop(steps=4, set_to_none=False)
     compare_runs(twin, loop, samples[1:], mixed_loss, budget, config=config, pilot=None)
-
-
-@each_backend
-def test_experts_are_saved_and_loaded(backend: str, tmp_path: Path) -> None:
-    """Slice by slice, as all of a parameter's are many times the pool."""
-    twin = Twin(Chosen(count=40), MAKES["AdamW"])
-    config = {**SMALL_PAGES, "backend": backend}
-    budget, _ = least_budget(twin.model, twin.optimizer, 1, config)
-    loop = Loop(steps=2)
-    samples = [(seed, [seed, 30]) for seed in range(4)]
-    loop.run(twin.reference, twin.its, samples[:2], chosen_loss)
-    with twin.paged(budget, config=config) as session:
-        loop.run(twin.model, twin.optimizer, samples[:2], chosen_loss)
-        session.save(tmp_path / "saved")
-        loop.run(twin.model, twin.optimizer, samples[2:], chosen_loss)
-        session.load(tmp_path / "saved")
-    twin.assert_same()
 
 
 @each_backend

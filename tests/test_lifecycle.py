@@ -128,25 +128,33 @@ def untouched() -> Untouched:
     return Untouched()
 
 
-def test_a_missing_spill_directory(untouched: Untouched, tmp_path: Path) -> None:
-    """Named, with the remedy."""
-    with untouched.stays(), pytest.raises(SpillError, match=r"nowhere does not exist: create it"):
-        untouched.offload(spill_dir=tmp_path / "nowhere")
+class Foreign(LyingPilot):
+    """A pilot whose own check refuses."""
+
+    def check(self, network: str) -> None:
+        raise PilotError(f"this pilot was trained for another network than {network[:6]}")
 
 
-def test_a_spill_directory_that_is_a_file(untouched: Untouched, tmp_path: Path) -> None:
-    """As one that is missing."""
-    path = tmp_path / "file"
-    path.write_text("")
-    with untouched.stays(), pytest.raises(SpillError, match="file"):
-        untouched.offload(spill_dir=path)
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no spill directory": ({"spill_dir": "nowhere"}, SpillError, "nowhere does not exist: create"),
+    "a file": ({"spill_dir": __file__}, SpillError, "test_lifecycle"),
+    "in memory": ({"spill_dir": "/dev/shm"}, SpillError, "tmpfs, which is memory itself"),
+    "no pilot": ({"pilot": "none.pilot"}, PilotError, r"none\.pilot"),
+    "a corrupt pilot": ({"pilot": __file__}, PilotError, r"test_lifecycle\.py"),
+    "a foreign pilot": ({"pilot": Foreign(small(), [])}, PilotError, "another network"),
+    "not a pilot": ({"pilot": object()}, ConfigError, "vocabulary"),
+    "unknown": ({"config": {"page_byte": 1}}, ConfigError, r"'page_byte' in .* are .*page_bytes"),
+}
 
 
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm here")
-def test_a_spill_directory_in_memory(untouched: Untouched) -> None:
-    """It would take the memory that it is to spare."""
-    with untouched.stays(), pytest.raises(SpillError, match="tmpfs, which is memory itself"):
-        untouched.offload(spill_dir="/dev/shm")
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_wrong_argument_is_refused(untouched: Untouched, what: str) -> None:
+    """By name, with the remedy; nothing of it is unpickled, and nothing was touched."""
+    if what == "in memory" and not Path("/dev/shm").is_dir():
+        pytest.skip("no /dev/shm here")
+    arguments, error, told = REFUSED[what]
+    with untouched.stays(), pytest.raises(error, match=told):
+        untouched.offload(**arguments)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -210,47 +218,6 @@ def test_a_disk_that_fills_up_while_the_block_begins(
         pass
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 not a zip", b"\x80\x04cos\nsystem\n"])
-def test_a_corrupt_pilot(untouched: Untouched, tmp_path: Path, content: bytes) -> None:
-    """Named, and refused unread."""
-    path = tmp_path / "broken.pilot"
-    path.write_bytes(content)
-    with untouched.stays(), pytest.raises(PilotError, match=r"broken\.pilot"):
-        untouched.offload(pilot=path)
-
-
-def test_a_missing_pilot(untouched: Untouched, tmp_path: Path) -> None:
-    """So is one that is not there."""
-    with untouched.stays(), pytest.raises(PilotError, match=r"none\.pilot"):
-        untouched.offload(pilot=str(tmp_path / "none.pilot"))
-
-
-def test_a_pilot_of_another_network(untouched: Untouched) -> None:
-    """Its own check refuses; the model was not touched before it was asked."""
-
-    class Foreign(LyingPilot):
-        def check(self, network: str) -> None:
-            raise PilotError(f"this pilot was trained for another network than {network[:6]}")
-
-    with untouched.stays(), pytest.raises(PilotError, match="another network"):
-        untouched.offload(pilot=Foreign(untouched.model, []))
-
-
-def test_something_that_is_no_pilot(untouched: Untouched) -> None:
-    """An object without the methods."""
-    with untouched.stays(), pytest.raises(ConfigError, match="vocabulary"):
-        untouched.offload(pilot=object())
-
-
-def test_an_unknown_option(untouched: Untouched) -> None:
-    """With the known ones."""
-    with (
-        untouched.stays(),
-        pytest.raises(ConfigError, match=r"'page_byte' in config: known are .*page_bytes"),
-    ):
-        untouched.offload(config={"page_byte": 4096})
-
-
 def test_an_optimizer_of_another_model(untouched: Untouched) -> None:
     """Nothing would ever be updated."""
     untouched.optimizer = adamw(small().parameters())
@@ -284,29 +251,23 @@ def test_the_same_model_twice() -> None:
     twin.assert_same()
 
 
-@pytest.mark.parametrize("part", ["inside", "around"])
-def test_models_that_share_parameters(part: str) -> None:
-    """A part of a managed model, or a model around one, cannot be managed as well."""
-    inner = small()
+@pytest.mark.parametrize("shared", ["a part", "the whole", "the optimizer"])
+def test_blocks_that_share_something(shared: str) -> None:
+    """A part of a managed model, a model around one, or its optimizer cannot be managed as well."""
+    inner, other = small(1), small(2)
     outer = nn.Sequential(inner)
-    first, second = (outer, inner) if part == "inside" else (inner, outer)
-    with dynoffload.offload(first, budget=third(inner), config=SMALL_PAGES):
-        with pytest.raises(
-            ConfigError, match=r"has parameters of .* pass one module that holds them all"
-        ):
-            with dynoffload.offload(second, budget=third(inner), config=SMALL_PAGES):
-                pytest.fail("the block must not begin")
+    optimizer = adamw([*inner.parameters(), *other.parameters()])
+    first, second = {
+        "a part": ((outer,), (inner,)),
+        "the whole": ((inner,), (outer,)),
+        "the optimizer": ((inner, optimizer), (other, optimizer)),
+    }[shared]
+    told = r"already belongs to an" if shared == "the optimizer" else "pass one module that holds"
+    options: dict[str, Any] = {"budget": third(inner), "config": SMALL_PAGES}
+    with dynoffload.offload(*first, **options):
+        with pytest.raises(ConfigError, match=told):
+            dynoffload.offload(*second, **options).start()
     assert_ordinary(outer)
-
-
-def test_one_optimizer_for_two_blocks() -> None:
-    """Each block splits its optimizer's steps: one cannot serve two."""
-    one, two = small(1), small(2)
-    optimizer = adamw([*one.parameters(), *two.parameters()])
-    with dynoffload.offload(one, optimizer, budget=third(one), config=SMALL_PAGES):
-        with pytest.raises(ConfigError, match=r"already belongs to an offload\(\) block"):
-            with dynoffload.offload(two, optimizer, budget=third(two), config=SMALL_PAGES):
-                pytest.fail("the block must not begin")
     assert all(group["params"] for group in optimizer.param_groups)
 
 
@@ -479,18 +440,6 @@ def test_a_fork_inside_the_block_can_end_as_it_likes() -> None:
     for _ in range(2):
         loop.run(twin.reference, twin.its, SAMPLES, small_loss)
     twin.assert_same()
-
-
-def test_no_optimizer_at_all() -> None:
-    """A model that only answers pages too."""
-    model, reference = small(), small()
-    model.eval()
-    reference.eval()
-    with dynoffload.offload(model, budget=third(model) // 2, config=SMALL_PAGES):
-        with torch.no_grad():
-            for sample in SAMPLES[:6]:
-                assert_same(small_loss(model, sample), small_loss(reference, sample), "loss")
-    assert_ordinary(model)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -87,6 +87,20 @@ def paged(model: nn.Module, optimizer: Any) -> Iterator[Session]:
         yield session
 
 
+def given(model: nn.Module, init: Any = None) -> nn.Module:
+    """Return ``model`` after a block that gave it its weights."""
+    dynoffload.materialize(model, init)
+    with paged(model, None):
+        return model
+
+
+def refused(model: nn.Module, said: str, kind: type[BaseException] = ConfigError) -> BaseException:
+    """Assert that no block begins, and return the error, which says why."""
+    with pytest.raises(kind, match=said) as caught, paged(model, None):
+        pytest.fail("the block must not begin")
+    return caught.value
+
+
 def compare(model: nn.Module, optimizer: Any, reference: nn.Module) -> None:
     """Train the reference as the model was trained, and compare."""
     its = AdamW(reference.parameters(), lr=1e-2)
@@ -133,19 +147,6 @@ def test_an_init_function_is_called_with_each_module_that_owns_something() -> No
     compare(model, optimizer, reference)
 
 
-def test_weights_from_a_safetensors_file(tmp_path: Path) -> None:
-    """Under the model's own names; a tied weight is stored once."""
-    reference = plain()
-    tensors = dict(reference.named_parameters()) | dict(reference.named_buffers())
-    path = tmp_path / "weights.safetensors"
-    save_file({name: tensor.detach() for name, tensor in tensors.items()}, path)
-    model, optimizer = on_meta()
-    dynoffload.materialize(model, path)
-    with paged(model, optimizer):
-        Loop(steps=6).run(model, optimizer, SAMPLES, loss_of)
-    compare(model, optimizer, reference)
-
-
 # Errors
 
 
@@ -161,9 +162,7 @@ def test_a_module_that_cannot_reset_itself_is_named() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), Own())
 
-    refused = pytest.raises(ConfigError, match=r"module 1 \(Own\).*reset_parameters.*init=")
-    with refused, paged(model, None):
-        pytest.fail("the block must not begin")
+    refused(model, r"module 1 \(Own\).*reset_parameters.*init=")
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
@@ -201,20 +200,14 @@ def test_a_function_makes_the_buffers_that_a_file_lacks(tmp_path: Path) -> None:
     )
     with torch.device("meta"):
         model = nn.Sequential(Angled(), nn.Linear(32, 8))
-    optimizer = AdamW(model.parameters())
-    with pytest.raises(
-        ConfigError, match=r"'0\.angles', a buffer .*: pass mat.* init=\(path, func"
-    ):
+    with pytest.raises(ConfigError, match=r"'0\.angles', a buffer .*: pass mat.* init=\(path, f"):
         dynoffload.materialize(model, path)
     dynoffload.materialize(model, (path, lambda module: None))
-    refused = pytest.raises(ConfigError, match=r"0\.angles got no value: init\(\) of its module")
-    with refused, paged(model, optimizer):
-        pytest.fail("the block must not begin")
-    dynoffload.materialize(model, (path, give))
-    with paged(model, optimizer):
-        assert torch.equal(model[0].weight, torch.eye(32))
-        assert torch.equal(model[0].angles, torch.full((32,), 0.25))
-        assert torch.equal(model[1].weight, torch.ones(8, 32))
+    refused(model, r"0\.angles got no value: init\(\) of its module")
+    given(model, (path, give))
+    assert torch.equal(model[0].weight, torch.eye(32))
+    assert torch.equal(model[0].angles, torch.full((32,), 0.25))
+    assert torch.equal(model[1].weight, torch.ones(8, 32))
 
 
 @pytest.mark.parametrize(
@@ -224,12 +217,12 @@ def test_a_function_makes_the_buffers_that_a_file_lacks(tmp_path: Path) -> None:
 )
 def test_an_init_that_says_nothing_is_refused_at_once(init: Any) -> None:
     """Before anything is touched: the block still gives the model its own weights."""
-    model, optimizer = on_meta()
+    model, _ = on_meta()
     accepted = r"says nothing .* None .*, a function .*, the path .*, or a tuple \(path, function\)"
     with pytest.raises(ConfigError, match=r"^init=.*" + accepted):
         dynoffload.materialize(model, init)
     torch.manual_seed(3)
-    with paged(model, optimizer):
+    with paged(model, None):
         pass
     assert_same(dict(model.state_dict()), dict(plain().state_dict()), "weights")
 
@@ -251,13 +244,10 @@ def test_parameters_without_a_value_are_named(written: str) -> None:
     lacking = "0.weight, 0.bias, 1.weight, 1.bias" if written == "nothing" else "0.bias, 1.bias"
     dynoffload.materialize(model, init)
     if written != "data":
-        refused = pytest.raises(ConfigError, match=rf"^{lacking} got no value: init\(\) of its")
-        with refused, paged(model, None):
-            pytest.fail("the block must not begin")
+        refused(model, rf"^{lacking} got no value: init\(\) of its")
         assert all(parameter.is_meta for parameter in model.parameters())
-        dynoffload.materialize(model)
-    with paged(model, None):
-        pass
+        init = None
+    given(model, init)
     assert not any(bool(p.isnan().any()) for p in model.parameters())
 
 
@@ -285,31 +275,12 @@ def test_a_buffer_that_has_its_values_keeps_them(source: str, tmp_path: Path) ->
         model = Counted()
     assert model.weight.is_meta
     assert not model.angles.is_meta
-    init: Any = {
-        "reset": None,
-        "function": give,
-        "file": path,
-        "file and function": (path, give),
-    }[source]
-    dynoffload.materialize(model, init)
-    with paged(model, None):
-        pass
+    sources = {"reset": None, "function": give, "file": path, "file and function": (path, give)}
+    given(model, sources[source])
     from_file = source.startswith("file")
     assert torch.equal(model.angles, torch.arange(32.0, dtype=torch.float64))
     assert torch.equal(model.numbers, torch.arange(32) + int(from_file))
     assert torch.equal(model.weight, torch.eye(32) if from_file else torch.full((32, 32), 0.25))
-
-
-def test_a_buffer_of_two_modules_stays_one() -> None:
-    """On the meta device they share it, and so they do with values."""
-    with torch.device("meta"):
-        model = nn.Sequential(Angled(), Angled())
-    model[1].angles = model[0].angles
-    dynoffload.materialize(model, give)
-    with paged(model, None):
-        pass
-    assert model[1].angles is model[0].angles
-    assert torch.equal(model[0].angles, torch.full((32,), 0.25))
 
 
 class Rooted(nn.Module):
@@ -335,9 +306,7 @@ def test_what_a_module_above_has_written_counts(then: str) -> None:
 
     with torch.device("meta"):
         model = Rooted()
-    dynoffload.materialize(model, init)
-    with dynoffload.offload(model, budget="8MiB"):
-        pass
+    given(model, init)
     assert torch.equal(model.token, torch.full((4,), 2.0))
     for parameter in model.layer.parameters():
         assert torch.equal(parameter, torch.full_like(parameter, 1.0 if then == "scales" else 2.0))
@@ -360,9 +329,7 @@ def test_buffers_that_are_views_of_one_another() -> None:
                 tensor.data.fill_(3.0 - number)
 
     with torch.device("meta"):
-        model = Views()
-    with dynoffload.offload(model, budget="8MiB"):
-        pass
+        model = given(Views())
     assert model.again is model.table
     assert model.table.tolist() == [2.0] * 2 + [3.0] * 6
     assert model.head.tolist() == [2.0] * 2
@@ -436,11 +403,7 @@ def test_weights_noted_for_a_part_are_asked_for() -> None:
         inner = nn.Linear(32, 32)
     dynoffload.materialize(inner)
     model = nn.Sequential(inner, nn.ReLU())
-    with (
-        pytest.raises(ConfigError, match="with the part '0' of this Sequential"),
-        dynoffload.offload(model, budget="8MiB"),
-    ):
-        pytest.fail("the block must not begin")
+    refused(model, "with the part '0' of this Sequential")
     assert inner.to(torch.bfloat16).weight.dtype == torch.bfloat16
     dynoffload.materialize(model, give)  # as the message says
     with dynoffload.offload(model, budget="8MiB"):
@@ -453,19 +416,11 @@ def test_a_part_of_what_weights_are_noted_for_is_refused() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 32)))
     dynoffload.materialize(model)
-    told = "was called with the Sequential whose part '1' this Sequential is"
-    with (
-        pytest.raises(ConfigError, match=told),
-        dynoffload.offload(model[1], budget="8MiB"),
-    ):
-        pytest.fail("the block must not begin")
-    dynoffload.materialize(model[1])  # as the message says
-    with dynoffload.offload(model[1], budget="8MiB"):
-        assert model[1](torch.ones(1, 32)).any()
-    with dynoffload.offload(model, budget="8MiB"):
-        assert model(torch.ones(1, 32)).any()
-    with dynoffload.offload(model[0], budget="8MiB"):  # nothing is noted any more
-        assert model[0](torch.ones(1, 32)).any()
+    refused(model[1], "was called with the Sequential whose part '1' this Sequential is")
+    given(model[1])  # as the message says
+    for one in (model[1], model, model[0]):  # nothing is noted any more
+        with paged(one, None):
+            assert one(torch.ones(1, 32)).any()
 
 
 def test_a_file_may_have_either_name_of_a_tied_tensor(tmp_path: Path) -> None:
@@ -559,7 +514,7 @@ def test_weights_in_shards(named: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("trained", [True, False])
 def test_what_an_init_held_as_it_failed_is_let_go_of(trained: bool) -> None:
     """Its views are in the traceback, for whose sake nothing could go back to the meta device."""
-    model, optimizer = on_meta()
+    model, _ = on_meta()
     model.requires_grad_(trained)
 
     def init(module: nn.Module) -> None:
@@ -571,13 +526,10 @@ def test_what_an_init_held_as_it_failed_is_let_go_of(trained: bool) -> None:
                 raise OSError("the disk is gone")
 
     dynoffload.materialize(model, init)
-    with pytest.raises(OSError, match="gone") as caught, paged(model, optimizer):
-        pytest.fail("the block must not begin")
+    error = refused(model, "gone", OSError)
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    assert caught.value.__traceback__ is not None
-    dynoffload.materialize(model)
-    with paged(model, optimizer):
-        assert model(SAMPLES[0]).isfinite().all()
+    assert error.__traceback__ is not None
+    assert given(model)(SAMPLES[0]).isfinite().all()
 
 
 class Replacing(nn.Module):
@@ -611,12 +563,10 @@ def test_what_an_init_that_fails_has_replaced_is_put_back() -> None:
         model = Replacing()
     model.view = torch.arange(4.0).expand(3, 4)
     model.stat = torch.full((8,), 7.0)
-    options = {"budget": "8MiB", "pilot": None, "config": CONFIG}
-    with pytest.raises(OSError, match="gone"), dynoffload.offload(model, **options):
-        pytest.fail("the block must not begin")
+    refused(model, "gone", OSError)
     assert model.weight.is_meta
     assert torch.equal(model.stat, torch.full((8,), 7.0))
-    with dynoffload.offload(model, **options):
+    with paged(model, None):
         assert torch.equal(model(torch.ones(8)), torch.full((8,), 15.0))
     assert torch.equal(model.stat, torch.full((8,), 7.0))
     assert torch.equal(model.view, torch.arange(4.0).expand(3, 4))

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from exactness import SMALL_PAGES, assert_same, least_budget, needs_pager
+from exactness import SMALL_PAGES, assert_same, assert_same_training, footprint_of, least_budget
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.optim import AdamW
 
 import dynoffload
 from dynoffload.errors import ConfigError
@@ -132,11 +133,37 @@ def test_random_weights_are_those_that_transformers_gives(name: str) -> None:
         assert_same(values[key].detach(), value.detach(), key)
 
 
-@pytest.mark.parametrize("backend", [pytest.param("pager", marks=needs_pager), "mapped"])
-def test_on_every_backend(backend: str) -> None:
-    """Where pages are fetched by the pager, and where the kernel fetches them."""
-    model = given(on_meta(ARCHITECTURES["t5"]), backend=backend)
-    assert_same(named(model), named(initialised(ARCHITECTURES["t5"])[0]), "weights")
+def train(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """Make three steps, and return their losses."""
+    losses = []
+    for step in range(3):
+        architecture = ARCHITECTURES["mixtral"]
+        loss = architecture.loss(model(**architecture.sample(model, step)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("source", ["random", "file"])
+def test_a_mixtral_trains_as_one_built_plainly(source: str, tmp_path: Path) -> None:
+    """From the same random weights, or a file of them; buffers that are not saved included."""
+    reference, path = initialised(ARCHITECTURES["mixtral"])[0], None
+    if source == "file":
+        path = tmp_path / "model.safetensors"
+        save_file(reference.state_dict(), path)
+    model = on_meta(ARCHITECTURES["mixtral"])
+    optimizer, its = (AdamW(m.parameters(), lr=1e-3) for m in (model, reference))
+    torch.manual_seed(SEED)
+    assert materialize(model, path) is model
+    options = {"budget": footprint_of(reference) // 3, "pilot": None, "config": SMALL_PAGES}
+    with dynoffload.offload(model, optimizer, **options) as session:
+        losses = train(model, optimizer)
+        assert session.paging
+    assert_same(losses, train(reference, its), "losses")
+    assert_same_training(model, optimizer, reference, its)
+    assert_same(dict(model.named_buffers()), dict(reference.named_buffers()), "buffers")
 
 
 class Watched(transformers.T5ForConditionalGeneration):
@@ -224,22 +251,25 @@ def test_a_model_that_was_converted_on_the_meta_device() -> None:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-def test_a_file_and_what_it_lacks(tmp_path: Path) -> None:
-    """Buffers that are not saved are made, and nothing is drawn for what the file has."""
-    reference = built(ARCHITECTURES["clip"], 1)
-    path = tmp_path / "model.safetensors"
-    save_file(reference.state_dict(), path)
-    model = given(on_meta(ARCHITECTURES["clip"]), path)
-    torch.manual_seed(SEED)
-    drawn = torch.rand(3)
-    torch.manual_seed(SEED)
-    given(on_meta(ARCHITECTURES["clip"]), path)
-    assert torch.equal(torch.rand(3), drawn)
-    assert_same(named(model), named(reference), "weights")
-
-
 def test_a_path_that_is_none_is_refused() -> None:
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(GPT2)
     with pytest.raises(ConfigError, match=r"path=5 is no path: .* safetensors file, or None"):
         materialize(model, 5)
+
+
+def test_what_is_no_model_of_transformers_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the Linear is no PreTrainedModel .* init="):
+        materialize(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("noted", [False, True], ids=["not called", "torch's materialize"])
+def test_a_stock_model_without_an_initialiser_is_told_the_call_that_gives_one(noted: bool) -> None:
+    """`reset_parameters()` is no way for a stock model, nor is a function of the user's own."""
+    model = on_meta(ARCHITECTURES["mixtral"])
+    if noted:
+        dynoffload.materialize(model)
+    remedy = r"integrations\.transformers\.materialize\(model\)"
+    with pytest.raises(ConfigError, match=remedy) as told, dynoffload.offload(model, budget="16MB"):
+        pytest.fail("the block must not begin")
+    assert "init=" not in str(told.value)

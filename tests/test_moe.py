@@ -178,12 +178,6 @@ def test_biases_and_transposed_matrices(transposed: bool) -> None:
     assert_close(slopes, torch.autograd.grad(wanted.square().sum(), given))
 
 
-def test_gradcheck() -> None:
-    given = inputs(length=6, d=3, h=4, count=3)
-    chosen = choice(6, 3, 2)
-    assert torch.autograd.gradcheck(lambda x, g, u, d: experts(x, chosen, g, u, d), given)
-
-
 def test_backward_twice_and_parts_that_need_no_gradient() -> None:
     x, gates, up, down = inputs()
     chosen = choice(40, 5, 2)
@@ -194,14 +188,6 @@ def test_backward_twice_and_parts_that_need_no_gradient() -> None:
     assert_close(torch.autograd.grad(frozen, [up]), [first[1]])
     with torch.no_grad():
         assert torch.equal(experts(x, chosen, gates, up, down), experts(x, chosen, gates, up, down))
-
-
-def test_no_token_and_no_expert() -> None:
-    x, gates, up, down = inputs()
-    none = torch.full((40, 2), 5)
-    assert not experts(x, none, gates, up, down).any()
-    empty = experts(x[:0], none[:0], gates[:0], up, down)
-    assert empty.shape == (0, 12)
 
 
 def test_no_expert_that_is_hit_is_no_end_of_the_graph() -> None:
@@ -296,18 +282,6 @@ def test_a_write_into_what_backward_needs_is_refused() -> None:
         up.mul_(2)
     with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
         loss.backward()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lower_precision(dtype: torch.dtype) -> None:
-    given = inputs()
-    chosen = choice(40, 5, 2)
-    wanted = loop(given[0], chosen, *given[1:])
-    low = [one.detach().to(dtype) for one in given]
-    found = experts(low[0], chosen, *low[1:])
-    assert found.dtype == dtype
-    bound = 20 * torch.finfo(dtype).eps
-    assert float((found.double() - wanted.detach()).norm() / wanted.detach().norm()) < bound
 
 
 def test_gates_count_in_their_own_precision() -> None:
@@ -514,37 +488,6 @@ def test_sizes_that_cannot_be_are_refused(options: dict[str, Any], message: str)
         MoE(8, 8, 4, **options)
     with pytest.raises(ConfigError, match="tokens are 9 wide"):
         MoE(8, 8, 4)(torch.zeros(2, 9))
-
-
-class _Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(MoE(32, 64, 6, 2, shared=16) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        extra = torch.zeros(())
-        for layer in self.layers:
-            out = layer(x)
-            x, extra = x + out.hidden, extra + 0.01 * out.balance + 0.001 * out.z
-        return x.square().mean() + extra
-
-
-def test_it_trains_under_a_budget_to_the_bits_that_it_has_without() -> None:
-    from exactness import Twin, footprint_of
-
-    torch.manual_seed(0)
-    twin = Twin(_Net(), lambda p: AdamW(p, lr=1e-2))
-    budget = footprint_of(twin.model) // 2
-    config = {"page_bytes": 4096, "min_paged_bytes": 1024, "step_aside": False}
-    with twin.paged(budget, config=config) as session:
-        for step in range(6):
-            x = torch.randn(4, 32, generator=torch.Generator().manual_seed(step))
-            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
-                model(x).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        assert session.stats["bytes_in"].sum() > 0
-    twin.assert_same()
 
 
 def test_in_a_session_no_gradient_of_all_experts_is_made_at_once() -> None:

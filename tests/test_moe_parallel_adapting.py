@@ -41,11 +41,6 @@ def test_ranks_choose_alike_and_only_between_steps(names: tuple[str, ...]) -> No
         assert (again > 0) == ("reentrant" in kind)
 
 
-def test_they_do_with_steps_of_all_kinds_at_sizes_that_vary() -> None:
-    one, other = run_ranks(cases.mixed, 2)
-    assert one == other
-
-
 def test_a_result_that_is_held_on_one_rank_holds_the_choice_on_all() -> None:
     one, other = run_ranks(cases.held, 2)
     assert one == other
@@ -64,14 +59,6 @@ def test_a_limit_holds_for_all_that_races() -> None:
 def test_once_a_choice_stands_only_sizes_are_exchanged() -> None:
     for counts in run_ranks(cases.after, 2):
         assert counts["chosen"] == counts["fixed"] + 1
-
-
-def test_a_rank_that_dies_in_a_race_ends_the_others_wait() -> None:
-    (message,) = run_ranks(cases.one_dies, 2, only=(0,))
-    assert "rank 0 of 2, layer 'blocks.3.moe': " in message
-    assert "did not arrive" in message or "could not be asked for" in message
-    assert ".cc" not in message
-    assert len(message) < 300
 
 
 # One process
@@ -148,15 +135,3 @@ def test_steps_end_without_the_garbage_collector(kind: str) -> None:
     assert layer.adapting is not None
     assert layer.adapting.chooser is not None
     assert layer.adapting.chooser.timed_steps == 7  # the last one is recorded with the next batch
-
-
-def test_a_fixed_pair_never_races() -> None:
-    layer, given = alone()
-    layer.set_pipeline("auto", "S4", "1GiB")
-    for _ in range(150):
-        layer(given).hidden.sum().backward()
-        assert layer.choice.strategy.value == "S4"
-    assert layer.adapting is not None
-    assert layer.adapting.settled
-    layer.set_pipeline(2, "S4")
-    assert layer.adapting is None

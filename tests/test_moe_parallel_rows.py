@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dynoffload.errors import SpillError
 from dynoffload.experiments.allocations import Allocations
-from dynoffload.moe.parallel import ExpertParallel, computation, tiers
+from dynoffload.moe.parallel import ExpertParallel, computation
 from dynoffload.moe.parallel.computation import ROWS
 from dynoffload.moe.parallel.exchange import Exchange, Pending
 from dynoffload.moe.parallel.tiers import FileTier
@@ -147,25 +147,6 @@ def test_what_is_stored_comes_back_and_its_room_is_used_again(tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
 
 
-def test_room_that_comes_back_while_room_is_taken_is_given_once() -> None:
-    room = tiers._Room()
-    for offset in (0, 8, 16):
-        assert room.take(8) == offset
-    room.give_back(16, 8)
-
-    class Size(int):
-        def __gt__(self, other: int) -> bool:  # as the garbage collector may run here
-            if not given:
-                given.append(True)
-                room.give_back(0, 8)
-            return int(self) > other
-
-    given: list[bool] = []
-    assert room.take(Size(8)) == 16
-    assert given
-    assert [room.take(8), room.take(8)] == [0, 24]
-
-
 def test_a_file_that_cannot_be_written_or_read_is_an_error_with_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,21 +172,6 @@ def test_a_file_that_cannot_be_written_or_read_is_an_error_with_a_remedy(
     with pytest.raises(SpillError, match=r"was not written to the spill file .* in 0.2 s"):
         slow.store(torch.ones(10)).wait()
     end.set()
-
-
-def test_parts_leave_no_room_taken(tmp_path: Path) -> None:
-    layer = ExpertParallel(8, 16, 4, parts=4, strategy="S1", spill_dir=tmp_path)
-    ends = []
-    for _ in range(3):
-        layer(torch.randn(40, 8, requires_grad=True)).hidden.sum().backward()
-        tier = layer._tier
-        assert isinstance(tier, FileTier)
-        gc.collect()
-        ends.append(tier.room.end)
-        assert tier.room.take(ends[-1]) == 0
-        assert tier.room.end == ends[-1]
-        tier.room.give_back(0, ends[-1])
-    assert max(ends) < 2 * min(ends)
 
 
 def test_a_layer_that_is_collected_in_the_midst_of_another_ones_copies_ends_nothing(

@@ -110,11 +110,7 @@ def test_it_trains_under_a_budget_to_the_bits_that_it_has_without(family: str) -
     twin = Twin(built(family, "dynoffload"), lambda p: AdamW(p, lr=1e-2))
     config = {"page_bytes": 4096, "min_paged_bytes": 1024, "step_aside": False}
     with twin.paged(footprint_of(twin.model) // 2, config=config) as session:
-        for step in range(3):
-            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
-                loss_of(model, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+        twin.train(loss_of, range(3))
         assert session.stats["bytes_in"].sum() > 0
     twin.assert_same()
 
@@ -137,7 +133,7 @@ def test_an_activation_that_is_trained_goes_by_the_own_loop() -> None:
 def test_a_compiled_mixture_has_the_same_bits_in_a_session(implementation: str) -> None:
     """The loop on parts, of which pieces would be compiled that are not without a session."""
     twin = Twin(built("mixtral", implementation), lambda p: AdamW(p, lr=1e-2))
-    sides = ((twin.model, twin.optimizer), (twin.reference, twin.its))
+    sides = twin.sides
     compiled = [torch.compile(model, backend="aot_eager") for model, _ in sides]
     config = {"page_bytes": 4096, "min_paged_bytes": 1024, "step_aside": False}
     with twin.paged(footprint_of(twin.model) // 2, config=config) as session:

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from dynoffload.doctor.system import probe_userfaultfd
 from dynoffload.memory import native_pager
 from dynoffload.memory.pager import probe
 
@@ -18,5 +17,4 @@ from dynoffload.memory.pager import probe
 )
 def test_the_pager_was_built_where_there_is_a_compiler() -> None:
     native_pager.load()
-    if probe_userfaultfd().move:
-        assert probe() == ""
+    assert probe() == "" or "UFFDIO_MOVE is refused here" in probe()

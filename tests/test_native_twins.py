@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from exactness import needs_pager
+from devices import eventually, needs_pager, schedule, uses_of, view
 
 from dynoffload.memory.pager import Pager
-from dynoffload.planning.schedule import Action, Kind, Schedule, Use
-from dynoffload.runtime.adoption.store import bytes_of
+from dynoffload.planning.schedule import Action, Kind
 
 pytestmark = [needs_pager, pytest.mark.timeout(30)]
 
@@ -29,12 +28,11 @@ def pager(tmp_path: Path) -> Iterator[Pager]:
 
 def fill(device: Pager, region: int, value: int) -> None:
     device.acquire([region])
-    bytes_of(device.storage(region)).fill_(value)
+    view(device, region).fill_(value)
 
 
 def holds(device: Pager, region: int, value: int) -> bool:
-    device.acquire([region])
-    return bool((bytes_of(device.storage(region)) == value).all())
+    return bool((view(device, region) == value).all())
 
 
 def crowd(device: Pager) -> None:
@@ -48,17 +46,9 @@ def crowd(device: Pager) -> None:
 
 def read_ahead(device: Pager, region: int) -> None:
     """Have ``region`` read by plan, without a visit."""
-    until = time.monotonic() + 20
-    while region in device.resident():  # what is still on its way out is not fetched by plan
-        assert time.monotonic() < until
-        time.sleep(0.001)
-    uses = [Use((region,)), Use((region,))]
-    schedule = Schedule((Action(0, Kind.FETCH, region),))
-    device.follow(uses, schedule)
-    until = time.monotonic() + 100
-    while device.counters().bytes_in == 0 or region not in device.resident():
-        assert time.monotonic() < until
-        time.sleep(0.001)
+    assert eventually(lambda: region not in device.resident())  # else it is not fetched by plan
+    device.follow(uses_of(region, region), schedule(Action(0, Kind.FETCH, region)))
+    assert eventually(lambda: device.counters().bytes_in > 0 and region in device.resident())
     time.sleep(0.01)
 
 
@@ -112,7 +102,7 @@ def test_visits_tell_of_every_access(pager: Pager) -> None:
     fill(pager, region, 1)
     before = pager.withdraw([region])
     assert pager.visits([region]) == before
-    assert int(bytes_of(pager.storage(region))[0]) == 1
+    assert int(view(pager, region)[0]) == 1
     assert pager.visits([region]) != before
     again = pager.withdraw([region])
     crowd(pager)

@@ -41,24 +41,6 @@ def three(device: Pager) -> tuple[int, int, int]:
 # No room
 
 
-def test_an_acquire_ends_when_all_is_pinned(device: Pager) -> None:
-    a, b, c = three(device)
-    device.acquire([b, c], pin=True)
-    device.names.update({a: "one", b: "two"})
-    with pytest.raises(
-        BudgetError, match=r"16\.00 KiB.*32\.00 KiB is pinned; raise the budget"
-    ) as told:
-        device.acquire([a], pin=True)
-    assert f"for one (16.00 KiB) beside two (16.00 KiB), region {c} (16.00 KiB)" in str(told.value)
-    assert str(told.value).endswith("it lacks 16.00 KiB")
-    device.unpin([b])
-    device.acquire([a])
-    assert device.resident() == [a, c]
-    device.unpin([c])
-    filled(device, [b, c])  # no pin was left on a
-    assert a not in device.resident()
-
-
 def test_an_acquire_waits_for_a_pin_that_goes(device: Pager) -> None:
     a, b, c = three(device)
     device._native.pager_set_patience(device._handle, 60)

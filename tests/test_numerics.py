@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynoffload import numerics
@@ -108,15 +107,6 @@ def test_every_function_is_called_on_one_element(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("unsettled")
-def test_modes_do_not_keep_the_calls_from_the_kernels() -> None:
-    fake, seen = FakeTensorMode(), _Seen()
-    with fake, seen:
-        settle_kernels()
-    assert not seen.calls
-    assert numerics._settled
-
-
-@pytest.mark.usefixtures("unsettled")
 def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     at_once: list[int] = []
     inside = threading.Semaphore(1)
@@ -140,17 +130,6 @@ def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kernels_are_settled_as_a_block_is_entered() -> None:
     assert _run(_ENTERED).split() == ["False", "True"]
-
-
-@pytest.mark.usefixtures("unsettled")
-def test_settling_changes_no_state() -> None:
-    torch.manual_seed(3)
-    state, threads = torch.get_rng_state(), torch.get_num_threads()
-    with torch.autocast("cpu", torch.bfloat16):
-        settle_kernels()
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.get_num_threads() == threads
-    assert not torch.is_inference_mode_enabled()
 
 
 def _let_go_of_code() -> None:

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import warnings
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +65,6 @@ def test_a_block_is_entered_once_and_without_a_warning() -> None:
         del once
 
 
-def test_an_exit_stack_enters_a_block() -> None:
-    model = small()
-    with ExitStack() as stack:
-        arguments = {"budget": footprint_of(model), "config": SMALL_PAGES}
-        session = stack.enter_context(dynoffload.offload(model, **arguments))
-        assert session.paging
-    assert not session.paging
-    assert not model._forward_pre_hooks
-
-
 @pytest.mark.parametrize("left_by", ["close", "with", "both"])
 def test_a_block_that_is_started(left_by: str) -> None:
     """`close` ends it, once, and inside ``with`` too."""
@@ -99,12 +88,6 @@ def test_a_block_that_is_started(left_by: str) -> None:
 
 
 # Arguments
-
-
-def test_the_signature_stays_explicit() -> None:
-    names = ["model", "optimizer", "budget", "pilot", "spill_dir", "host_budget", "device"]
-    names.append("config")
-    assert list(inspect.signature(dynoffload.offload).parameters) == names
 
 
 @pytest.mark.parametrize(
@@ -163,6 +146,7 @@ def test_each_quantity_is_named_by_its_argument() -> None:
         ("page_bytes", True, "is an int or a text"),
         ("page_bytes", "96KiB", "is not a power of two between"),
         ("draft_share", "half", "is not a share between 0 and 1"),
+        ("policy", "dtr", "is not an option: known are auto, pilot, repeat, on-demand"),
         ("draft_share", True, "is not a share between 0 and 1"),
         ("draft_share", float("nan"), "is not a share between 0 and 1"),
     ],
@@ -171,22 +155,6 @@ def test_an_option_of_another_kind_is_named(option: str, value: object, text: st
     """Nothing is taken for what it may have been meant as."""
     with pytest.raises(ConfigError, match=rf"^{option}=.*{re.escape(text)}"):
         OffloadConfig.of({option: value})
-
-
-@pytest.mark.parametrize("policy", ["replay", "dtr", "os-paging"])
-def test_a_policy_that_is_none_names_those_there_are(policy: str) -> None:
-    known = rf"policy='{policy}' is not an option: known are auto, pilot, repeat, on-demand"
-    with pytest.raises(ConfigError, match=known):
-        dynoffload.offload(nn.Linear(2, 2), budget="1MiB", config={"policy": policy}).__enter__()
-
-
-def test_options_in_bytes_are_read_as_the_budget_is() -> None:
-    given = {"page_bytes": "64KiB", "min_paged_bytes": "1MB", "heap_slack_bytes": "512MiB"}
-    config = OffloadConfig.of(given)
-    assert config.page_bytes == 64 << 10
-    assert config.min_paged_bytes == 10**6
-    assert config.heap_slack_bytes == 512 << 20
-    assert config == OffloadConfig.of({**given, "page_bytes": 64 << 10})
 
 
 # The plan line

@@ -53,21 +53,6 @@ assert bytes(array[:9]) == bytes(expected[:9])
 
 
 @ONE
-def test_a_write_that_holds_the_interpreters_lock(page: int, tmp_path: Path) -> None:
-    run(
-        """
-array = view(device, a).numpy()
-array[5] = 77
-device.acquire([b, c])
-assert a not in device.resident()
-assert int(array[5]) == 77
-""",
-        page,
-        tmp_path,
-    )
-
-
-@ONE
 def test_operands_that_no_plan_holds_do_not_evict_each_other(page: int, tmp_path: Path) -> None:
     """What is planned for later makes way for both; else each byte would cost two faults."""
     run(
@@ -87,28 +72,6 @@ before = device.counters().faults
 for index in range(500):
     assert [int(one[index]) for one in arrays] == [int(one[index]) for one in expected]
 assert device.counters().faults - before == 3
-""",
-        page,
-        tmp_path,
-    )
-
-
-@PAGES
-def test_threads_that_fault_on_the_same_and_on_different_regions(page: int, tmp_path: Path) -> None:
-    run(
-        """
-wrong = []
-def read(region, turns):
-    for _ in range(turns):
-        if not holds(device, region):
-            wrong.append(region)
-threads = [threading.Thread(target=read, args=(r, 12)) for r in (a, a, b, c, c, b)]
-for t in threads: t.start()
-for t in threads: t.join()
-assert wrong == []
-counters = device.counters()
-assert counters.faults > 0 and counters.stall_s > 0
-assert counters.peak_bytes <= device.capacity
 """,
         page,
         tmp_path,

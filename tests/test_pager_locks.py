@@ -111,13 +111,6 @@ def test_several_are_shown_at_once(device: Device) -> None:
     assert holds(device, regions[1])
 
 
-def test_unlocking_without_a_reader_changes_nothing(device: Device, region: int) -> None:
-    device.lock([region])
-    device.unlock([region])
-    assert holds(device, region)
-    assert device.handed(0.01) == -1
-
-
 def test_every_reader_is_woken(device: Device, region: int) -> None:
     device.lock([region])
     readers = [Reader(device, region) for _ in range(4)]
@@ -158,13 +151,6 @@ def test_a_locked_region_is_prefetched_but_not_admitted(device: Device, region: 
     device.unlock([region])
     reader.join(100)
     assert reader.seen is not None
-    assert holds(device, region)
-
-
-def test_a_discarded_region_is_locked_no_more(device: Device, region: int) -> None:
-    device.lock([region])
-    device.discard(region)
-    filled(device, [region])
     assert holds(device, region)
 
 

@@ -10,11 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynoffload.pilot.correction import (
-    COLUMNS,
     Correction,
-    blend_rows,
     learn_correction,
-    residual_factor,
 )
 
 SITES = np.repeat(np.arange(4), 3)
@@ -44,34 +41,6 @@ def test_what_the_first_site_ran_tells_what_the_others_will() -> None:
         assert posterior.known == 3
         assert ((posterior.chances > 0.5) == step).all()
         assert np.abs(posterior.chances - 0.5).min() > 0.4
-
-
-def test_columns_told_one_by_one_are_the_conditional_mean() -> None:
-    rng = np.random.default_rng(0)
-    mixed = rng.normal(size=(2000, 6)) @ rng.normal(size=(6, 6))
-    ran = mixed > 0
-    chances = np.full(ran.shape, 0.5, np.float32)
-    factor = residual_factor(chances, ran)
-    covariance = factor.T.astype(np.float64) @ factor
-    posterior = Correction(
-        np.zeros(6, np.int64), factor, np.zeros((1, 2, COLUMNS), np.float32)
-    ).start(chances[0])
-    told = np.array([True, False, True])
-    for value in told:
-        posterior.observe(bool(value))
-    residual = (told - 0.5) / 0.5
-    expected = covariance[3:, :3] @ np.linalg.solve(covariance[:3, :3], residual)
-    assert posterior._mean[3:] == pytest.approx(expected, abs=1e-3)
-
-
-def test_independent_blocks_are_left_alone() -> None:
-    rng = np.random.default_rng(0)
-    ran = rng.random((400, 12)) < 0.3
-    correction = _learned(np.full(ran.shape, 0.3, np.float32), ran, SITES)
-    posterior = correction.start(np.full(12, 0.3, np.float32))
-    for block in range(6):
-        posterior.observe(block % 2 == 0)
-    assert posterior.chances[6:] == pytest.approx(0.3, abs=0.1)
 
 
 def test_overconfident_chances_are_calibrated() -> None:
@@ -108,36 +77,6 @@ def test_hints_at_hand_are_believed_on_their_own_and_by_their_side() -> None:
     assert posterior.chances[3:6] == pytest.approx(0.4, abs=0.15)
 
 
-def test_a_hint_is_believed_as_far_as_hints_were_right() -> None:
-    rng = np.random.default_rng(0)
-    ran = rng.random((400, 12)) < 0.4
-    wrong = rng.random(ran.shape) < 0.05
-    hints = (ran ^ wrong).astype(np.float32)
-    hints[:, :3] = np.nan  # nobody hints at the first site
-    correction = _learned(np.full(ran.shape, 0.4, np.float32), ran, SITES, _ahead(hints))
-    posterior = correction.start(np.full(12, 0.4, np.float32))
-    posterior.hint(np.array([4, 5]), np.array([1.0, 0.0], np.float32))
-    chances = posterior.chances
-    assert chances[4] > 0.85
-    assert chances[5] < 0.15
-    assert chances[6] == pytest.approx(0.4, abs=0.15)
-
-
-def test_a_model_that_foretells_the_rest_itself_is_heard() -> None:
-    ran = _echo(200)
-    start = np.full(ran.shape, 0.5, np.float32)
-
-    def again(step: int, told: object) -> np.ndarray:
-        return ran[step] * 0.98 + 0.01
-
-    correction = _learned(start, ran, SITES, None, again)
-    posterior = correction.start(start[0])
-    for block in range(3):
-        posterior.observe(bool(ran[0, block]))
-    posterior.replace((ran[0] * 0.98 + 0.01).astype(np.float32))
-    assert ((posterior.chances > 0.5) == ran[0]).all()
-
-
 @settings(max_examples=50, deadline=None)
 @given(
     steps=st.integers(1, 6),
@@ -162,32 +101,6 @@ def test_chances_are_chances_whatever_is_told(
         assert ((told >= 0) & (told <= 1)).all()
         posterior.observe(bool(value))
     assert set(posterior.chances.tolist()) <= {0.0, 1.0}
-
-
-def test_it_is_stored_and_damage_is_refused() -> None:
-    ran = _echo(50, flip=0.1)
-    correction = _learned(np.full(ran.shape, 0.5, np.float32), ran, SITES)
-    again = Correction.load(correction.arrays(), 12)
-    assert np.array_equal(again.factor, correction.factor)
-    assert np.array_equal(again.blend, correction.blend)
-    with pytest.raises(ValueError, match="wrong shape"):
-        Correction.load(correction.arrays(), 11)
-    for name, at, value in (
-        ("correction_factor", (0, 0), 0),
-        ("correction_blend", (0, 0, 0), np.nan),
-        ("correction_sites", (0,), 99),
-    ):
-        arrays = {key: array.copy() for key, array in correction.arrays().items()}
-        arrays[name][at] = value
-        with pytest.raises(ValueError, match=r"factor|finite|site"):
-            Correction.load(arrays, 12)
-
-
-def test_rows_of_sure_chances_are_finite() -> None:
-    chances = np.array([1e-4, 1 - 1e-4, 0.5], np.float32)
-    rows = blend_rows(chances, np.array([5.0, -5.0, 0.0], np.float32), np.full(3, np.nan))
-    assert np.isfinite(rows).all()
-    assert rows[2].tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_what_is_said_of_a_step_is_not_taught_by_it() -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
-import runpy
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from itertools import islice
@@ -20,19 +18,15 @@ from typing import Any
 import joblib
 import psutil
 import pytest
-from synthetic_pilot import label_of
 from typer.testing import CliRunner
 
 from dynoffload.cli import app
 from dynoffload.datasets.trees import trees
 from dynoffload.errors import ConfigError, TraceError
 from dynoffload.experiments import zoo
-from dynoffload.pilot import fit
-from dynoffload.pilot.labels import FEW, encode_example, label_traces, make_label
+from dynoffload.pilot.labels import FEW, label_traces, make_label
 from dynoffload.pilot.train import train_pilot
 from dynoffload.pilot.workers import run_tasks
-from dynoffload.planning.cutting import build_vocabulary
-from dynoffload.profiler import load_trace, resolve, trace_files
 from dynoffload.profiler.profiling import profile
 
 COUNT = 40
@@ -62,19 +56,6 @@ def copy(traces: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(traces, tmp_path / "traces"))
 
 
-@pytest.mark.parametrize("budget", [None, 20_000])
-def test_labels_are_what_traces_give_in_order_of_step(traces: Path, budget: int | None) -> None:
-    programs = [resolve(load_trace(path)) for path in trace_files(traces)]
-    read = [label_of(program) for program in sorted(programs, key=lambda program: program.step)]
-    made = label_traces(traces, 1, silent)
-    vocabulary = build_vocabulary([label.calls for label in made], budget)
-    assert vocabulary == build_vocabulary([label.calls for label in read], budget)
-    for direct, label in zip(read, made, strict=True):
-        one, other = (encode_example(vocabulary, each) for each in (direct, label))
-        assert one.sample == other.sample
-        assert (one.blocks, one.source, one.hints) == (other.blocks, other.source, other.hints)
-
-
 def test_the_pilot_is_the_same_byte_for_byte_whoever_works_on_it(
     copy: Path, tmp_path: Path
 ) -> None:
@@ -101,7 +82,7 @@ def test_workers_end_with_a_job_that_is_killed(
     for path in sorted(copy.iterdir()):
         for again in range(3):
             shutil.copyfile(path, copy / f"{path.stem}-{again}.trace")
-    command = _command(copy, "-o", tmp_path / "out.pilot", "--jobs", 2, "--model", "markov")
+    command = _command(copy, "-o", tmp_path / "out.pilot", "--jobs", 2)
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     children: list[psutil.Process] = []
@@ -115,39 +96,6 @@ def test_workers_end_with_a_job_that_is_killed(
     process.wait()
     left = psutil.wait_procs(children, timeout=30)[1]
     assert not left, left
-
-
-def test_a_worker_whose_first_task_begins_after_its_parent_has_gone_ends() -> None:
-    program = """
-import os, time
-from dynoffload.pilot.workers import _numbered
-parent = os.getpid()
-if not os.fork():
-    while os.getppid() == parent:
-        time.sleep(0.01)
-    print("began", flush=True)
-    _numbered(parent, time.sleep, 0, 20)
-    print("went on", flush=True)
-os._exit(0)
-"""
-    command = [sys.executable, "-c", program]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert ran.stdout == "began\n"
-
-
-def test_workers_outlive_the_thread_that_asked_for_them() -> None:
-    """A second run, at once, has the same processes."""
-    found: list[dict[int, int]] = []
-
-    def ask() -> None:
-        found.append(dict(run_tasks(abs, ((-number,) for number in range(6)), 2)))
-
-    for _ in range(2):
-        thread = threading.Thread(target=ask)
-        thread.start()
-        thread.join()
-        time.sleep(0.05)
-    assert found == [{number: number for number in range(6)}] * 2
 
 
 def test_where_there_are_no_processes_below_work_is_done_here(tmp_path: Path) -> None:
@@ -181,52 +129,10 @@ def test_broken_traces_are_named_and_counted(copy: Path) -> None:
     assert all((path.name in str(error.value)) == (path in broken[:3]) for path in broken)
 
 
-class TestTheCard:
-    """The model card beside the pilot."""
-
-    def run(self, traces: Path, out: Path, *options: str) -> str:
-        arguments = ["pilot", "train", str(traces), "-o", str(out), "--model", "markov", *options]
-        result = CliRunner().invoke(app, arguments)
-        assert result.exit_code == 0, result.output
-        return out.with_name(f"{out.name}.card.md").read_text()
-
-    def test_it_says_what_the_pilot_was_made_of(self, traces: Path, tmp_path: Path) -> None:
-        card = self.run(traces, tmp_path / "a.pilot", "--jobs", "1", "--budget", "20kB")
-        for part in (
-            "SHA-256 of the set",
-            f"{COUNT} traces of",
-            "torch 2",
-            "numpy 2",
-            "repeat-last",
-            "--model markov --seed 0 --budget 20kB",
-            "samples are uncertain",
-        ):
-            assert part in card
-
-    def test_only_its_line_of_times_differs_between_runs(
-        self, traces: Path, tmp_path: Path
-    ) -> None:
-        cards = []
-        for jobs in ("1", "2"):
-            lines = self.run(traces, tmp_path / "a.pilot", "--jobs", jobs).splitlines()
-            assert sum(line.startswith("- times:") for line in lines) == 1
-            cards.append([line for line in lines if not line.startswith("- times:")])
-        assert cards[0] == cards[1]
-
-    def test_it_admits_that_the_last_order_is_as_good(self, traces: Path, tmp_path: Path) -> None:
-        same = tmp_path / "same"
-        same.mkdir()
-        first = min(traces.iterdir())
-        for number in range(8):
-            shutil.copyfile(first, same / f"{number}.trace")
-        card = self.run(same, tmp_path / "a.pilot", "--jobs", "1")
-        assert "no better than repeating the last order" in card
-
-
 def test_scores_on_what_a_pilot_was_trained_on_say_so(traces: Path, tmp_path: Path) -> None:
     """Whether all, some or none of the traces are those, whatever they are called now."""
     pilot, some, others = tmp_path / "a.pilot", tmp_path / "some", tmp_path / "others"
-    trained = train_pilot(traces, model="markov", progress=False)
+    trained = train_pilot(traces, progress=False)
     trained.pilot.save(pilot)
     some.mkdir()
     for number, trace in enumerate(sorted(traces.glob("*.trace"))[::2]):
@@ -272,9 +178,9 @@ def test_a_dask_cluster_computes_and_trains_the_same_pilot(
 ) -> None:
     with joblib.parallel_config("dask", client=client):
         workers = dict(run_tasks(os.getpid, [()] * 8))
-        train_pilot(traces, model="markov", progress=False).pilot.save(tmp_path / "far")
+        train_pilot(traces, progress=False).pilot.save(tmp_path / "far")
     assert os.getpid() not in workers.values()
-    train_pilot(traces, model="markov", progress=False).pilot.save(tmp_path / "here")
+    train_pilot(traces, progress=False).pilot.save(tmp_path / "here")
     assert (tmp_path / "far").read_bytes() == (tmp_path / "here").read_bytes()
 
 
@@ -292,22 +198,6 @@ def test_a_trace_that_a_cluster_cannot_read_is_named(copy: Path, client: Any) ->
 def test_no_processes_are_not_a_number_of_them(jobs: int) -> None:
     with pytest.raises(ConfigError, match="from 1 on"):
         list(run_tasks(abs, [(1,)], jobs))
-
-
-def test_trial_fits_see_some_samples_and_the_pilot_errs_as_all_do(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    synthetic = runpy.run_path(str(Path(__file__).with_name("synthetic_pilot.py")))
-    vocabulary, examples = synthetic["routed"](120, noise=0.1)
-    whole = fit.fit_pilot(vocabulary, examples, model="markov")
-    monkeypatch.setattr(fit, "MAX_CHOOSING", 40)
-    some = fit.fit_pilot(vocabulary, examples, model="markov", jobs=2)
-    assert (whole.card["validation_samples"], some.card["validation_samples"]) == (120, 40)
-    assert some.threshold == whole.threshold
-    assert some.correction is not None
-    assert whole.correction is not None
-    assert (some.correction.factor == whole.correction.factor).all()
-    assert (some.correction.blend == whole.correction.blend).all()
 
 
 def test_what_is_larger_than_any_trace_is_refused_unread(tmp_path: Path) -> None:

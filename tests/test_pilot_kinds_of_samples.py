@@ -27,7 +27,7 @@ routed = _synthetic["routed"]
 def _pilot(values: dict[str, float]) -> Pilot:
     vocabulary, examples = routed(40)
     told = [replace(one, sample=InputFeatures(values, one.sample.elements)) for one in examples]
-    return fit_pilot(vocabulary, told, model="markov")
+    return fit_pilot(vocabulary, told)
 
 
 @pytest.mark.parametrize(
@@ -43,21 +43,6 @@ def _pilot(values: dict[str, float]) -> Pilot:
 )
 def test_what_is_not_as_in_training_is_told(sample: InputFeatures, said: str) -> None:
     assert _pilot({"rows": 1.0, "length": 2.0}).unlike(sample) == said
-
-
-def test_what_occurred_in_training_is_not_strange() -> None:
-    """Elements of several widths, and none."""
-    vocabulary, examples = routed(40)
-    shapes = [(3,), (3, 2), (0,)]
-    told = [
-        replace(one, sample=InputFeatures({}, np.ones(shapes[number % 3], dtype=np.int64)))
-        for number, one in enumerate(examples)
-    ]
-    pilot = fit_pilot(vocabulary, told, model="markov")
-    for shape in shapes:
-        assert pilot.unlike(InputFeatures({}, np.ones(shape, dtype=np.int64))) == ""
-    other = InputFeatures({}, np.ones((2, 5), dtype=np.int64))
-    assert pilot.unlike(other) == "0 or 1 or 2 codes to an element, not 5"
 
 
 @pytest.mark.parametrize("seen", [None, 7, {}, {"values": 3}, {"values": [], "columns": [[1]]}])
@@ -85,7 +70,7 @@ def test_a_session_says_it_once(
         features=features,
         progress=False,
     )
-    pilot = train_pilot(tmp_path, model="markov", progress=False).pilot
+    pilot = train_pilot(tmp_path, progress=False).pilot
     config = {"features": features} if same else {}
     with caplog.at_level(logging.WARNING):
         with twin.paged(footprint_of(twin.model) // 3, pilot=pilot, config=config):

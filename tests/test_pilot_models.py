@@ -12,11 +12,9 @@ import torch
 
 from dynoffload.errors import PilotError
 from dynoffload.pilot.association import learn_association
-from dynoffload.pilot.baselines import LastOrder
-from dynoffload.pilot.boosting import train_tables
-from dynoffload.pilot.evaluate import score
+from dynoffload.pilot.boosting import TrainingSet, train_tables
+from dynoffload.pilot.evaluate import LastOrder, score
 from dynoffload.pilot.fit import fit_pilot
-from dynoffload.pilot.models import KINDS
 from dynoffload.profiler.input_features import InputFeatures
 
 _synthetic = runpy.run_path(str(Path(__file__).with_name("synthetic_pilot.py")))
@@ -42,36 +40,17 @@ def test_association_blames_the_code_and_not_its_neighbours() -> None:
     assert innocent_chance < 0.1
 
 
-def test_association_of_a_sample_without_elements_says_nothing() -> None:
-    association = learn_association(
-        [InputFeatures({}), InputFeatures({})], np.array([[True], [False]])
-    )
-    silent, surest = association.evidence(InputFeatures({}))
-    assert silent.tolist() == surest.tolist() == [0.0]
-
-
 def test_the_tables_learn_the_rule_from_codes_to_experts() -> None:
     vocabulary, examples = routed(320)
     _, fresh = routed(60, seed=5)
-    pilot = fit_pilot(vocabulary, examples, model="lightgbm")
-    assert pilot.kind == "lightgbm"
-    scores = score(lambda e: pilot.predict(e.sample).blocks, fresh, vocabulary.blocks, frozenset())
-    last = score(LastOrder(), fresh, vocabulary.blocks, frozenset())
+    pilot = fit_pilot(vocabulary, examples)
+    scores = score(lambda e: pilot.predict(e.sample).blocks, fresh)
+    last = score(LastOrder(), fresh)
     assert scores.block_order_accuracy > 0.95
     assert scores.block_order_accuracy > last.block_order_accuracy + 0.3
 
 
-def test_the_sequence_learns_part_of_the_rule_from_whole_samples() -> None:
-    vocabulary, examples = routed(160)
-    _, fresh = routed(60, seed=5)
-    pilot = fit_pilot(vocabulary, examples, model="sequence")
-    scores = score(lambda e: pilot.predict(e.sample).blocks, fresh, vocabulary.blocks, frozenset())
-    usual = score(lambda _: pilot.most_frequent, fresh, vocabulary.blocks, frozenset())
-    assert scores.block_order_accuracy > usual.block_order_accuracy + 0.03
-
-
-@pytest.mark.parametrize("kind", sorted({*KINDS} - {"markov"}))
-def test_a_model_learns_from_the_numbers_of_samples_without_elements(kind: str) -> None:
+def test_a_model_learns_from_the_numbers_of_samples_without_elements() -> None:
     # An early exit: as many stages run as the number says.
     vocabulary, _ = routed(1)
     rng = np.random.default_rng(0)
@@ -82,30 +61,26 @@ def test_a_model_learns_from_the_numbers_of_samples_without_elements(kind: str) 
         depth = int(rng.integers(1, 8))
         values = {"depth": float(depth), "noise": float(rng.random())}
         examples.append(Example(InputFeatures(values), list(range(depth + 1)), f"f{step % 9}"))
-    pilot = fit_pilot(vocabulary, examples[:200], model=kind)
-    found = score(
-        lambda e: pilot.predict(e.sample).blocks, examples[200:], vocabulary.blocks, frozenset()
-    )
+    pilot = fit_pilot(vocabulary, examples[:200])
+    found = score(lambda e: pilot.predict(e.sample).blocks, examples[200:])
     assert found.block_order_accuracy > 0.97
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_same_seed_gives_the_same_pilot(kind: str, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_pilot(tmp_path: Path) -> None:
     vocabulary, examples = routed(60, noise=0.1)
     files = []
     for name in ("a", "b"):
         path = tmp_path / f"{name}.pilot"
-        fit_pilot(vocabulary, examples, model=kind, seed=4).save(path)
+        fit_pilot(vocabulary, examples, seed=4).save(path)
         files.append(path.read_bytes())
     assert files[0] == files[1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_learning_leaves_the_random_numbers_of_the_program_alone(kind: str) -> None:
+def test_learning_leaves_the_random_numbers_of_the_program_alone() -> None:
     vocabulary, examples = routed(40)
     before = (torch.get_rng_state().clone(), np.random.get_state()[1].copy(), random.getstate())
     threads = torch.get_num_threads()
-    fit_pilot(vocabulary, examples, model=kind)
+    fit_pilot(vocabulary, examples)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (np.random.get_state()[1] == before[1]).all()
     assert random.getstate() == before[2]
@@ -119,9 +94,8 @@ def test_the_booster_does_not_trust_what_tables_memorised() -> None:
     samples = [InputFeatures({}, np.arange(6) + 6 * (step // 3)) for step in range(180)]
     groups = [f"f{step}" for step in range(180)]
     present = rng.random((180, 8)) < 0.3
-    tables = train_tables(
-        samples, present, np.zeros((8, 1), np.float32), np.zeros(8, np.int64), groups, seed=0
-    )
+    described, sites = np.zeros((8, 1), np.float32), np.zeros(8, np.int64)
+    tables = train_tables(TrainingSet(samples, present, groups, described, sites), 0)
     fresh = np.stack(
         [tables.probabilities(InputFeatures({}, np.arange(6) + 10_000)) for _ in range(3)]
     )
@@ -130,27 +104,17 @@ def test_the_booster_does_not_trust_what_tables_memorised() -> None:
     assert known.std() < 0.15
 
 
-def test_auto_takes_the_model_that_does_better_aside() -> None:
-    vocabulary, examples = routed(120, noise=0.1)
-    pilot = fit_pilot(vocabulary, examples)
-    tried = pilot.card["validation_accuracy"]
-    assert set(tried) == {"lightgbm", "sequence"}
-    assert tried[pilot.kind] == max(tried.values())
-    alone = fit_pilot(vocabulary, examples, model=pilot.kind)
-    assert alone.card["validation_accuracy"] == {pilot.kind: tried[pilot.kind]}
-
-
 def test_a_network_without_optional_blocks_needs_no_model() -> None:
     vocabulary, examples = trees(40)
     _, fresh = trees(20, seed=3)
     pilot = fit_pilot(vocabulary, examples)
-    assert pilot.kind == "rule"
+    assert pilot.model is None
     assert all(pilot.predict(e.sample).blocks == list(e.blocks) for e in fresh)
 
 
 def test_confidence_is_given_for_each_block_and_tells_sure_from_unsure() -> None:
     vocabulary, examples = routed(200, noise=0.15)
-    pilot = fit_pilot(vocabulary, examples[:150], model="lightgbm")
+    pilot = fit_pilot(vocabulary, examples[:150])
     hits, misses = [], []
     for example in examples[150:]:
         prediction = pilot.predict(example.sample)
@@ -165,8 +129,6 @@ def test_what_cannot_be_learned_from_is_refused() -> None:
     vocabulary, examples = routed(10)
     with pytest.raises(PilotError, match="at least 2"):
         fit_pilot(vocabulary, examples[:1])
-    with pytest.raises(PilotError, match="choose one of auto, lightgbm, markov"):
-        fit_pilot(vocabulary, examples, model="oracle")
     _, wide = routed(10, experts=99)
     with pytest.raises(PilotError, match="do not fit the vocabulary"):
         fit_pilot(vocabulary, wide)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from dynoffload.errors import PilotError
 from dynoffload.pilot.evaluate import block_order_accuracy
 from dynoffload.pilot.fit import fit_pilot
 from dynoffload.pilot.online import FIRST, OnlineLearner
@@ -23,7 +22,7 @@ routed, vocabulary_of = _synthetic["routed"], _synthetic["vocabulary"]
 
 def test_without_a_pilot_it_predicts_nothing_and_learns_when_due() -> None:
     vocabulary, examples = routed(200)
-    learner = OnlineLearner(vocabulary, model="lightgbm")
+    learner = OnlineLearner(vocabulary)
     for step, example in enumerate(examples[:FIRST]):
         assert not learner.due, step
         assert learner.predict(example.sample) is None
@@ -37,7 +36,7 @@ def test_without_a_pilot_it_predicts_nothing_and_learns_when_due() -> None:
 
 def test_it_comes_to_beat_the_last_order() -> None:
     vocabulary, examples = routed(260)
-    learner = OnlineLearner(vocabulary, model="lightgbm")
+    learner = OnlineLearner(vocabulary)
     for example in examples:
         learner.predict(example.sample)
         learner.observe(example.sample, example.blocks, example.source)
@@ -49,7 +48,7 @@ def test_it_comes_to_beat_the_last_order() -> None:
 
 def test_it_follows_a_drift_that_the_pilot_was_not_trained_on() -> None:
     vocabulary, examples = routed(200, noise=0.05)
-    pilot = fit_pilot(vocabulary, examples, model="lightgbm")
+    pilot = fit_pilot(vocabulary, examples)
     # The network comes to route everything to its first three experts.
     _, drifted = routed(120, seed=8, noise=0.05)
     few = {b.index for b in vocabulary.blocks if b.path.rpartition(".")[2] in {"0", "1", "2"}}
@@ -75,7 +74,7 @@ def test_it_learns_that_a_block_goes_on_as_it_went_last() -> None:
         replace(example, blocks=[*example.blocks, gate] if step // 5 % 2 else example.blocks)
         for step, example in enumerate(examples)
     ]
-    pilot = fit_pilot(vocabulary_of(names), held[:140], model="lightgbm")
+    pilot = fit_pilot(vocabulary_of(names), held[:140])
     learner = OnlineLearner(pilot.vocabulary, pilot=pilot, grow=False)
     alone = following = last = 0
     for before, example in pairwise(held[139:]):
@@ -90,23 +89,9 @@ def test_it_learns_that_a_block_goes_on_as_it_went_last() -> None:
     assert following > alone + 15
 
 
-def test_correction_does_no_harm_where_nothing_drifts() -> None:
-    vocabulary, examples = routed(200, noise=0.05)
-    pilot = fit_pilot(vocabulary, examples[:140], model="lightgbm")
-    learner = OnlineLearner(vocabulary, pilot=pilot, grow=False)
-    lost = 0.0
-    for example in examples[140:]:
-        prediction = learner.predict(example.sample)
-        assert prediction is not None
-        learner.observe(example.sample, example.blocks)
-        lost += block_order_accuracy(pilot.predict(example.sample).blocks, example.blocks)
-        lost -= block_order_accuracy(prediction.blocks, example.blocks)
-    assert lost / 60 < 0.02
-
-
 def test_learning_on_another_thread_does_not_stop_the_steps() -> None:
     vocabulary, examples = routed(120)
-    learner = OnlineLearner(vocabulary, model="lightgbm")
+    learner = OnlineLearner(vocabulary)
     for example in examples[:60]:
         learner.observe(example.sample, example.blocks)
     failures: list[BaseException] = []
@@ -125,13 +110,6 @@ def test_learning_on_another_thread_does_not_stop_the_steps() -> None:
     worker.join()
     assert not failures
     assert learner.predict(examples[0].sample) is not None
-
-
-def test_a_pilot_of_another_network_is_refused() -> None:
-    vocabulary, examples = routed(20)
-    pilot = fit_pilot(vocabulary, examples, model="lightgbm")
-    with pytest.raises(PilotError, match="trained for network"):
-        OnlineLearner(vocabulary_of([("a", "")], network="other"), pilot=pilot)
 
 
 def test_a_drift_is_noticed_and_another_pilot_learned_from_what_runs_now() -> None:
@@ -184,7 +162,7 @@ def test_a_pilot_that_drifts_and_may_not_learn_is_only_told_of(
 
 def test_a_drift_during_the_learning_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary, examples = routed(200, noise=0.02)
-    learner = OnlineLearner(vocabulary, model="markov")
+    learner = OnlineLearner(vocabulary)
     for example in examples[:40]:
         learner.predict(example.sample)
         learner.observe(example.sample, example.blocks)
@@ -209,7 +187,7 @@ def test_a_drift_during_the_learning_is_not_forgotten(monkeypatch: pytest.Monkey
 
 def test_a_pilot_learned_anew_does_not_stand_by_what_the_one_before_did() -> None:
     vocabulary, examples = routed(200)
-    learner = OnlineLearner(vocabulary, model="lightgbm")
+    learner = OnlineLearner(vocabulary)
     for example in examples[: 2 * FIRST]:
         learner.predict(example.sample)
         learner.observe(example.sample, example.blocks)

@@ -28,18 +28,6 @@ def test_a_short_job_prints_nothing(capsys: pytest.CaptureFixture[str], wanted: 
     assert tuple(capsys.readouterr()) == ("", "")
 
 
-@pytest.mark.usefixtures("terminal")
-def test_a_failing_short_job_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    def job() -> None:
-        with progress_bar(True) as report:
-            report("learning", 1, 2)
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        job()
-    assert tuple(capsys.readouterr()) == ("", "")
-
-
 def test_a_long_job_shows_what_it_does_on_stderr(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: bool
 ) -> None:

@@ -6,11 +6,9 @@ import runpy
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from dynoffload.pilot.features import Example
-from dynoffload.pilot.fit import bundled, fit_pilot
-from dynoffload.pilot.models import KINDS
+from dynoffload.pilot.fit import fit_pilot
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.tracking import StepTracker
 from dynoffload.profiler.input_features import InputFeatures
@@ -44,10 +42,9 @@ def echoes(count: int, seed: int = 0) -> tuple[object, list[Example]]:
     return vocabulary(names), examples
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_layer_tells_the_others_whatever_the_model(kind: str, tmp_path: Path) -> None:
+def test_one_layer_tells_the_others(tmp_path: Path) -> None:
     known, examples = echoes(240)
-    fit_pilot(known, examples, model=kind).save(tmp_path / "x.pilot")
+    fit_pilot(known, examples).save(tmp_path / "x.pilot")
     pilot = Pilot.load(tmp_path / "x.pilot")
     for example in echoes(12, seed=3)[1]:
         step = StepTracker(pilot, example.sample)
@@ -63,7 +60,7 @@ def test_one_layer_tells_the_others_whatever_the_model(kind: str, tmp_path: Path
 
 def test_what_went_by_without_running_is_known_not_to_run() -> None:
     known, examples = routed(200, noise=0.1)
-    pilot = fit_pilot(known, examples, model="lightgbm")
+    pilot = fit_pilot(known, examples)
     number = {block.path: block.index for block in known.blocks}
     step = StepTracker(pilot, examples[0].sample)
     step.observe(number["embedding"])
@@ -107,7 +104,7 @@ def test_a_segment_nobody_can_foresee_goes_on_as_those_that_began_so() -> None:
 
 def test_strangers_and_blocks_out_of_order_do_no_harm() -> None:
     known, examples = routed(120, noise=0.1)
-    pilot = fit_pilot(known, examples, model="lightgbm")
+    pilot = fit_pilot(known, examples)
     rng = np.random.default_rng(0)
     for _ in range(20):
         step = StepTracker(pilot, examples[int(rng.integers(120))].sample)
@@ -120,7 +117,7 @@ def test_strangers_and_blocks_out_of_order_do_no_harm() -> None:
 
 def test_hints_about_what_is_past_or_unknown_are_ignored() -> None:
     known, examples = routed(120, noise=0.1)
-    pilot = fit_pilot(known, examples, model="lightgbm")
+    pilot = fit_pilot(known, examples)
     number = {block.path: block.index for block in known.blocks}
     step = StepTracker(pilot, examples[0].sample)
     step.observe(number["layers.1.attention"])
@@ -145,7 +142,7 @@ def exits(count: int, seed: int = 0) -> tuple[object, list[Example]]:
 
 def test_a_loop_that_no_rule_tells_is_asked_for_round_by_round() -> None:
     known, examples = exits(200)
-    pilot = fit_pilot(known, examples, model="markov")
+    pilot = fit_pilot(known, examples)
     assert not pilot.loops
     cells = [slot for slot in pilot.template.slots if slot[0] == 1]
     assert cells == [(1, number) for number in range(len(cells))]
@@ -157,15 +154,6 @@ def test_a_loop_that_no_rule_tells_is_asked_for_round_by_round() -> None:
         if block == 1:
             assert step.remaining()[0] == 2, place
     assert set(step.remaining()) <= {1, 2, 3}
-
-
-def test_slots_that_always_run_together_are_one_question() -> None:
-    rng = np.random.default_rng(0)
-    first, second = rng.random((2, 40)) < 0.5
-    rare = np.zeros(40, dtype=np.bool_)
-    rare[0] = True
-    present = np.stack([first, first, second, first, rare, rare], axis=1)
-    assert bundled(present).tolist() == [0, 0, 1, 2, 3, 4]
 
 
 def test_after_a_stranger_nobody_is_in_a_loop() -> None:
@@ -193,7 +181,7 @@ def test_a_loop_whose_last_round_is_short_is_unrolled_too() -> None:
         order = [b for n in range(read) for b in ([1, 2] if n % 3 == 2 or n == read - 1 else [1])]
         sample = InputFeatures({"length": float(length)})
         examples.append(Example(sample, [0, *order, 3], f"f{step % 8}"))
-    pilot = fit_pilot(names, examples, model="lightgbm")
+    pilot = fit_pilot(names, examples)
     assert pilot.template.loops == ()
     order = [0, 1, 1, 1, 2, 1, 1, 2, 3]
     assert pilot.predict(InputFeatures({"length": 5.0})).blocks == order

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -69,15 +68,14 @@ def test_the_moe_is_foretold_better_than_by_the_baselines(moe_traces: Path) -> N
     rows = {name: s.block_order_accuracy for name, s in result.evaluation.rows().items()}
     assert rows["pilot"] > rows["last order"] + 0.03
     assert rows["pilot"] > rows["most frequent"] + 0.03
-    assert result.evaluation.pilot.byte_weighted > result.evaluation.last_order.byte_weighted
-    assert set(result.evaluation.sources) < set(SOURCES)
+    assert result.evaluation.pilot.varying_order > result.evaluation.last_order.varying_order
     assert result.train_samples + result.evaluation.pilot.samples == 48
 
 
 def test_the_saved_pilot_scores_the_same_and_knows_its_network(
     moe_traces: Path, tmp_path: Path
 ) -> None:
-    result = train_pilot(moe_traces, model="lightgbm", progress=False)
+    result = train_pilot(moe_traces, progress=False)
     result.pilot.save(tmp_path / "moe.pilot")
     pilot = Pilot.load(tmp_path / "moe.pilot")
     pilot.check(fingerprint(zoo.build("moe", "tiny", experts=16, width=8)))
@@ -86,17 +84,6 @@ def test_the_saved_pilot_scores_the_same_and_knows_its_network(
     one = evaluate_pilot(pilot, moe_traces, progress=False)
     other = evaluate_pilot(result.pilot, moe_traces, progress=False)
     assert one.rows() == other.rows()
-
-
-def test_training_is_deterministic_and_logs_its_score(
-    moe_traces: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, logger="dynoffload"):
-        for name in ("a", "b"):
-            result = train_pilot(moe_traces, seed=3, progress=False)
-            result.pilot.save(tmp_path / name)
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-    assert "block-order accuracy" in caplog.text
 
 
 def test_a_pilot_is_not_scored_on_another_network(moe_traces: Path, tree_traces: Path) -> None:
@@ -118,15 +105,6 @@ def test_mixed_networks_are_refused_with_both_files(
     (tmp_path / "a.trace").write_bytes(sorted(moe_traces.iterdir())[0].read_bytes())
     (tmp_path / "b.trace").write_bytes(sorted(tree_traces.iterdir())[0].read_bytes())
     with pytest.raises(TraceError, match=r"a\.trace is of network.*b\.trace.*own directory"):
-        train_pilot(tmp_path, progress=False)
-
-
-def test_a_damaged_trace_is_named(moe_traces: Path, tmp_path: Path) -> None:
-    for path in sorted(moe_traces.iterdir())[:4]:
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    victim = sorted(tmp_path.iterdir())[2]
-    victim.write_bytes(victim.read_bytes()[:-200])
-    with pytest.raises(TraceError, match=victim.name):
         train_pilot(tmp_path, progress=False)
 
 

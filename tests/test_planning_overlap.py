@@ -141,11 +141,3 @@ def test_step_time_stays_near_the_bound(hit: int, seconds: float, slack: float, 
     serial = sum(use.seconds for use in uses)
     serial += schedule.bytes_in / READ + schedule.bytes_out / WRITE
     assert taken < 0.95 * serial
-
-
-def test_a_window_hides_what_belady_alone_leaves_exposed() -> None:
-    uses, sizes, _, everything = training(hit=2, seconds=0.8)
-    capacity = everything // 16
-    alone, ahead = (LookAhead(window).plan(uses, sizes, capacity, []) for window in (0.0, 0.15))
-    assert alone.bytes_in <= ahead.bytes_in
-    assert timeline(uses, sizes, capacity, ahead) < timeline(uses, sizes, capacity, alone)

@@ -66,15 +66,6 @@ def test_a_sample_does_not_alias_the_batch() -> None:
     assert sample.elements.tolist() == [1, 2, 3]
 
 
-def test_meta_and_sparse_tensors_have_shapes_but_no_values() -> None:
-    meta = torch.empty(3, dtype=torch.int64, device="meta")
-    sparse = torch.eye(3).to_sparse()
-    sample = describe_input(None, (meta, sparse), {})
-    assert sample.values["arg0.shape0"] == 3
-    assert sample.values["arg1.shape1"] == 3
-    assert not len(sample.elements)
-
-
 class _Speaking(nn.Module):
     def sample_features(self, x: torch.Tensor) -> dict[str, float]:
         return {"own": float(x.shape[0])}
@@ -111,12 +102,6 @@ def test_samples_of_one_step_are_merged() -> None:
     assert merged.values == {"a": 1.0, "samples": 2.0}
     assert merged.elements.tolist() == [1, 2, 3]
     assert merge_inputs([one]) is one
-
-
-def test_equality_compares_codes() -> None:
-    assert InputFeatures({}, np.array([1])) == InputFeatures({}, np.array([1]))
-    assert InputFeatures({}, np.array([1])) != InputFeatures({}, np.array([2]))
-    assert InputFeatures({}) != "sample"
 
 
 @pytest.mark.alone

@@ -90,22 +90,6 @@ def test_every_region_a_visit_names_is_in_the_program(name: str) -> None:
 _NAMED = ("parameter", "gradient", "state", "buffer")
 
 
-def test_the_same_sample_gives_the_same_program() -> None:
-    model = zoo.build("moe", "tiny")
-    args = next(zoo.samples("moe")).args
-    first, second = resolve(_step(model, *args)), resolve(_step(model, *args))
-    key = [(v.path, v.phase, v.idioms, v.regions) for v in first.visits]
-    assert key == [(v.path, v.phase, v.idioms, v.regions) for v in second.visits]
-
-
-def test_different_samples_take_different_paths() -> None:
-    sequences = {
-        tuple((call.path, call.shape_key) for call in resolve(trace).calls)
-        for trace in _zoo_traces("tree")
-    }
-    assert len(sequences) == 3
-
-
 class Layer(nn.Module):
     """Norm, a gated product with glue between, and a residual: glue in all three places."""
 
@@ -225,12 +209,3 @@ def test_the_optimizer_is_visited_by_owner(optimizer: str, paths: list[str]) -> 
     assert _paths(program, Phase.OPTIMIZER) == paths
     visit = _visit(program, paths[-1], Phase.OPTIMIZER)
     assert {"2.weight", "2.weight:grad", "2.weight:exp_avg"} <= set(visit.regions)
-
-
-def test_a_network_without_parameters_is_one_visit_of_the_root() -> None:
-    trace = _step(nn.Sequential(nn.Tanh(), nn.Sigmoid()), torch.ones(3, requires_grad=True))
-    program = resolve(trace)
-    assert [(v.path, v.phase) for v in program.visits] == [
-        ("", Phase.FORWARD),
-        ("", Phase.BACKWARD),
-    ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -17,13 +16,6 @@ from dynoffload.around import is_around
 from dynoffload.errors import TraceError
 from dynoffload.experiments import zoo
 from dynoffload.profiler import Operator, Phase, Recorder, Trace
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw-loop": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
-    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
-    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
-}
 
 
 class Branching(nn.Module):
@@ -85,11 +77,11 @@ def _samples(name: str) -> list[Any]:
     return list(itertools.islice(zoo.samples(name), 3))
 
 
-def _zoo_steps(name: str, optimizer: str, bf16: bool, record: bool) -> tuple[Any, ...]:
+def _zoo_steps(name: str, bf16: bool, record: bool) -> tuple[Any, ...]:
     """Train a zoo network for three steps; return all that training leaves behind."""
     torch.manual_seed(0)
     model = zoo.build(name, "tiny")
-    made = OPTIMIZERS[optimizer](model.parameters())
+    made = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=bf16, foreach=not bf16)
     samples = _samples(name)
     losses = []
 
@@ -115,43 +107,13 @@ def _zoo_steps(name: str, optimizer: str, bf16: bool, record: bool) -> tuple[Any
 
 
 @pytest.mark.parametrize("network", zoo.NETWORKS)
-@pytest.mark.parametrize(
-    ("optimizer", "bf16"),
-    [("adamw-loop", False), ("adamw-foreach", True), ("adamw-fused", False), ("sgd", False)],
-)
-def test_recording_changes_no_bit(network: str, optimizer: str, bf16: bool) -> None:
-    plain = _zoo_steps(network, optimizer, bf16, record=False)
-    recorded = _zoo_steps(network, optimizer, bf16, record=True)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_recording_changes_no_bit(network: str, bf16: bool) -> None:
+    plain = _zoo_steps(network, bf16, record=False)
+    recorded = _zoo_steps(network, bf16, record=True)
     for left, right in zip(plain, recorded, strict=True):
         for a, b in zip(left, right, strict=True):
             assert torch.equal(a, b)
-
-
-def _mixtral_gradients(record: bool) -> list[torch.Tensor]:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
-        max_position_embeddings=64, attention_dropout=0.1,
-    )  # fmt: skip
-    model = transformers.MixtralForCausalLM(config).train()
-    tokens = torch.randint(0, 128, (2, 16))
-
-    def step() -> None:
-        model(input_ids=tokens, labels=tokens).loss.backward()
-
-    if record:
-        with Recorder(model, on_step=lambda trace: None):
-            step()
-    else:
-        step()
-    return [p.grad for p in model.parameters() if p.grad is not None]
-
-
-def test_recording_changes_no_bit_of_mixtral_with_dropout() -> None:
-    for a, b in zip(_mixtral_gradients(False), _mixtral_gradients(True), strict=True):
-        assert torch.equal(a, b)
 
 
 def test_nothing_is_left_behind() -> None:
@@ -267,31 +229,13 @@ def test_tied_weights_are_one_region() -> None:
     assert "embedding.weight" in _names(trace, product.reads)
 
 
-def test_kinds_of_regions() -> None:
-    trace = _record(Branching())[1]
-    kinds = {region.name: region.kind for region in trace.regions}
-    assert kinds["blocks.0.weight"] == "parameter"
-    assert kinds["blocks.0.weight:grad"] == "gradient"
-    assert kinds["blocks.0.weight:momentum_buffer"] == "state"
-    assert kinds["scale"] == "buffer"
-    assert "blocks.2.weight:grad" not in kinds  # Token 1 runs two blocks.
-    assert sum(kind == "input" for kind in kinds.values()) >= 1
-    sizes = {region.name: region.nbytes for region in trace.regions}
-    assert sizes["blocks.0.weight"] == sizes["blocks.0.weight:grad"] == 4 * 4 * 4
-
-
 def test_state_is_named_in_the_step_that_makes_it() -> None:
-    first = _record(Branching())[0]
+    first, _, later = _record(Branching())
     (momentum,) = [r for r in first.regions if r.name == "blocks.0.bias:momentum_buffer"]
     assert momentum.kind == "state"
     assert momentum.born >= 0
-    later = _record_again()
     (momentum,) = [r for r in later.regions if r.name == "blocks.0.bias:momentum_buffer"]
     assert momentum.born == -1
-
-
-def _record_again() -> Trace:
-    return _record(Branching())[2]
 
 
 def test_bytes_of_a_product() -> None:
@@ -367,26 +311,6 @@ def test_memory_follows_what_lives() -> None:
     assert [op.memory for op in additions] == [base + 4096] + [base + 2 * 4096] * 4
     lives = [traces[0].regions[op.writes[0]] for op in additions]
     assert [(life.born, life.died) for life in lives[:4]] == [(i, i + 1) for i in range(4)]
-
-
-def test_saved_activations_live_until_backward() -> None:
-    trace = _record(Branching())[0]
-    (product,) = _at(trace, Phase.FORWARD, "aten.addmm")
-    saved = trace.regions[_at(trace, Phase.FORWARD, "aten.tanh")[0].writes[0]]
-    first_backward = next(i for i, op in enumerate(trace.operators) if op.phase is Phase.BACKWARD)
-    assert saved.born >= 0
-    assert saved.died >= first_backward
-    assert product.memory > sum(r.nbytes for r in trace.regions if r.kind == "parameter")
-
-
-def test_seconds_are_those_of_the_operator() -> None:
-    model = nn.Linear(512, 512)
-    traces: list[Trace] = []
-    with Recorder(model, on_step=traces.append):
-        model(torch.ones(512, 512)).sum().backward()
-    (product,) = _at(traces[0], Phase.FORWARD, "aten.addmm")
-    (view,) = _at(traces[0], Phase.FORWARD, "aten.t.")
-    assert product.seconds > view.seconds > 0
 
 
 # Steps --------------------------------------------------------------------------------------

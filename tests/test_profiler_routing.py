@@ -86,14 +86,6 @@ def test_hints_are_no_operators_and_change_no_bit() -> None:
     assert torch.equal(torch.stack(losses[:3]), torch.stack(losses[3:]))
 
 
-def test_hints_are_stored(tmp_path: Path) -> None:
-    _, (trace,) = _recorded("moe", 1, rows=1, length=8)
-    assert len({hint.blocks for hint in trace.hints}) == 2
-    assert len(trace.hints) == 3  # of the second layer by the first one's input, and by its own
-    save_trace(trace, tmp_path / "a.trace")
-    assert load_trace(tmp_path / "a.trace") == trace
-
-
 class _Two(nn.Module):
     """Two modules, and whatever probes a test wants."""
 
@@ -101,6 +93,14 @@ class _Two(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
         self.routing_probes = probes
+
+
+def test_hints_are_stored(tmp_path: Path) -> None:
+    _, (trace,) = _recorded("moe", 1, rows=1, length=8)
+    assert len({hint.blocks for hint in trace.hints}) == 2
+    assert len(trace.hints) == 3  # of the second layer by the first one's input, and by its own
+    save_trace(trace, tmp_path / "a.trace")
+    assert load_trace(tmp_path / "a.trace") == trace
 
 
 def _probe(path: str, blocks: tuple[str, ...], told: Any) -> RoutingProbe:
@@ -174,9 +174,9 @@ def test_a_hint_stands_where_it_was_given_and_a_pilot_is_better_for_it() -> None
             assert any(path.startswith(f"layers.{max(layer - 1, 0)}") for path in before)
     inside, aside = examples[:60], examples[60:]
     bare = [Example(e.sample, e.blocks, e.source) for e in examples]
-    pilot = fit_pilot(vocabulary, inside, model="lightgbm")
-    without = fit_pilot(vocabulary, bare[:60], model="lightgbm")
-    ahead, at_hand = np.isfinite(placed_hints(pilot, inside)).mean(axis=(0, 1))
+    pilot = fit_pilot(vocabulary, inside)
+    without = fit_pilot(vocabulary, bare[:60])
+    ahead, at_hand = np.isfinite(placed_hints(pilot.template, inside)).mean(axis=(0, 1))
     assert 0.4 < ahead < 0.6  # about the second of two layers
     assert at_hand > 0.9
     with_hints = np.mean([one_ahead(pilot, example) for example in aside])

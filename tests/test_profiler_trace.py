@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from synthetic_pilot import recorded_step
 
-from dynoffload.errors import TraceError
 from dynoffload.profiler import (
     Idioms,
     InputFeatures,
@@ -24,9 +23,7 @@ from dynoffload.profiler import (
     Trace,
     load_trace,
     save_trace,
-    trace_files,
 )
-from dynoffload.profiler.columns import Columns
 
 KINDS = ["parameter", "gradient", "state", "activation", "buffer", "input"]
 
@@ -58,13 +55,6 @@ def test_the_operators_are_plain_columns_for_other_readers(trace: Trace, path: P
     assert seconds.tolist() == [op.seconds for op in trace.operators]
     assert read.tolist() == [op.bytes_read for op in trace.operators]
     assert idioms.tolist() == [list(op.idioms) for op in trace.operators]
-
-
-def test_a_step_without_operators_has_columns_too() -> None:
-    empty = Columns.of([])
-    assert len(empty.phase) == len(empty.used) == 0
-    assert empty.idioms.shape == (0, 6)
-    assert empty.stops.tolist() == [0]
 
 
 _names = st.text(max_size=12)
@@ -126,10 +116,3 @@ def test_a_source_that_is_no_text_is_written_as_text(trace: Trace, tmp_path: Pat
     """The name of a file in another encoding, as Python gives it."""
     save_trace(replace(trace, source="caf\udce9.py"), tmp_path / "t.trace")
     assert load_trace(tmp_path / "t.trace").source == "caf\\udce9.py"
-
-
-def test_a_directory_without_traces_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"holds no trace.*'dynoffload profile -o"):
-        trace_files(tmp_path)
-    with pytest.raises(TraceError, match=r"gone: is not a directory"):
-        trace_files(tmp_path / "gone")

@@ -1,16 +1,11 @@
 """`DistributedDataParallel`: two processes train to the bits of the same run without a block.
 
-The processes are those of `ranks_worker`, several cases to a pair, as each pair takes seconds to
-start. What one process can show alone is shown here.
+What they run is in `ranks_worker`. What one process can show alone is shown here.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +19,7 @@ from exactness import SMALL_PAGES, assert_same_training, footprint_of, needs_pag
 from fused_networks import paging_of
 from gloo_ranks import run_ranks
 from ranks_inner import saved
-from ranks_worker import CASES, UNUSED, Dropped, all_layers
+from ranks_worker import CASES, UNUSED, Dropped, all_layers, cases
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,39 +29,12 @@ from dynoffload.errors import BudgetError, ConfigError
 from dynoffload.runtime import target
 from dynoffload.units import parse_bytes
 
-HERE = Path(__file__).parent
 GROUPS = {
     "loops": ["adamw", "looks", "sgd", "static", "no-sync", "hooked", "aside", "join"],
     "paths": ["unused", "unused-clip", "unused-zeros", "small-buckets", "routed", "routed-clip"],
     "views": ["views", "views-unused", "views-zeros", "mapped", "on-demand", "rollback"],
     "slices": ["fused", "fused-looks", "fused-zeros", "fused-views"],
 }
-
-
-def group_of(directory: Path, names: list[str], size: int = 2) -> list[dict[str, Any]]:
-    """Run a process for each rank over some cases, and return what each found."""
-    path = [str(HERE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
-    command = [sys.executable, str(HERE / "ranks_worker.py"), str(directory)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), ",".join(names), str(size)],
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        said = [rank.communicate(timeout=240)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    for rank, text in zip(ranks, said, strict=True):
-        assert rank.returncode == 0, text[-3000:]
-    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(size)]
 
 
 def test_every_case_is_in_a_group() -> None:
@@ -76,14 +44,14 @@ def test_every_case_is_in_a_group() -> None:
 @needs_pager
 @pytest.mark.parametrize("group", GROUPS)
 def test_two_processes_train_to_the_same_bits(group: str, tmp_path: Path) -> None:
-    check(group_of(tmp_path, GROUPS[group]), tmp_path)
+    check(run_ranks(cases, 2, str(tmp_path), GROUPS[group], limit_s=240.0), tmp_path)
 
 
 @pytest.mark.slow
 @needs_pager
 def test_three_processes_train_to_the_same_bits(tmp_path: Path) -> None:
     names = ["adamw", "unused-clip", "routed", "views-unused", "fused", "fused-looks"]
-    check(group_of(tmp_path, names, size=3), tmp_path)
+    check(run_ranks(cases, 3, str(tmp_path), names, limit_s=240.0), tmp_path)
 
 
 def check(answers: list[dict[str, Any]], directory: Path) -> None:

@@ -60,22 +60,7 @@ def until(true: Callable[[], bool]) -> bool:
     return true()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "garbage",
-        b"\xff\xfe",
-        "[]",
-        "{}",
-        '"text"',
-        line(status={"stepp": 1}),
-        line(status=None),
-        line(beat="many"),
-        line(block=None),
-        line(status={"progress": "some"}),
-    ],
-)
+@pytest.mark.parametrize("text", [b"\xff\xfe", "[]", "{}", line(status={"stepp": 1})])
 def test_a_line_that_cannot_be_read_does_not_end_the_watch(
     watching: Callable[..., RankWatchdog], text: str | bytes, caplog: pytest.LogCaptureFixture
 ) -> None:

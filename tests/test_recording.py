@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import runpy
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from synthetic_runlog import synthetic_log
 
 from dynoffload.memory.device import Cause, Counters, Device, Event, EventKind
 from dynoffload.reporting import write_run
@@ -21,9 +21,6 @@ from dynoffload.runtime.recording import Recording
 from dynoffload.telemetry import RunLog, StepStats
 from dynoffload.units import GiB, MiB
 
-synthetic_log = runpy.run_path(str(Path(__file__).with_name("synthetic_runlog.py")))[
-    "synthetic_log"
-]
 REGION_BYTES = 4096
 
 
@@ -120,15 +117,6 @@ def test_the_latest_steps_stay_whole_and_the_rest_is_counted(
     assert {p.step for p in log.phases} <= {s.step for s in detailed}
 
 
-def test_a_short_run_is_kept_whole() -> None:
-    run = Run()
-    for _ in range(30):
-        run.step(fetches=50, stalls=5)
-    assert (run.log.dropped, run.log.first_detailed, left_out(run.log)) == (0, 0, "")
-    assert sum(t.nbytes for t in run.log.transfers) == run.device.bytes_in
-    assert len(run.log.stalls) == 150
-
-
 def test_one_endless_step_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also before its end: an evaluation of hours makes samples of memory and no step."""
     monkeypatch.setattr(recording, "MOST_RECORDS", 100)
@@ -223,17 +211,6 @@ def test_while_aside_tensors_are_counted_and_activations_remembered() -> None:
     run.recording.restart()
     aside = run.recording.end_step(None, None, 0, None, (), math.nan)
     assert aside.peak_fast_bytes == tensors + ordinary, "another device, another measurement"
-
-
-def test_memory_is_sampled_while_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At each step's end, and the headroom with it."""
-    monkeypatch.setattr(recording, "_SAMPLE_EVERY_S", 0.0)
-    run = Run(outside=lambda device: 5 * MiB)
-    monkeypatch.setattr(recording, "resident_bytes", lambda: 12 * MiB)
-    for _ in range(4):
-        run.recording.end_step(None, None, 0, None, (), math.nan)
-    assert [(s.fast_bytes, s.rss_bytes) for s in run.log.memory] == [(5 * MiB, 12 * MiB)] * 4
-    assert run.log.headroom == 7 * MiB
 
 
 def test_empty_memory_of_the_pool_is_no_headroom(monkeypatch: pytest.MonkeyPatch) -> None:

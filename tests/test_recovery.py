@@ -295,26 +295,6 @@ def cut_off(patch: pytest.MonkeyPatch, reads: int) -> Iterator[None]:
 
 
 @each_paged
-def test_two_blocks_that_lose(
-    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step in the first, a load that is cut off in the second: one whole load is enough."""
-    twin, _ = left(backend)
-    dynoffload.save_checkpoint(twin.reference, twin.its, tmp_path / "run")
-    config = {"backend": backend}
-    with (
-        twin.paged(footprint_of(twin.model), loses=True, config=config) as session,
-        cut_off(monkeypatch, 3),
-        pytest.raises(CheckpointError, match="half-way"),
-    ):
-        session.load(tmp_path / "run")
-    assert_refused(twin, {**OF_MODEL, **OF_OPTIMIZER})
-    dynoffload.load_checkpoint(twin.model, twin.optimizer, tmp_path / "run")
-    go_on(twin, 4)
-    assert_ordinary(twin.model, twin.optimizer)
-
-
-@each_paged
 @pytest.mark.parametrize("by", ["checkpoint", "state"])
 def test_a_model_without_an_optimizer(
     backend: str, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

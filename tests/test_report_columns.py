@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from synthetic_runlog import synthetic_log
 
 from dynoffload.reporting.columns import Columns, envelope, spans
-
-synthetic_log = runpy.run_path(str(Path(__file__).with_name("synthetic_runlog.py")))[
-    "synthetic_log"
-]
 
 rows = st.lists(
     st.tuples(
@@ -48,13 +42,6 @@ def test_share_is_the_covered_time(given_rows: list[tuple[float, float, float]],
     assert (share * np.diff(edges)).sum() == pytest.approx(covered, abs=1e-6)
 
 
-def test_merging_joins_what_is_near_and_keeps_what_is_far() -> None:
-    merged = spans([(0, 1, 5), (1.05, 2, 5), (0.2, 0.5, 1), (4, 5, 7)]).merged(0.1)
-    assert merged.start.tolist() == [0, 4]
-    assert merged.end.tolist() == [2, 5]
-    assert merged.nbytes.tolist() == [11, 7]
-
-
 @given(st.lists(st.integers(-1000, 1000), min_size=1, max_size=500), st.integers(1, 20))
 def test_the_envelope_keeps_both_extremes(values: list[int], points: int) -> None:
     series = np.array(values, dtype=np.float64)
@@ -77,15 +64,3 @@ def test_columns_hold_all_bytes_and_waits_of_a_log() -> None:
     assert waited == pytest.approx(sum(s.stall_s for s in log.steps))
     assert sorted(columns.step_begin) == list(range(5))
     assert columns.duration >= log.phases[-1].end
-
-
-def test_unsorted_records_are_sorted() -> None:
-    log = synthetic_log(3)
-    straight = Columns.of(log)
-    for table in (log.transfers, log.stalls, log.phases, log.memory):
-        table.reverse()
-    reversed_ = Columns.of(log)
-    assert np.array_equal(straight.stalls.start, reversed_.stalls.start)
-    assert np.array_equal(straight.kind("fetch").start, reversed_.kind("fetch").start)
-    assert np.array_equal(straight.phase_steps["forward"], reversed_.phase_steps["forward"])
-    assert np.all(np.diff(reversed_.memory_time) >= 0)

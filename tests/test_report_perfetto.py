@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import json
-import runpy
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from synthetic_runlog import synthetic_log
 
 from dynoffload.reporting import write_perfetto
 from dynoffload.reporting.perfetto import MAX_LANES
-from dynoffload.telemetry import RunLog, Stall, Transfer
-
-synthetic_log = runpy.run_path(str(Path(__file__).with_name("synthetic_runlog.py")))[
-    "synthetic_log"
-]
+from dynoffload.telemetry import RunLog, Transfer
 
 
 def events_of(log: RunLog, directory: Path) -> list[dict[str, Any]]:
@@ -79,17 +74,3 @@ def test_tracks_are_bounded(tmp_path: Path) -> None:
     events = slices(events_of(log, tmp_path), "fetch")
     assert len(events) == 3 * MAX_LANES
     assert len({e["tid"] for e in events}) == MAX_LANES
-
-
-def test_waits_of_two_threads_do_not_overlap(tmp_path: Path) -> None:
-    log = RunLog("Net", "pager", "pilot", 1, 0)
-    log.stalls = [Stall(0, 3, "a"), Stall(1, 2, "b")]
-    assert overlaps(events_of(log, tmp_path)) == 0
-
-
-def test_a_packed_trace_and_what_it_is_about(tmp_path: Path) -> None:
-    log = synthetic_log(2)
-    path = write_perfetto(log, tmp_path / "deep" / "trace.json.gz")
-    document = json.loads(gzip.decompress(path.read_bytes()))
-    assert document["otherData"]["budget_bytes"] == log.budget
-    assert [p.name for p in path.parent.iterdir()] == ["trace.json.gz"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import runpy
-from pathlib import Path
 
 import pytest
 
@@ -19,10 +17,6 @@ from dynoffload.reporting.summary import (
     verdict,
 )
 from dynoffload.telemetry import PhaseSpan, RunLog, Stall, StepStats, Transfer
-
-synthetic_log = runpy.run_path(str(Path(__file__).with_name("synthetic_runlog.py")))[
-    "synthetic_log"
-]
 
 
 def step(number: int, **changed: float) -> StepStats:
@@ -46,20 +40,6 @@ def test_medians_leave_out_the_warm_up_but_the_peak_does_not() -> None:
     assert math.isnan(summary.accuracy)
 
 
-def test_accuracy_is_the_mean_over_predicted_steps_only() -> None:
-    log = log_of(step(0), step(1), step(2, accuracy=0.5), step(3), step(4, accuracy=1.0))
-    assert summarize(log).accuracy == pytest.approx(0.75)
-
-
-def test_no_step_left_is_an_error() -> None:
-    with pytest.raises(ValueError, match="warm-up"):
-        summarize(log_of(step(0)), warmup=1)
-
-
-def test_a_run_that_never_fetched_ahead_has_no_wasted_share() -> None:
-    assert math.isnan(summarize(log_of(step(0, prefetched_bytes=0, wasted_bytes=0))).wasted_share)
-
-
 def test_the_verdict_says_when_a_budget_was_passed() -> None:
     assert "stayed within its budget" in verdict(log_of(step(0)))
     assert "PASSED its budget" in verdict(log_of(step(0, peak_fast_bytes=1001)))
@@ -70,20 +50,6 @@ def test_the_verdict_says_when_a_budget_was_passed() -> None:
 def test_the_verdict_of_a_run_without_steps() -> None:
     assert "before its first step" in verdict(log_of())
     assert headlines(log_of()) == []
-
-
-def test_cards_without_a_number_are_left_out() -> None:
-    labels = [card.label for card in headlines(synthetic_log(6, policy="on-demand"))]
-    assert "Order predicted" not in labels
-    assert "Wasted prefetch" not in labels
-    labels = [card.label for card in headlines(synthetic_log(6))]
-    assert "Order predicted" in labels
-    assert "Wasted prefetch" in labels
-
-
-def test_one_wait_is_one_wait() -> None:
-    card = next(c for c in headlines(log_of(step(0, stalls=1, stall_s=0.1))) if "Wait" in c.label)
-    assert "in 1 wait." in card.meaning
 
 
 def test_waits_count_where_they_begin_and_their_time_where_it_passes_once() -> None:

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import io
-import runpy
-from pathlib import Path
 
 from rich.console import Console
+from synthetic_runlog import synthetic_log
 
 from dynoffload.reporting import ComparisonRow, comparison_table
-
-synthetic_log = runpy.run_path(str(Path(__file__).with_name("synthetic_runlog.py")))[
-    "synthetic_log"
-]
 
 
 def shown(*rows: ComparisonRow, budget: int = 320_000_000, color: bool = False) -> str:
@@ -46,17 +41,3 @@ def test_unequal_losses_and_a_passed_budget_are_loud() -> None:
     assert red + "101 B" in loud
     assert red + "NO" in loud
     assert loud.count(red) == 2  # plain PyTorch has no budget to pass
-
-
-def test_four_runs_stand_in_columns_that_a_small_terminal_holds() -> None:
-    names = ("plain", "on-demand", "repeat-last", "pilot")
-    rows = [
-        ComparisonRow(name, 0.5 * number, 0.1, 12, 10**9, 10**9, 0.031, 0.953, 10**8, True)
-        for number, name in enumerate(names, start=1)
-    ]
-    text = shown(*rows, budget=2 * 10**8)
-    lines = text.splitlines()
-    assert all(any(name in line for line in lines[:3]) for name in names)
-    assert next(line for line in lines if "vs plain" in line).split()[-2] == "4.00×"
-    assert next(line for line in lines if "same losses" in line).count("yes") == 4
-    assert "…" not in text

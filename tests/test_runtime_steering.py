@@ -22,7 +22,6 @@ from torch.optim import AdamW
 
 import dynoffload
 from dynoffload.experiments import zoo
-from dynoffload.pilot.features import BlockHint
 from dynoffload.pilot.online import OnlineLearner, Standing
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.train import train_pilot
@@ -30,11 +29,9 @@ from dynoffload.planning.blocks import Block, Vocabulary
 from dynoffload.planning.footprint import footprint
 from dynoffload.profiler import RoutingProbe, load_trace
 from dynoffload.profiler.idioms import Idioms
-from dynoffload.runtime import interrupts
 from dynoffload.runtime.adoption.units import Unit
 from dynoffload.runtime.migration.forecast import Forecast
 from dynoffload.runtime.migration.gates import Trial, likely
-from dynoffload.runtime.migration.migrator import Migrator, Phase
 from dynoffload.runtime.migration.steps import Step
 
 PAGES: dict[str, Any] = {"page_bytes": 4096, "min_paged_bytes": None}
@@ -59,7 +56,7 @@ def _profiled(folder: Path) -> tuple[int, Pilot]:
         model, _samples(24, seed=5), out=folder, optimizer=optimizer, progress=False
     )
     total = max(footprint(load_trace(path)).total for path in paths)
-    return total, train_pilot(folder, model="lightgbm", progress=False).pilot
+    return total, train_pilot(folder, progress=False).pilot
 
 
 @pytest.fixture(scope="module")
@@ -287,24 +284,6 @@ def test_a_forward_that_fails_teaches_nothing(inside: bool) -> None:
         assert orders[0] == orders[1]
 
 
-@needs_pager
-def test_signals_wait_while_the_rest_is_planned_anew(
-    profiled: tuple[int, Pilot], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dynoffload.runtime.migration.steps.SHARE", 10.0)
-    held: list[bool] = []
-    revise = Migrator.revise
-
-    def noted(self: Migrator, rest: Any) -> None:
-        held.append(interrupts._are_held())
-        revise(self, rest)
-
-    monkeypatch.setattr(Migrator, "revise", noted)
-    _trained(profiled)
-    assert held
-    assert all(held)
-
-
 class _Told:
     """Stands for a `StepTracker` whose answers are set."""
 
@@ -323,31 +302,6 @@ class _Told:
         self.decided = False
         answer = self.answers.pop(0)
         return answer, np.ones(len(answer), np.float32)
-
-
-def test_the_rest_is_asked_for_when_something_else_runs_or_is_hinted() -> None:
-    following = _Told([3, 4], [4])
-    step = Step(following, [0, 1, 2])  # type: ignore[arg-type]
-    time.sleep(0.01)
-    step.ran(0)
-    assert step.revise() is None
-    step.ran(5)
-    time.sleep(0.05)
-    revised = step.revise()
-    assert revised is not None
-    assert revised[0] == [3, 4]
-    assert step.revise() is None
-    step.ran(3)
-    assert step.revise() is None
-    step.hinted(BlockHint(3, (), ()))
-    assert step.revise() is None
-    step.hinted(BlockHint(3, (4,), (1.0,)))
-    time.sleep(0.05)
-    assert step.revise() is not None
-    assert step.revisions == 2
-    assert step.foretold == 2
-    assert following.told == [0, 5, 3]
-    assert [hint.blocks for hint in step.hints] == [(), (4,)]
 
 
 def test_asking_takes_no_more_than_its_share() -> None:
@@ -389,33 +343,6 @@ def test_probes_that_cannot_be_had_stop_nothing(
             _loss(model, sample).backward()
             optimizer.step()
     assert "the network gives no routing hints: ArithmeticError: not yet" in caplog.text
-
-
-@needs_pager
-def test_a_forward_that_was_interrupted_is_over_by_the_next(profiled: tuple[int, Pilot]) -> None:
-    total, pilot = profiled
-    model = zoo.build("moe", "tiny-wide")
-    optimizer = AdamW(model.parameters(), lr=1e-3)
-    first, second = _samples(2)
-
-    def interrupt(module: nn.Module, args: Any) -> None:
-        raise KeyboardInterrupt
-
-    with dynoffload.offload(
-        model, optimizer, budget=total // 4, pilot=pilot, config=PAGES
-    ) as session:
-        handle = model.head.register_forward_pre_hook(interrupt)  # type: ignore[union-attr]
-        with pytest.raises(KeyboardInterrupt):
-            _loss(model, first)
-        handle.remove()
-        migrator = session._paging.migrator  # type: ignore[union-attr]
-        with torch.no_grad():
-            _loss(model, second)
-        assert migrator.phase is Phase.IDLE
-        assert session._forecast._step is None
-        assert session._forecast._order == []
-        _loss(model, second).backward()
-        optimizer.step()
 
 
 class _Nested:
@@ -462,23 +389,3 @@ def test_hooks_that_are_replaced_in_mid_call_leave_no_block_twice(where: str) ->
     model(torch.zeros(1, 2))
     forecast.end()
     assert forecast.actual[-2:] == [0, 1]
-
-
-def test_a_block_that_was_not_entered_is_not_left() -> None:
-    """Where a hook fails before the block begins, the hook that ends it is called all the same."""
-    model, forecast = _forecast_of_nested()
-    fails = [True]
-
-    def fail(*_: Any) -> None:
-        if fails[0]:
-            raise ArithmeticError
-
-    model[0].register_forward_pre_hook(fail)  # type: ignore[index]
-    forecast.watch([])
-    forecast.begin((torch.zeros(1, 2),), {})
-    with pytest.raises(ArithmeticError):
-        model[0](torch.zeros(1, 2))  # type: ignore[index]
-    fails[0] = False
-    model(torch.zeros(1, 2))
-    forecast.end()
-    assert forecast.actual == [0, 1]

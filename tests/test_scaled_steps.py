@@ -42,8 +42,7 @@ def train(model: nn.Module, optimizer: Any, kinds: list[str], losses: list[Any])
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("last", ["scaled", "overflows"])
-@pytest.mark.parametrize("drafts", [0.0, 1.0])
+@pytest.mark.parametrize(("drafts", "last"), [(0.0, "scaled"), (1.0, "overflows")])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_with_experts_that_wait(backend: str, drafts: float, last: str) -> None:
     """Fused experts, of which the scaled step hits one."""

@@ -42,15 +42,6 @@ def ran(sizes: list[int], uses: Sequence[Use], on: Machine, plan: Plan | None = 
     return execution.step(uses, range(len(uses)), plan)
 
 
-def test_a_use_waits_for_what_it_reads_and_what_stays_is_not_read_again() -> None:
-    """Two regions of one and two seconds on the link, which two readers share, then two of work."""
-    result = ran([100, 200], [use(0, 1), use(0, 1)], machine(300))
-    assert result.stall_s == pytest.approx(3.0)
-    assert result.seconds == pytest.approx(5.0)
-    assert (result.bytes_in, result.bytes_out, result.faults) == (300, 0, 2)
-    assert result.peak_bytes == 300
-
-
 def test_a_fault_costs_its_latency_and_a_prefetch_hides_behind_compute() -> None:
     """Demanded, the second region takes half a second and its second; planned, none of both."""
     link = Link(100.0, 50.0, 150.0, latency_s=0.25, fault_s=0.25)
@@ -78,14 +69,6 @@ def test_only_what_was_modified_is_written() -> None:
     assert (dirty.bytes_out, dirty.seconds) == (100, pytest.approx(6.0))
 
 
-def test_what_is_created_is_not_read_and_what_is_freed_is_not_written() -> None:
-    """An activation lives in fast memory alone, unless it must leave."""
-    uses = [use(1, creates=(1,)), use(1, frees=(1,)), use(0)]
-    result = ran([100, 100], uses, machine(100))
-    assert (result.bytes_in, result.bytes_out) == (100, 0)
-    assert result.seconds == pytest.approx(4.0)
-
-
 def test_both_directions_share_a_link_as_it_says() -> None:
     """A write of 100 beside a read of 100: as long as one, or in turns as long as both."""
     uses = [use(0, seconds=0.0, writes=(0,)), use(1, seconds=0.0), use(2, seconds=0.0)]
@@ -99,23 +82,6 @@ def test_both_directions_share_a_link_as_it_says() -> None:
     assert second.seconds == pytest.approx(4.0)
 
 
-def test_traffic_slows_compute_by_the_interference() -> None:
-    """Four seconds of work at half speed beside two of transfer: five."""
-    uses = [use(0, seconds=4.0), use(1, seconds=0.0)]
-    execution = Execution([100, 200], machine(300, interference=0.5))
-    execution.place([0, 1])
-    execution.step([use(0)])
-    result = execution.step(uses, range(2), plan(uses, Action(0, Kind.FETCH, 1)))
-    assert result.seconds == pytest.approx(5.0)
-    assert result.compute_s == pytest.approx(4.0)
-
-
-def test_compute_is_scaled() -> None:
-    """A machine that is twice as fast takes half of the time, and no less for its transfers."""
-    result = ran([100], [use(0, seconds=4.0)], machine(100, compute=2.0))
-    assert result.seconds == pytest.approx(1.0 + 2.0)
-
-
 def test_a_strict_plan_ends_with_the_first_use_that_it_did_not_expect() -> None:
     """What it had in mind for later is not fetched; one that is not strict finds its way back."""
     expected = [use(0), use(1), use(2)]
@@ -127,15 +93,6 @@ def test_a_strict_plan_ends_with_the_first_use_that_it_did_not_expect() -> None:
         result = execution.step([use(0), use(3), use(1), use(2)], [0, "new", 1, 2], followed)
         assert result.broken is strict
         assert result.prefetched_bytes == prefetched
-
-
-def test_what_is_used_last_leaves_first_and_the_oldest_without_a_plan() -> None:
-    """Room for two of three."""
-    uses = [use(0), use(1), use(2), use(0)]
-    demanded = ran([100] * 3, uses, machine(200))
-    assert demanded.bytes_in == 400  # 0 was the oldest
-    followed = ran([100] * 3, uses, machine(200), plan(uses))
-    assert followed.bytes_in == 300  # 1 is not used again
 
 
 def test_a_use_that_cannot_fit_is_refused_with_need_and_have() -> None:
@@ -159,16 +116,6 @@ def chain(length: int) -> list[Use]:
     ]
     backward = [use(number, frees=(number,)) for number in reversed(range(length))]
     return [*forward, *backward]
-
-
-def test_what_was_dropped_is_made_again_from_what_it_was_made_from() -> None:
-    """Room for two of three: the first goes when the third is made, and is made anew at the end."""
-    execution = Recomputing([100] * 3, machine(200), Oldest())
-    result = execution.step(chain(3))
-    assert result.recompute_s == pytest.approx(1.0)
-    assert result.seconds == pytest.approx(7.0)
-    assert (result.bytes_in, result.bytes_out) == (0, 0)
-    assert execution.resident() == []
 
 
 @pytest.mark.parametrize("victims", [Oldest(), Rematerialization()], ids=["oldest", "DTR"])

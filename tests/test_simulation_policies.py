@@ -38,7 +38,7 @@ from dynoffload.simulation import (
 from dynoffload.simulation.execution import Execution
 from dynoffload.simulation.following import Plan
 from dynoffload.simulation.policies import planned
-from dynoffload.units import GiB, MiB
+from dynoffload.units import GiB
 
 LINK = Link(read_bps=5e8, write_bps=5e8, mixed_bps=8e8, fault_s=2e-5)
 COSTS = CostModel({"float32": 2e10}, 5e9, dict.fromkeys(Kind, 1e-5), source="round figures")
@@ -106,21 +106,6 @@ def exact(work: Workload) -> Predicted:
     return Predicted(expect=lambda number: work.steps[number])
 
 
-def test_a_workload_keeps_what_was_recorded() -> None:
-    """Seconds, and one region for what is the same in all steps."""
-    work = routed()
-    assert len({work.names[region] for region in work.persistent}) == len(work.persistent)
-    for step in work.steps:
-        alive: set[int] = set(work.persistent) | set(step.given)
-        for use in step.uses:
-            assert not alive & set(use.creates)
-            alive |= set(use.creates)
-            assert alive >= {*use.regions, *use.frees}
-            alive -= set(use.frees)
-        assert alive <= set(work.persistent) | set(step.given)
-    assert peak(work) > sum(work.sizes[region] for region in work.persistent)
-
-
 @pytest.mark.parametrize("kind", ["foreach", "fused"])
 def test_optimizers_that_work_on_lists_need_one_parameter_at_a_time(kind: str) -> None:
     """No use of theirs needs all parameters, and together they last as long as the calls."""
@@ -181,16 +166,6 @@ def test_who_knows_more_waits_less(share: float) -> None:
     assert seconds["pilot"] < 0.9 * seconds["on-demand"]
     assert seconds["on-demand"] < seconds["unified memory"]
     assert seconds["replay"] > seconds["pilot"]
-
-
-def test_a_wrong_prediction_costs_time_and_breaks_nothing() -> None:
-    """Each step is expected to be the one before: as good as any of them is like the other."""
-    work = routed()
-    wrong = Predicted(expect=lambda number: work.steps[max(0, number - 1)])
-    right = run(work, 0.3, exact(work))
-    found = run(work, 0.3, wrong)
-    assert not found.infeasible
-    assert right.seconds() < found.seconds()
 
 
 def test_replay_holds_where_nothing_changes_and_breaks_where_it_does() -> None:
@@ -308,35 +283,15 @@ def test_a_wrong_machine_is_named(wrong: tuple[str, str], told: str, tmp_path: P
     assert str(path) in str(refused.value)
 
 
-def test_whole_numbers_may_be_written_with_an_exponent(tmp_path: Path) -> None:
-    path = tmp_path / "machine.toml"
-    path.write_text("slow_bytes = 1e12\n" + MACHINE)
-    assert load_machines(path)["link"].slow_bytes == 10**12
-
-
-def test_a_machine_that_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read the machine of"):
-        load_machines(tmp_path / "none.toml")
-
-
-def test_page_bytes_are_a_fault_each() -> None:
-    """Fewer large ones than small ones, and less time, as the bytes are about the same."""
-    small = run(static(), 0.5, UnifiedMemory(page_bytes=4096))
-    large = run(static(), 0.5, UnifiedMemory(page_bytes=16384))
-    assert small.steps[0].faults > 1.3 * large.steps[0].faults
-    assert small.seconds() > large.seconds()
-    assert peak(static()) < 2 * MiB
-
-
 def test_several_tiers_are_read_from_one_file(tmp_path: Path) -> None:
     """What stands at the top holds for all; a tier may have a capacity of its own."""
     path = tmp_path / "machine.toml"
     path.write_text(
         'fast_bytes = "2GiB"\n'
         "[links.host]\nread_bps = 2e10\nwrite_bps = 2e10\n"
-        '[links.disk]\nread_bps = 2e9\nwrite_bps = 1e9\nmixed_bps = 2e9\nslow_bytes = "1GiB"\n'
+        "[links.disk]\nread_bps = 2e9\nwrite_bps = 1e9\nmixed_bps = 2e9\nslow_bytes = 1e9\n"
     )
     assert load_machines(path) == {
         "host": Machine(Link(2e10, 2e10, 4e10), 2 * GiB),
-        "disk": Machine(Link(2e9, 1e9, 2e9), 2 * GiB, slow_bytes=GiB),
+        "disk": Machine(Link(2e9, 1e9, 2e9), 2 * GiB, slow_bytes=10**9),
     }

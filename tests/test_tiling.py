@@ -106,17 +106,6 @@ def test_tiles_of_so_many_bytes(features: int, row: int, most: int) -> None:
         assert lengths[-1] >= 64
 
 
-@given(features=st.integers(1, 5000), data=st.data())
-@settings(max_examples=50, deadline=None)
-def test_so_many_tiles(features: int, data: st.DataObject) -> None:
-    tiles = data.draw(st.integers(1, features))
-    lengths = lengths_of(features, 4, tiles, None)
-    assert sum(lengths) == features
-    assert len(lengths) <= tiles
-    assert len(set(lengths[:-2])) <= 1
-    assert lengths[-1] > 0
-
-
 def test_a_model_on_the_meta_device_stays_there() -> None:
     with torch.device("meta"):
         model = Net().bfloat16()

@@ -32,10 +32,6 @@ def run(trial: Trial, with_prefetch: StepStats, on_demand: StepStats, steps: int
     return modes
 
 
-def test_what_goes_well_is_never_tried() -> None:
-    assert all(run(Trial("x"), step(0.05), step(0.0), 200))
-
-
 @pytest.mark.parametrize("bad", [step(0.5), step(0.01, wasted=80)], ids=["waits", "wastes"])
 def test_what_loses_goes_off_for_good_and_says_so_once(
     bad: StepStats, caplog: pytest.LogCaptureFixture

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dynoffload.checkpoint.extents import Extents, Held
-from dynoffload.checkpoint.tensors import check_savable
+from dynoffload.checkpoint.extents import UNPLACED, Extents, Held, check_savable
 from dynoffload.checkpoint.values import KIND, TENSOR, encode
 from dynoffload.errors import CheckpointError
 from dynoffload.host_optimizer import HostOptimizer
@@ -19,7 +18,8 @@ from dynoffload.memory.accelerator.storages import place_of
 from dynoffload.memory.local import is_spread
 from dynoffload.memory.pieces import is_dense
 
-_PARAM_NAMES = "param_names"  # of a group: torch's own record, which the model's names replace
+NO_VALUES = "params", "param_names"
+"""Of a group: what the model's own names replace."""
 
 
 def tensors_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -98,21 +98,10 @@ def type_of(optimizer: Optimizer) -> str:
     return f"{kind} of {optimizer.kind}" if isinstance(optimizer, HostOptimizer) else kind
 
 
-def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a group has beside its parameters."""
-    return {key: value for key, value in group.items() if key not in ("params", _PARAM_NAMES)}
-
-
 def encode_optimizer(
-    optimizer: Optimizer, names: Mapping[torch.Tensor, str], kept: Kept, extents: Extents
+    optimizer: Optimizer, names: Mapping[torch.Tensor, str], kept: Kept
 ) -> dict[str, Any]:
-    """Return an optimizer's type, groups and state as `values` say them.
-
-    Args:
-        optimizer: any.
-        names: of the model's parameters.
-        kept: gets its tensors.
-        extents: of the model.
+    """Return an optimizer's type, groups and state as `values` say them; ``kept`` gets its tensors.
 
     Raises:
         CheckpointError: a value cannot be said or placed, or a parameter has no name.
@@ -120,48 +109,54 @@ def encode_optimizer(
     """
     if isinstance(optimizer, HostOptimizer):
         optimizer.settle()
-    groups = [
-        {
-            "parameters": parameters,
-            "values": encode(hyperparameters(group), f"group {number}", kept.put),
-        }
-        for number, (group, parameters) in enumerate(
-            zip(optimizer.param_groups, groups_of(optimizer, names), strict=True)
+    groups, state = [], {}
+    everyone = zip(optimizer.param_groups, groups_of(optimizer, names), strict=True)
+    for number, (group, parameters) in enumerate(everyone):
+        values = {k: v for k, v in group.items() if k not in NO_VALUES}
+        groups.append(
+            {"parameters": parameters, "values": encode(values, f"group {number}", kept.put)}
         )
-    ]
-    state = {}
-    for parameter in _parameters(optimizer):
-        if parameter in optimizer.state:
-            name, entry = names[parameter], optimizer.state[parameter]
-            put = functools.partial(kept.put_state, extents, parameter)
-            state[name] = {key: encode(item, f"{name}.{key}", put) for key, item in entry.items()}
+        for parameter, name in zip(group["params"], parameters, strict=True):
+            if parameter in optimizer.state:
+                put = functools.partial(kept.put, of=parameter)
+                state[name] = {
+                    key: encode(item, f"{name}.{key}", put)
+                    for key, item in optimizer.state[parameter].items()
+                }
     return {"type": type_of(optimizer), "groups": groups, "state": state}
 
 
-def _parameters(optimizer: Optimizer) -> Iterable[torch.Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
 class Kept(dict[str, Held]):
-    """Tensors found among values, by the names that they are given."""
+    """Tensors found among values, by the names that they are given.
 
-    def put(self, path: str, tensor: torch.Tensor) -> dict[str, Any]:
-        """Keep ``tensor``; see `values.Put`."""
-        check_savable(path, tensor)
-        return self._put(path, Extents({}).held(tensor))
+    Args:
+        extents: of the model whose optimizer's state they are.
+    """
 
-    def put_state(
-        self, extents: Extents, parameter: torch.Tensor, path: str, tensor: torch.Tensor
+    def __init__(self, extents: Extents) -> None:
+        super().__init__()
+        self._extents = extents
+
+    def put(
+        self, path: str, tensor: torch.Tensor, of: torch.Tensor | None = None
     ) -> dict[str, Any]:
-        """Keep ``tensor``, which is optimizer state of a parameter."""
-        check_savable(path, tensor)
-        return self._put(path, extents.held_state(path, parameter, tensor))
+        """Keep ``tensor``, which is optimizer state if it is ``of`` a parameter; see `values.Put`.
 
-    def _put(self, path: str, held: Held) -> dict[str, Any]:
+        Raises:
+            CheckpointError: it cannot be saved, or its place in a whole is not known.
+        """
+        check_savable(path, tensor)
+        held = Extents().held(tensor, tensor) if of is None else self._extents.held(tensor, of)
+        if held.extent is None and of in self._extents and tensor.numel() != 1:
+            raise CheckpointError(
+                f"optimizer state {path!r} has shape {list(tensor.shape)}, and its parameter, this "
+                f"rank's experts, {list(of.shape)}: {UNPLACED}, or save without the "  # type: ignore[union-attr]
+                "optimizer"
+            )
         name = path
         while name in self:
             name += "'"
-        self[name], tensor = held, held.tensor
+        self[name] = held
         said: dict[str, Any] = {KIND: TENSOR, "name": name}
         part = held.extent is not None and not is_spread(tensor)
         if not part and not tensor.is_contiguous() and is_dense(tensor):

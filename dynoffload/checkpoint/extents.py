@@ -11,7 +11,7 @@ all ranks; state of any other shape has no known place in a whole, so it is refu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -23,6 +23,11 @@ from dynoffload.checkpoint.peers import Peers
 from dynoffload.distributed.replicas import rows_of_experts
 from dynoffload.errors import CheckpointError
 from dynoffload.memory.local import is_spread, local
+
+UNPLACED = (
+    "where in that of all experts it belongs is known of state of the parameter's shape, and of "
+    "numbers; use an optimizer that keeps such, as AdamW and SGD do"
+)
 
 
 class Extent(NamedTuple):
@@ -39,8 +44,8 @@ class Extent(NamedTuple):
     shape: tuple[int, ...]
     dim: int
     begin: int
-    writes: bool
-    several: bool
+    writes: bool = False
+    several: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,24 +65,24 @@ class Held:
         """Of the whole."""
         return tuple(self.tensor.shape) if self.extent is None else self.extent.shape
 
-    def stretches(
-        self, *, writes: bool = False, first: bool = True
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield what is here as unbroken runs of elements: where each begins, and its values.
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """The first and the last index along the dimension that this process is to write; None
+        for none, and for a tensor that is whole."""
+        length = local(self.tensor).shape[self.extent.dim] if self.extent else 0
+        if self.extent is None or not self.extent.writes or not length:
+            return None
+        return self.extent.begin, self.extent.begin + length
 
-        Args:
-            writes: yield what this process is to write: of what several have, one writes it.
-            first: whether it is the process that writes what all have.
-        """
-        tensor, extent = self.tensor.detach(), self.extent
-        if extent is None:
-            if first or not writes:
-                yield 0, tensor
+    def stretches(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield what is here as unbroken runs of elements: where each begins, and its values."""
+        if self.extent is None:
+            yield 0, self.tensor.detach()
             return
-        part: torch.Tensor = local(tensor)
-        if not part.numel() or (writes and not extent.writes):
+        part: torch.Tensor = local(self.tensor.detach())
+        if not part.numel():
             return
-        shape, dim, begin = extent.shape, extent.dim, extent.begin
+        shape, dim, begin = self.extent[:3]
         outer, inner = prod(shape[:dim]), prod(shape[dim + 1 :])
         if outer == 1:  # of its own shape, as experts of one tensor may be paged each for itself
             yield begin * inner, part
@@ -87,154 +92,94 @@ class Held:
             yield (row * shape[dim] + begin) * inner, flat[row * length : (row + 1) * length]
 
 
-class Extents:
-    """Where parts of the tensors of a model and its optimizer lie.
+class Extents(dict[torch.Tensor, Extent]):
+    """Of the parameters that are rows of experts, their extents; see [Note: rows]."""
 
-    Args:
-        experts: of the parameters that are rows of experts; see [Note: rows].
-    """
+    def held(self, tensor: torch.Tensor, of: torch.Tensor) -> Held:
+        """Return a tensor with its extent.
 
-    def __init__(self, experts: Mapping[torch.Tensor, Extent]) -> None:
-        self._experts = experts
-
-    def of(self, tensor: torch.Tensor) -> Extent | None:
-        """Return where a tensor of the model lies; None for one that is whole."""
-        return _of_spread(tensor) if is_spread(tensor) else self._experts.get(tensor)
-
-    def held(self, tensor: torch.Tensor) -> Held:
-        """Return a tensor of the model with its extent."""
-        return Held(tensor, self.of(tensor))
-
-    def held_state(self, name: str, parameter: torch.Tensor, tensor: torch.Tensor) -> Held:
-        """Return optimizer state of a parameter with its extent.
-
-        Raises:
-            CheckpointError: it is of rows of experts, whose place in a whole is not known.
+        Args:
+            tensor: a parameter or buffer, or optimizer state.
+            of: the tensor itself, or the parameter whose state it is.
         """
-        extent = None if is_spread(tensor) else self._experts.get(parameter)
-        if extent is None:
-            return self.held(tensor)
-        if tensor.shape == parameter.shape:
-            return Held(tensor, extent)
-        if tensor.numel() != 1:
-            raise CheckpointError(
-                f"optimizer state {name!r} has shape {list(tensor.shape)}, and its parameter, this "
-                f"rank's experts, {list(parameter.shape)}: {UNPLACED}, or save without the "
-                "optimizer"
-            )
-        return Held(tensor)
-
-
-UNPLACED = (
-    "where in that of all experts it belongs is known of state of the parameter's shape, and of "
-    "numbers; use an optimizer that keeps such, as AdamW and SGD do"
-)
+        if is_spread(tensor):
+            return Held(tensor, _of_spread(tensor))
+        return Held(tensor, self.get(of) if tensor.shape == of.shape else None)
 
 
 def extents_of(model: nn.Module) -> Extents:
     """Return the extents of a model that is to be loaded."""
     return Extents(
-        {
-            parameter: _rows(parameter, begin, total, writes=False, several=False)
-            for parameter, begin, total in rows_of_experts(model)
-        }
+        (parameter, Extent((total, *parameter.shape[1:]), 0, begin))
+        for parameter, begin, total in rows_of_experts(model)
     )
 
 
 def agreed_extents(model: nn.Module, peers: Peers) -> Extents:
     """Return the extents of a model that is to be saved: of the ranks that have the same rows, the
-    first writes. All ranks call it if one has rows of experts.
-
-    Raises:
-        CheckpointError: there are rows that no rank has, or ranks have other models.
-    """
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    rows = list(rows_of_experts(model))
-    if not rows:
-        return Extents({})
-    everyone = peers.share(
-        lambda: {names[one]: [begin, begin + len(one), total] for one, begin, total in rows}
-    )
-    found: dict[torch.Tensor, Extent] = {}
-    for parameter, begin, total in rows:
-        name = names[parameter]
-        claims = [one.get(name) for one in everyone]
-        if any(claim is None or claim[2] != total for claim in claims):
-            raise unlike()
-        end = 0
-        for first, last in sorted({(claim[0], claim[1]) for claim in claims}):
-            if first != end:
-                raise CheckpointError(
-                    f"experts {min(end, first)} to {max(end, first)} of {name!r} are on no rank, "
-                    "or in groups of other sizes: a checkpoint takes groups of one size, each of "
-                    "which has all experts"
-                )
-            end = last
-        if end != total:
-            raise CheckpointError(
-                f"experts {end} to {total} of {name!r} are on no rank that saves: all ranks of "
-                "the group of their layer save together"
-            )
-        same = [rank for rank, claim in enumerate(claims) if claim[0] == begin]
-        found[parameter] = _rows(
-            parameter, begin, total, writes=same[0] == peers.rank, several=len(same) > 1
-        )
-    return Extents(found)
+    first writes. All ranks call it if one has rows of experts."""
+    names: dict[torch.Tensor, str] = {one: name for name, one in model.named_parameters()}
+    found = extents_of(model)
+    if not found:
+        return found
+    everyone = peers.share(lambda: {names[one]: extent.begin for one, extent in found.items()})
+    for parameter, extent in found.items():
+        same = [
+            rank
+            for rank, begins in enumerate(everyone)
+            if begins.get(names[parameter]) == extent.begin
+        ]
+        found[parameter] = extent._replace(writes=same[0] == peers.rank, several=len(same) > 1)
+    return found
 
 
-def unlike() -> CheckpointError:
-    """Return the error for ranks that cannot have a checkpoint in common."""
-    return CheckpointError(
-        "the ranks have models, or optimizers, of other names, shapes or dtypes than each "
-        "other: build them alike, and step them alike, before they save together"
-    )
-
-
-def _rows(
-    parameter: torch.Tensor, begin: int, total: int, *, writes: bool, several: bool
-) -> Extent:
-    return Extent((total, *parameter.shape[1:]), 0, begin, writes, several)
-
-
-# Tensors that say it themselves
-
-
-def check_spread(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a spread tensor whose parts are not one stretch along one dimension.
+def check_savable(name: str, tensor: torch.Tensor) -> None:
+    """Refuse what has no bytes of its own, and parts that are not one stretch.
 
     Raises:
         CheckpointError: naming it.
     """
-    placements = tensor._spec.placements  # type: ignore[attr-defined]
-    shards = [one for one in placements if one.is_shard()]
-    plain = all(type(one).__name__ in ("Shard", "Replicate") for one in placements)
-    if not plain or len(shards) > 1 or not local(tensor).is_contiguous():
+    if is_spread(tensor):
+        placements = tensor._spec.placements  # type: ignore[attr-defined]
+        tensor = local(tensor)
+        plain = all(type(one).__name__ in ("Shard", "Replicate") for one in placements)
+        cut = sum(one.is_shard() for one in placements)
+        if not plain or cut > 1 or not tensor.is_contiguous():
+            raise CheckpointError(
+                f"tensor {name!r} is spread over processes as {placements}: a checkpoint holds "
+                "what is sharded along one dimension, as by fully_shard alone"
+            )
+    what = ""
+    if tensor.layout != torch.strided:
+        what = f"of layout {tensor.layout}"
+    elif hasattr(tensor, "__tensor_flatten__"):
+        what = f"a {type(tensor).__name__}, which wraps other tensors"
+    elif tensor.is_quantized:
+        what = "quantized"
+    elif tensor.is_meta:
+        what = "on the meta device"
+    if what:
         raise CheckpointError(
-            f"tensor {name!r} is spread over processes as {placements}: a checkpoint holds what is "
-            "sharded along one dimension, as by fully_shard alone"
+            f"tensor {name!r} is {what}: a checkpoint holds dense tensors that have content; "
+            "convert it first"
         )
 
 
 def _of_spread(tensor: torch.Tensor) -> Extent:
-    spec: Any = tensor._spec  # type: ignore[attr-defined]
-    dim = next((one.dim for one in spec.placements if one.is_shard()), 0)
-    begin = _begin(tensor.shape, spec, dim) if local(tensor).numel() else 0
-    copies = [
-        at for one, at in zip(spec.placements, spec.mesh.shape, strict=True) if one.is_replicate()
-    ]
-    several = any(size > 1 for size in copies)
-    return Extent(tuple(tensor.shape), dim, begin, _writes(spec), several)
-
-
-def _writes(spec: Any) -> bool:
-    """Return whether this process is the one that writes its part, of those that have the same."""
-    where = spec.mesh.get_coordinate() or ()
-    return all(one.is_shard() or not at for one, at in zip(spec.placements, where, strict=True))
-
-
-def _begin(shape: torch.Size, spec: Any, dim: int) -> int:
-    """Return the first index along ``dim`` that this process has."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    _, offset = compute_local_shape_and_global_offset(shape, spec.mesh, spec.placements)
-    return int(offset[dim])
+    spec: Any = tensor._spec  # type: ignore[attr-defined]
+    mesh, placements = spec.mesh, spec.placements
+    dim = next((one.dim for one in placements if one.is_shard()), 0)
+    begin = 0
+    if local(tensor).numel():
+        begin = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)[1][dim]
+    copies = [at for at, one in enumerate(placements) if one.is_replicate()]
+    where = mesh.get_coordinate() or (0,) * len(placements)
+    return Extent(
+        tuple(tensor.shape),
+        dim,
+        begin,
+        writes=not any(where[at] for at in copies),
+        several=any(mesh.shape[at] > 1 for at in copies),
+    )

@@ -11,13 +11,12 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 
 from dynoffload.checkpoint.extents import Held
-from dynoffload.checkpoint.manifest import File
 from dynoffload.checkpoint.tensors import Memory
 from dynoffload.errors import CheckpointError
 from dynoffload.memory.pieces import Buffer
@@ -47,17 +46,21 @@ _LENGTH = 8  # bytes that say how long the header is
 _LONGEST_HEADER = 100_000_000  # what safetensors reads
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """What is compared of a tensor: its dtype, as safetensors names it, and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @property
+    def torch_dtype(self) -> torch.dtype:
+        """Torch's."""
+        return _DTYPES[self.dtype]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of content."""
-        return prod(self.shape) * _DTYPES[self.dtype].itemsize
+        return prod(self.shape) * self.torch_dtype.itemsize
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
@@ -81,19 +84,18 @@ def kind_of(name: str, held: Held) -> Kind:
     return Kind(dtype, shape)
 
 
-def dtype_of(kind: Kind) -> torch.dtype:
-    """Return torch's dtype of a tensor of ``kind``."""
-    return _DTYPES[kind.dtype]
-
-
-@dataclass(frozen=True)
-class Shard:
+class Shard(NamedTuple):
     """One file to be written: its name, its tensors in their order, and its first bytes."""
 
     file: str
     tensors: dict[str, Held]
     head: bytes
     nbytes: int
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether several processes may write it."""
+        return any(held.extent is not None for held in self.tensors.values())
 
 
 def shards_of(stem: str, tensors: Mapping[str, Held], limit: int) -> list[Shard]:
@@ -114,16 +116,12 @@ def shards_of(stem: str, tensors: Mapping[str, Held], limit: int) -> list[Shard]
         if len(parts) > 1:
             file = f"{stem}-{at + 1:05d}-of-{len(parts):05d}.safetensors"
         # The widest elements first: so each tensor lies at a multiple of the size of its elements.
-        names.sort(key=lambda name: -_DTYPES[kinds[name].dtype].itemsize)
+        names.sort(key=lambda name: -kinds[name].torch_dtype.itemsize)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name in names:
             begin, end = end, end + kinds[name].nbytes
-            header[name] = {
-                "dtype": kinds[name].dtype,
-                "shape": kinds[name].shape,
-                "data_offsets": [begin, end],
-            }
+            header[name] = {**kinds[name]._asdict(), "data_offsets": [begin, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _LENGTH)
         if len(text) > _LONGEST_HEADER:
@@ -152,7 +150,7 @@ def write_all(fd: int, data: bytes | memoryview, start: int = 0) -> None:
 
 
 @torch.no_grad()
-def write(fd: int, shard: Shard, memory: Memory, buffer: Buffer, *, first: bool) -> File:
+def write(fd: int, shard: Shard, memory: Memory, buffer: Buffer, *, first: bool) -> int:
     """Write what this process has of ``shard``, each part where it belongs.
 
     Args:
@@ -163,26 +161,22 @@ def write(fd: int, shard: Shard, memory: Memory, buffer: Buffer, *, first: bool)
         first: whether this process writes the head, and what all have.
 
     Returns:
-        The bytes that were written, in their order.
+        The checksum of what was written, in its order.
     """
-    nbytes = crc32 = 0
-
-    def put(data: bytes | memoryview, at: int) -> None:
-        nonlocal nbytes, crc32
-        write_all(fd, data, at)
-        nbytes, crc32 = nbytes + len(data), zlib.crc32(data, crc32)
-
-    if first:
-        put(shard.head, 0)
     start = len(shard.head)
+    crc32 = 0
+    if first:
+        write_all(fd, shard.head)
+        crc32 = zlib.crc32(shard.head)
     for name, held in shard.tensors.items():
-        for element, values in held.stretches(writes=True, first=first):
-            at = start + element * held.tensor.element_size()
-            for data in bytes_of(values, memory, buffer):
-                put(data, at)
-                at += len(data)
+        if held.span is not None or (first and held.extent is None):
+            for element, values in held.stretches():
+                at = start + element * held.tensor.element_size()
+                for data in bytes_of(values, memory, buffer):
+                    write_all(fd, data, at)
+                    crc32, at = zlib.crc32(data, crc32), at + len(data)
         start += kind_of(name, held).nbytes
-    return File(nbytes, crc32)
+    return crc32
 
 
 @torch.no_grad()
@@ -194,8 +188,7 @@ def bytes_of(values: torch.Tensor, memory: Memory, buffer: Buffer) -> Iterator[m
         yield buffer.bytes(piece.numel() * piece.element_size())
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a file has a tensor's bytes, and what they are."""
 
     fd: int

@@ -13,7 +13,6 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,10 +21,9 @@ from torch.optim import Optimizer
 
 from dynoffload.checkpoint import randomness
 from dynoffload.checkpoint.contents import names_of, stateful_modules, tensors_of
-from dynoffload.checkpoint.extents import Extents, Held, extents_of
+from dynoffload.checkpoint.extents import Extents, extents_of
 from dynoffload.checkpoint.matching import (
     OptimizerPlan,
-    is_tensor_like,
     match_extra,
     match_model,
     match_optimizer,
@@ -38,7 +36,6 @@ from dynoffload.checkpoint.tensors import Memory
 from dynoffload.distributed.sharded import drop_gradients, reshard
 from dynoffload.errors import CheckpointError, DynOffloadError
 from dynoffload.host_optimizer import HostOptimizer
-from dynoffload.memory.local import is_spread
 
 logger = logging.getLogger(__name__)
 
@@ -66,24 +63,35 @@ def load(
     peers = peers_of(model) if peers is None else peers
     peers.check(directory)
     with contextlib.ExitStack() as stack:
-        matched: list[_Matched] = []
+        fills: list[Callable[[Memory], None]] = []
 
-        def verify() -> list[Any]:
+        def verify() -> tuple[str, int]:
             things = things_of(extra)
             for name, thing in things.items():
                 state_of(name, thing)  # refuses what has none
             reshard(model)
             checkpoint = stack.enter_context(opened(directory, peers))
-            matched.append(_matched(checkpoint, model, optimizer, things, peers))
-            return [str(checkpoint.path), checkpoint.checksum]
+            fills.append(_verified(checkpoint, model, optimizer, things, peers))
+            return str(checkpoint.path), checkpoint.checksum
 
         def fill() -> None:
             prepare()
-            _fill(matched[0], model, optimizer, extra or {}, memory)
+            try:
+                fills[0](memory)
+            except (OSError, EOFError) as error:
+                if isinstance(error, DynOffloadError):
+                    raise
+                why = getattr(error, "strerror", None) or error
+                raise CheckpointError(
+                    getattr(error, "errno", None) or errno.EIO,
+                    f"reading checkpoint {everyone[0][0]} has failed half-way ({why}): the model "
+                    "is partly loaded; load it again, or another, before training goes on",
+                ) from error
 
-        _check_same(peers.share(verify))
+        everyone = peers.share(verify)
+        _check_same(everyone)
         peers.share(fill)
-    logger.info("loaded checkpoint %s", matched[0].checkpoint.path)
+    logger.info("loaded checkpoint %s", everyone[0][0])
 
 
 def _check_same(everyone: Sequence[Sequence[Any]]) -> None:
@@ -100,24 +108,14 @@ def _check_same(everyone: Sequence[Sequence[Any]]) -> None:
             )
 
 
-@dataclass(frozen=True)
-class _Matched:
-    """A checkpoint that is of the run that asks for it, and what is to be given to whom."""
-
-    checkpoint: Opened
-    plan: OptimizerPlan | None
-    states: dict[str, Any]
-    of_modules: Any
-    random: dict[str, Any]
-
-
-def _matched(
+def _verified(
     checkpoint: Opened,
     model: nn.Module,
     optimizer: Optimizer | None,
     extra: Mapping[str, Any],
     peers: Peers,
-) -> _Matched:
+) -> Callable[[Memory], None]:
+    """Check that a checkpoint is of the run that asks for it; return what fills that."""
     with checkpoint.sound("content"):
         extents = extents_of(model)
         match_model(checkpoint, model, extents)
@@ -146,39 +144,22 @@ def _matched(
             checkpoint.path,
             ", ".join(sorted(unused)),
         )
-    return _Matched(checkpoint, plan, states, of_modules, random)
 
-
-def _fill(
-    matched: _Matched,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    extra: Mapping[str, Any],
-    memory: Memory,
-) -> None:
-    checkpoint = matched.checkpoint
-    try:
+    def fill(memory: Memory) -> None:
         for name, thing in extra.items():
             if isinstance(thing, torch.Generator):
-                thing.set_state(matched.states[name])
+                thing.set_state(states[name])
             else:
-                thing.load_state_dict(matched.states[name])
+                thing.load_state_dict(states[name])
         for name, module in stateful_modules(model).items():
-            module.set_extra_state(matched.of_modules[name])
+            module.set_extra_state(of_modules[name])
         _fill_model(checkpoint, model, memory)
-        if optimizer is not None and matched.plan is not None:
-            _fill_optimizer(checkpoint, matched.plan, model, optimizer, memory)
-        if matched.random:
-            randomness.restore(matched.random)
-    except (OSError, EOFError) as error:
-        if isinstance(error, DynOffloadError):
-            raise
-        why = getattr(error, "strerror", None) or error
-        raise CheckpointError(
-            getattr(error, "errno", None) or errno.EIO,
-            f"reading checkpoint {checkpoint.path} has failed half-way ({why}): the model is "
-            "partly loaded; load it again, or another, before training goes on",
-        ) from error
+        if optimizer is not None and plan is not None:
+            _fill_optimizer(checkpoint, plan, model, optimizer, memory)
+        if random:
+            randomness.restore(random)
+
+    return fill
 
 
 def _fill_model(checkpoint: Opened, model: nn.Module, memory: Memory) -> None:
@@ -187,7 +168,7 @@ def _fill_model(checkpoint: Opened, model: nn.Module, memory: Memory) -> None:
     drop_gradients(model)
     extents = extents_of(model)
     for name, tensor in tensors_of(model)[0].items():
-        checkpoint.read(place_of(checkpoint, name), extents.held(tensor), memory)
+        checkpoint.read(place_of(checkpoint, name), extents.held(tensor, tensor), memory)
 
 
 @torch.no_grad()
@@ -199,8 +180,13 @@ def _fill_optimizer(
         optimizer.begin_load()
     for group, values in zip(optimizer.param_groups, plan.groups, strict=True):
         for key, value in values.items():
-            if is_tensor_like(group.get(key), value):
-                group[key].copy_(value)  # a scheduler, or a compiled step, may hold it
+            known = group.get(key)
+            if (
+                isinstance(known, torch.Tensor)
+                and isinstance(value, torch.Tensor)
+                and (known.dtype, known.shape) == (value.dtype, value.shape)
+            ):
+                known.copy_(value)  # a scheduler, or a compiled step, may hold it
             else:
                 group[key] = value
         for parameter in group["params"]:
@@ -222,21 +208,15 @@ def _fill_state(
     extents: Extents,
 ) -> None:
     live = optimizer.state.get(parameter, {})
-    of_all = extents.of(parameter)
-
-    def held(item: Stored, tensor: torch.Tensor) -> Held:
-        if is_spread(tensor) or of_all is None or item.shape != of_all.shape:
-            return extents.held(tensor)
-        return Held(tensor, of_all)
-
+    extent = extents.held(parameter, parameter).extent
     state, known = {}, None
     for key, item in entry.items():
         known = live.get(key)
         if not isinstance(item, Stored):
             state[key] = item
-        elif isinstance(known, torch.Tensor) and item.fits(held(item, known)):
+        elif isinstance(known, torch.Tensor) and item.fits(extents.held(known, parameter)):
             state[key] = known
-        elif of_all is not None and item.shape == of_all.shape:
+        elif extent is not None and item.shape == extent.shape:
             state[key] = item.part(parameter)
         else:
             state[key] = item.empty(parameter.device)
@@ -245,4 +225,4 @@ def _fill_state(
     memory.adopt(parameter)  # before it has content, so that no more than a piece is outside
     for key, item in entry.items():
         if isinstance(item, Stored):
-            checkpoint.read(item.place, held(item, state[key]), memory)
+            checkpoint.read(item.place, extents.held(state[key], parameter), memory)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import zlib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from dynoffload.errors import CheckpointError
 
@@ -19,17 +19,11 @@ _VERSIONS = 1, 2  # the second says more: of several ranks
 _MAGIC = f'{{\n "format": "{_FORMAT}"'.encode()
 
 
-@dataclass(frozen=True)
-class File:
+class File(NamedTuple):
     """What a file must be: its bytes and their CRC-32."""
 
-    nbytes: int
+    bytes: int
     crc32: int
-
-    @staticmethod
-    def of(data: bytes) -> File:
-        """Return what a file of these bytes must be."""
-        return File(len(data), zlib.crc32(data))
 
 
 @dataclass
@@ -37,6 +31,7 @@ class Manifest:
     """What `checkpoint.json` says; values are encoded by `values`.
 
     Attributes:
+        written_by: versions, for people.
         files: every other file of the checkpoint, by name.
         tied: further names of tensors -> the name under which they are kept.
         module_state: names of ``get_extra_state`` -> its value.
@@ -44,9 +39,9 @@ class Manifest:
         extra: what else was given to keep: name -> type and state.
         random: the state of the random number generators.
         random_of_others: that of the ranks after the first, where several have saved together.
-        written_by: versions, for people.
     """
 
+    written_by: dict[str, str] = field(default_factory=dict)
     files: dict[str, File] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     module_state: dict[str, Any] = field(default_factory=dict)
@@ -54,24 +49,13 @@ class Manifest:
     extra: dict[str, Any] = field(default_factory=dict)
     random: dict[str, Any] = field(default_factory=dict)
     random_of_others: list[dict[str, Any]] = field(default_factory=list)
-    written_by: dict[str, str] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """Return the file's content."""
-        content: dict[str, Any] = {
-            "written_by": self.written_by,
-            "files": {
-                name: {"bytes": file.nbytes, "crc32": file.crc32}
-                for name, file in self.files.items()
-            },
-            "tied": self.tied,
-            "module_state": self.module_state,
-            "optimizer": self.optimizer,
-            "extra": self.extra,
-            "random": self.random,
-        }
-        if self.random_of_others:
-            content["random_of_others"] = self.random_of_others
+        files = {name: file._asdict() for name, file in self.files.items()}
+        content: dict[str, Any] = {**vars(self), "files": files}
+        if not self.random_of_others:
+            del content["random_of_others"]
         document = {
             "format": _FORMAT,
             "version": _VERSIONS[bool(self.random_of_others)],
@@ -104,16 +88,16 @@ class Manifest:
             content = document["content"]
             if document["crc32"] != _checksum(content):
                 raise ValueError("its checksum differs")
-            files = {
+            manifest = Manifest(**content)
+            for name, value in vars(manifest).items():
+                if not isinstance(value, list if name == "random_of_others" else dict) and (
+                    name != "optimizer" or value is not None
+                ):
+                    raise TypeError(f"{name} is {type(value).__name__}")
+            manifest.files = {
                 name: File(int(file["bytes"]), int(file["crc32"]))
                 for name, file in content["files"].items()
             }
-            manifest = Manifest(files=files, **{k: v for k, v in content.items() if k != "files"})
-            for name in ("tied", "module_state", "extra", "random", "written_by"):
-                if not isinstance(getattr(manifest, name), dict):
-                    raise TypeError(f"{name} is no object")
-            if not isinstance(manifest.random_of_others, list):
-                raise TypeError("random_of_others is no list")
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{place} is damaged ({error}): {remedy}") from error
         return manifest

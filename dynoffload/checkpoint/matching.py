@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.checkpoint.contents import (
+    NO_VALUES,
     groups_of,
-    hyperparameters,
     names_of,
     stateful_modules,
     tensors_of,
@@ -80,7 +78,7 @@ def match_model(checkpoint: Opened, model: nn.Module, extents: Extents) -> None:
     there = [*places, *their_ties, *checkpoint.said.module_state]
     known, wanted = set(there), set(here)
     kinds = [
-        (name, kind_of(name, extents.held(tensor)), place_of(checkpoint, name).kind)
+        (name, kind_of(name, extents.held(tensor, tensor)), place_of(checkpoint, name).kind)
         for name, tensor in live.items()
         if name in known
     ]
@@ -125,8 +123,7 @@ def match_model(checkpoint: Opened, model: nn.Module, extents: Extents) -> None:
         )
 
 
-@dataclass(frozen=True)
-class OptimizerPlan:
+class OptimizerPlan(NamedTuple):
     """What an optimizer is to be given.
 
     Attributes:
@@ -149,25 +146,24 @@ def match_optimizer(
         ValueError, KeyError, TypeError, AttributeError, RuntimeError: what is there is malformed.
     """
     said = checkpoint.said.optimizer
-    path, kind = checkpoint.path, type_of(optimizer)
+    path, kind, names = checkpoint.path, type_of(optimizer), names_of(model)
+    here = groups_of(optimizer, names)
+    there = [] if said is None else [group["parameters"] for group in said["groups"]]
+    why = ""
     if said is None:
-        raise CheckpointError(
-            f"checkpoint {path} was saved without an optimizer: load it without one, and begin "
-            f"with a new {kind}; nothing was loaded"
+        why = f"was saved without an optimizer: load it without one, and begin with a new {kind}"
+    elif said["type"] != kind:
+        why = (
+            f"has the state of an optimizer {said['type']}, and this is {kind}: make the optimizer "
+            "of the run that saved it, or load without one"
         )
-    if said["type"] != kind:
-        raise CheckpointError(
-            f"checkpoint {path} has the state of an optimizer {said['type']}, and this is "
-            f"{kind}: make the optimizer of the run that saved it, or load without one; nothing "
-            "was loaded"
+    elif len(here) != len(there):
+        why = (
+            f"has {len(there)} parameter groups, and this {kind} has {len(here)}: make them, as by "
+            "add_param_group, before it is loaded"
         )
-    here, there = groups_of(optimizer, names_of(model)), [g["parameters"] for g in said["groups"]]
-    if len(here) != len(there):
-        raise CheckpointError(
-            f"checkpoint {path} has {len(there)} parameter groups, and this {kind} has "
-            f"{len(here)}: make them, as by add_param_group, before it is loaded; nothing was "
-            "loaded"
-        )
+    if said is None or why:
+        raise CheckpointError(f"checkpoint {path} {why}; nothing was loaded")
     for number, (ours, theirs) in enumerate(zip(here, there, strict=True)):
         _fail(
             checkpoint,
@@ -178,28 +174,23 @@ def match_optimizer(
             f"{kind} (group {number})",
             "Make the optimizer's groups as before it was saved",
         )
-    known = {name for group in here for name in group}
-    if foreign := said["state"].keys() - known:
+    if foreign := said["state"].keys() - {name for group in here for name in group}:
         raise ValueError(f"state of {min(foreign)!r}, which is in no group")
+    values = [checkpoint.decode("optimizer", group["values"]) for group in said["groups"]]
     plan = OptimizerPlan(
-        [
-            hyperparameters(checkpoint.decode("optimizer", group["values"]))
-            for group in said["groups"]
-        ],
+        [{k: v for k, v in group.items() if k not in NO_VALUES} for group in values],
         {
             name: {
-                key: checkpoint.stored("optimizer", item)
-                if is_tensor(item)
-                else checkpoint.decode("optimizer", item)
+                key: (checkpoint.stored if is_tensor(item) else checkpoint.decode)(
+                    "optimizer", item
+                )
                 for key, item in entry.items()
             }
             for name, entry in said["state"].items()
         },
     )
-    for parameter, name in names_of(model).items():
-        extent = None if is_spread(parameter) else extents.of(parameter)
-        if extent is None:
-            continue
+    for parameter, extent in extents.items():
+        name = names[parameter]
         for key, item in plan.state.get(name, {}).items():
             if isinstance(item, Stored) and item.shape != extent.shape and prod(item.shape) != 1:
                 raise CheckpointError(
@@ -234,12 +225,3 @@ def match_extra(checkpoint: Opened, extra: Mapping[str, Any]) -> dict[str, Any]:
             )
         found[name] = checkpoint.decode("extra", said["state"])
     return found
-
-
-def is_tensor_like(one: Any, other: Any) -> bool:
-    """Return whether ``other`` can be copied into ``one`` without a change of kind."""
-    return (
-        isinstance(one, torch.Tensor)
-        and isinstance(other, torch.Tensor)
-        and (one.dtype, one.shape) == (other.dtype, other.shape)
-    )

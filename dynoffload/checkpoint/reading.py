@@ -12,8 +12,7 @@ import os
 import stat
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,8 +40,7 @@ _MALFORMED = (
 )
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """A tensor among values: where its bytes are, and how it lay in memory."""
 
     place: Place
@@ -138,17 +136,17 @@ class Opened:
             raise CheckpointError(f"checkpoint {self.path} names a foreign file {name!r}")
         fd = self._open(name, 0, self._directory)
         found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_size != file.nbytes:
+        if not stat.S_ISREG(found.st_mode) or found.st_size != file.bytes:
             raise CheckpointError(
-                f"{self.path / name} has {found.st_size} bytes, and {file.nbytes} were saved: "
+                f"{self.path / name} has {found.st_size} bytes, and {file.bytes} were saved: "
                 "load another checkpoint"
             )
         with self.sound(name):
-            if sums and files.checksum_of(fd, file.nbytes, self._buffer) != file.crc32:
+            if sums and files.checksum_of(fd, file.bytes, self._buffer) != file.crc32:
                 raise ValueError("its checksum is not that of what was saved")
             if name.endswith(".safetensors"):
                 known = self.tensors[name.split("-")[0].split(".")[0]]
-                head = files.read_head(fd, name, file.nbytes)
+                head = files.read_head(fd, name, file.bytes)
                 if twice := known.keys() & head.keys():
                     raise ValueError(f"tensor {min(twice)!r} is in two files")
                 known.update(head)
@@ -176,7 +174,7 @@ class Opened:
             ValueError, KeyError, TypeError, RuntimeError: there is none like that.
         """
         place = self.tensors[family][said["name"]]
-        dtype, shape = files.dtype_of(place.kind), place.kind.shape
+        dtype, shape = place.kind.torch_dtype, place.kind.shape
         if said.get("pairs", False):
             if dtype != torch.float64 or shape[-1:] != (2,):
                 raise ValueError(f"tensor {said['name']!r} is of no complex numbers")

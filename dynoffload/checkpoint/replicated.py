@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import logging
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -26,16 +26,6 @@ from dynoffload.memory.local import local
 from dynoffload.memory.pieces import Buffer
 
 logger = logging.getLogger(__name__)
-
-_NUMBERS = "hyperparameters of the optimizer, or numbers in its state,"
-
-
-class _Part(NamedTuple):
-    """What has one checksum on all ranks that have it: its sort, its name, its first row."""
-
-    sort: str
-    name: str = ""
-    begin: int | None = None
 
 
 def check_replicated(
@@ -60,65 +50,39 @@ def check_replicated(
         CheckpointError: something differs; all raise it.
     """
 
-    def checksums() -> dict[_Part, int]:
+    def checksums() -> dict[str, int]:
         buffer = Buffer()
         found = {}
-        for part, held in _shared(model, state):
-            checksum = 0
-            for data in bytes_of(local(held.tensor.detach()), memory, buffer):
-                checksum = zlib.crc32(data, checksum)
-            found[part] = checksum
-        found[_Part(_NUMBERS)] = zlib.crc32(json.dumps(optimizer, sort_keys=True).encode())
-        return found
+        for sort, some in (("", model), ("optimizer state", state)):
+            for name, held in some.items():
+                if held.extent is not None and not held.extent.several:
+                    continue
+                own = "parameter" if isinstance(held.tensor, nn.Parameter) else "buffer"
+                what = f"{sort or own} {name!r}"
+                if held.extent is not None:
+                    what += f", of experts {held.extent.begin} and on, which both hold,"
+                checksum = 0
+                for data in bytes_of(local(held.tensor.detach()), memory, buffer):
+                    checksum = zlib.crc32(data, checksum)
+                found[what] = checksum
+        numbers = json.dumps(optimizer, sort_keys=True).encode()
+        return {**found, "what the optimizer has beside tensors": zlib.crc32(numbers)}
 
-    first: dict[_Part, tuple[int, int]] = {}  # checksum, and whose
+    first: dict[str, tuple[int, int]] = {}  # checksum, and whose
+    differing = []
     for rank, found in enumerate(peers.share(checksums)):
-        for part, checksum in found.items():
-            known, before = first.setdefault(part, (checksum, rank))
-            if known == checksum:
-                continue
-            if part.sort != "buffer":
-                raise _difference(part, f"between ranks {before} and {rank} of {peers.world}")
-            if peers.first:
-                logger.warning(
-                    "buffer %r differs between ranks %d and %d: checkpoint %s has the first rank's",
-                    part.name,
-                    before,
-                    rank,
-                    target,
-                )
-
-
-def _shared(model: Mapping[str, Held], state: Mapping[str, Held]) -> Iterator[tuple[_Part, Held]]:
-    """Yield the tensors of which other ranks have the same, buffers last."""
-    trained = {n: one for n, one in model.items() if isinstance(one.tensor, nn.Parameter)}
-    buffers = {n: one for n, one in model.items() if n not in trained}
-    for sort, some in (
-        ("parameter", trained),
-        ("optimizer state", state),
-        ("buffer", buffers),
-    ):
-        for name, held in some.items():
-            extent = held.extent
-            if extent is None or extent.several:
-                yield _Part(sort, name, None if extent is None else extent.begin), held
-
-
-def _difference(part: _Part, between: str) -> CheckpointError:
-    kept = "nothing was written, and what was saved there before is as it was"
-    if part.sort == _NUMBERS:
-        return CheckpointError(
-            f"{_NUMBERS} differ {between}, and a checkpoint has them once for all: give all ranks "
-            f"the same, as by a scheduler on each; {kept}"
-        )
-    what, over = f"{part.sort} {part.name!r}", "the ranks"
-    all_else = "replicated_parameters(), and of all else that is replicated,"
-    if part.begin is not None:
-        what = f"{what}, of experts {part.begin} and on, which both hold,"
-        all_else, over = "experts", "the ranks that hold the same"
-    return CheckpointError(
-        f"{what} differs {between}, and a checkpoint has it once for all: begin alike, and sum the "
-        f"gradients of {all_else} over {over} before each step, and clip by a norm that is the "
-        "same on all, as of dynoffload.moe.parallel.clip_grad_norm_; or write what is meant to be "
-        f"each rank's own to files of its own; {kept}"
-    )
+        for what, checksum in found.items():
+            known, before = first.setdefault(what, (checksum, rank))
+            if known != checksum:
+                differing.append((what, f"differs between ranks {before} and {rank}"))
+    for what, differs in differing:
+        if not what.startswith("buffer "):
+            raise CheckpointError(
+                f"{what} {differs} of {peers.world}, and a checkpoint has it once for all: begin "
+                "alike; sum the gradients of replicated_parameters(), and of all else that several "
+                "ranks hold, over those ranks before each step; clip by a norm that is the same on "
+                "all, as of dynoffload.moe.parallel.clip_grad_norm_; step a scheduler on each; "
+                "nothing was written, and what was saved there before is as it was"
+            )
+        if peers.first:
+            logger.warning("%s %s: checkpoint %s has the first rank's", what, differs, target)

@@ -29,13 +29,13 @@ from dynoffload.checkpoint.contents import (
     stateful_modules,
     tensors_of,
 )
-from dynoffload.checkpoint.extents import Extents, Held, agreed_extents, unlike
+from dynoffload.checkpoint.extents import Extents, Held, agreed_extents, check_savable
 from dynoffload.checkpoint.files import Shard
 from dynoffload.checkpoint.manifest import File, Manifest
 from dynoffload.checkpoint.peers import Peers, peers_of
 from dynoffload.checkpoint.publishing import replacing, target_of
 from dynoffload.checkpoint.replicated import check_replicated
-from dynoffload.checkpoint.tensors import Memory, check_savable
+from dynoffload.checkpoint.tensors import Memory
 from dynoffload.checkpoint.values import encode
 from dynoffload.distributed.sharded import reshard
 from dynoffload.errors import CheckpointError, ConfigError, DynOffloadError
@@ -99,17 +99,19 @@ def save(
     extents = agreed_extents(model, peers)
     made: list[_Layout] = []
 
-    def lay_out() -> dict[str, Any]:
-        made.append(_laid_out(model, optimizer, directory, extra, max_shard_size, extents))
-        return {
-            "heads": made[0].checksum(),
-            "random": None if peers.first else randomness.states(),
-        }
+    def lay_out() -> tuple[int, Any, Any]:
+        layout = _laid_out(model, optimizer, directory, extra, max_shard_size, extents)
+        made.append(layout)
+        heads = zlib.crc32(b"".join(shard.head for shard in layout.shards()))
+        return heads, layout.spans(), None if peers.first else randomness.states()
 
     found = peers.share(lay_out)
     layout = made[0]
-    if len({one["heads"] for one in found}) > 1:
-        raise unlike()
+    if len({heads for heads, *_ in found}) > 1:
+        raise CheckpointError(
+            "the ranks have models, or optimizers, of other names, shapes or dtypes than each "
+            "other: build them alike, and step them alike, before they save together"
+        )
     if peers.compares:
         tensors = layout.held("model"), layout.held("optimizer")
         check_replicated(peers, layout.target, *tensors, layout.said.optimizer, memory)
@@ -118,22 +120,25 @@ def save(
         def begin() -> str | None:
             if not peers.first:
                 return None
-            layout.complete([one["random"] for one in found[1:]])
+            layout.complete([random for *_, random in found[1:]])
+            layout.check_covered([layout.spans(), *(spans for _, spans, _ in found[1:])])
             new = stack.enter_context(replacing(layout.target, layout.need()))
             for shard in layout.shards():
                 os.close(os.open(new / shard.file, _NEW, 0o666))
             return str(new)
 
         new = Path(peers.share(begin)[0])
-        written = peers.share(lambda: _write(new, layout, memory, peers))
-        summed = peers.share(lambda: _summed(new, layout, written, peers))
+        written = peers.share(lambda: _write(new, layout, memory, peers))[0]
+        summed = peers.share(lambda: _summed(new, layout, peers))
 
         def end() -> None:
-            if peers.first:
-                for one in summed:
-                    layout.said.files.update(one)
-                _finish(new, layout)
-                stack.close()  # what is there by now takes the target's place
+            if not peers.first:
+                return
+            checksums = {**written, **{k: v for one in summed for k, v in one.items()}}
+            for shard in layout.shards():
+                layout.said.files[shard.file] = File(shard.nbytes, checksums[shard.file])
+            _finish(new, layout)
+            stack.close()  # what is there by now takes the target's place
 
         peers.share(end)
     logger.info("saved checkpoint %s: %s", layout.target, format_bytes(layout.content()))
@@ -148,10 +153,6 @@ class _Layout:
     sets: dict[str, list[Shard]]
     of_extra: Kept
     limit: int
-
-    def checksum(self) -> int:
-        """Return what is equal on all processes that may save together."""
-        return zlib.crc32(b"".join(shard.head for shard in self.shards()))
 
     def complete(self, random: Sequence[Mapping[str, Any]]) -> None:
         """Add what only the first process writes: what is not spread, with the random numbers of
@@ -173,6 +174,37 @@ class _Layout:
         """Return all files of tensors."""
         return [shard for parts in self.sets.values() for shard in parts]
 
+    def spans(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """Return what this process is to write of each tensor that is spread."""
+        return {
+            (stem, name): held.span
+            for stem in self.sets
+            for name, held in self.held(stem).items()
+            if held.span is not None
+        }
+
+    def check_covered(self, everyone: Sequence[Mapping[tuple[str, str], tuple[int, int]]]) -> None:
+        """Refuse spans of all ranks that leave a gap in a tensor, or overlap.
+
+        Raises:
+            CheckpointError: naming the tensor.
+        """
+        for stem in self.sets:
+            for name, held in self.held(stem).items():
+                if held.extent is None:
+                    continue
+                spans = sorted(one[stem, name] for one in everyone if (stem, name) in one)
+                whole, end = held.extent.shape[held.extent.dim], 0
+                for begin, stop in (*spans, (whole, whole)):
+                    if begin != end:
+                        raise CheckpointError(
+                            f"rows {min(begin, end)} to {max(begin, end)} of {name!r} are on "
+                            f"{'no rank' if end < begin else 'two ranks'} that saves: all ranks "
+                            "that have parts of it save together, in groups of one size, and none "
+                            "has parts of another's; what was saved there before is as it was"
+                        )
+                    end = stop
+
     def content(self) -> int:
         """Return the bytes of all files of tensors."""
         return sum(shard.nbytes for shard in self.shards())
@@ -190,16 +222,15 @@ def _laid_out(
     max_shard_size: int | str,
     extents: Extents,
 ) -> _Layout:
-    extra = things_of(extra)
     limit = parse_bytes(max_shard_size, "max_shard_size")
     if limit < 1:
         raise ConfigError(f"max_shard_size={max_shard_size!r} holds nothing: pass, say, '5GB'")
-    target = target_of(directory)
+    extra = things_of(extra)
     reshard(model)
     weights, tied = tensors_of(model)
     for name, tensor in weights.items():
         check_savable(name, tensor)
-    of_optimizer, of_extra = Kept(), Kept()
+    of_optimizer, of_extra = Kept(extents), Kept(extents)
     said = Manifest(
         tied=tied,
         module_state={
@@ -208,7 +239,7 @@ def _laid_out(
         },
         optimizer=None
         if optimizer is None
-        else encode_optimizer(optimizer, names_of(model), of_optimizer, extents),
+        else encode_optimizer(optimizer, names_of(model), of_optimizer),
         extra={
             name: {
                 "type": type(thing).__name__,
@@ -222,13 +253,12 @@ def _laid_out(
         },
         written_by={"dynoffload": __version__, "torch": str(torch.__version__)},
     )
+    of_model = {name: extents.held(tensor, tensor) for name, tensor in weights.items()}
     sets = {
-        "model": files.shards_of(
-            "model", {name: extents.held(tensor) for name, tensor in weights.items()}, limit
-        ),
+        "model": files.shards_of("model", of_model, limit),
         "optimizer": files.shards_of("optimizer", of_optimizer, limit),
     }
-    return _Layout(target, said, sets, of_extra, limit)
+    return _Layout(target_of(directory), said, sets, of_extra, limit)
 
 
 @contextlib.contextmanager
@@ -262,8 +292,8 @@ def _opened(path: Path, flags: int, target: Path, peers: Peers) -> Iterator[int]
         os.close(fd)
 
 
-def _write(new: Path, layout: _Layout, memory: Memory, peers: Peers) -> dict[str, File]:
-    """Write what this process has to write; return what that is of each file."""
+def _write(new: Path, layout: _Layout, memory: Memory, peers: Peers) -> dict[str, int]:
+    """Write what this process has to write; return the checksums of that by file."""
     buffer, found = Buffer(), {}
     for shard in layout.shards():
         with _opened(new / shard.file, os.O_WRONLY, layout.target, peers) as fd:
@@ -272,26 +302,14 @@ def _write(new: Path, layout: _Layout, memory: Memory, peers: Peers) -> dict[str
     return found
 
 
-def _summed(
-    new: Path, layout: _Layout, written: Sequence[Mapping[str, File]], peers: Peers
-) -> dict[str, File]:
-    """Return size and checksum of files: those that one rank has written alone, and, read back
-    from the disk, this rank's share of those that several have written."""
+def _summed(new: Path, layout: _Layout, peers: Peers) -> dict[str, int]:
+    """Return the checksums of this rank's share of the files that several may have written, which
+    are read back for that."""
     buffer, found = Buffer(), {}
-    for number, shard in enumerate(layout.shards()):
-        parts = [one[shard.file] for one in written if shard.file in one]
-        nbytes = sum(part.nbytes for part in parts)
-        if nbytes != shard.nbytes:
-            raise CheckpointError(
-                f"{nbytes} bytes of {shard.file} were written, and it has {shard.nbytes}: the "
-                "ranks' parts do not make up a whole; what was saved there before is as it was"
-            )
-        alone = [part for part in parts if part.nbytes == nbytes]
-        if alone:
-            found[shard.file] = alone[0]
-        elif number % peers.world == peers.rank:
+    for number, shard in enumerate(shard for shard in layout.shards() if shard.is_spread):
+        if number % peers.world == peers.rank:
             with _opened(new / shard.file, os.O_RDONLY, layout.target, peers) as fd:
-                found[shard.file] = File(nbytes, files.checksum_of(fd, nbytes, buffer))
+                found[shard.file] = files.checksum_of(fd, shard.nbytes, buffer)
     return found
 
 
@@ -303,7 +321,7 @@ def _finish(new: Path, layout: _Layout) -> None:
             index = files.index_of(parts)
             name = f"{stem}.safetensors.index.json"
             _create(new / name, index)
-            said.files[name] = File.of(index)
+            said.files[name] = File(len(index), zlib.crc32(index))
     _create(new / manifest.NAME, said.to_bytes())
 
 

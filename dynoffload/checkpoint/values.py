@@ -12,7 +12,7 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,24 +25,13 @@ Get = Callable[[dict[str, Any]], torch.Tensor]
 
 KIND = "$"
 TENSOR = "tensor"
-_FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
-_SEQUENCES: dict[str, Callable[[Iterable[Any]], Any]] = {
-    "tuple": tuple,
-    "size": torch.Size,
-    "set": set,
-}
-_MAPPINGS: dict[str, Callable[[Iterable[Any]], Any]] = {
+_SEQUENCES: dict[str, Callable[..., Any]] = {"tuple": tuple, "size": torch.Size, "set": set}
+_MAPPINGS: dict[str, Callable[..., Any]] = {
     "dict": dict,
     "ordered": OrderedDict,
-    "counter": lambda pairs: Counter(dict(pairs)),
+    "counter": Counter,
 }
-_KINDS: dict[type, str] = {
-    tuple: "tuple",
-    torch.Size: "size",
-    set: "set",
-    OrderedDict: "ordered",
-    Counter: "counter",
-}
+_KINDS: dict[Any, str] = {kind: name for name, kind in (_SEQUENCES | _MAPPINGS).items()}
 
 
 def is_tensor(value: Any) -> bool:
@@ -73,38 +62,33 @@ def encode(value: Any, path: str, put: Put) -> Any:
         return {KIND: "bytes", "base64": base64.b64encode(value).decode()}
     if isinstance(value, torch.Tensor):
         return put(path, value)
-    if kind is torch.dtype:
-        return {KIND: "dtype", "name": str(value).removeprefix("torch.")}
-    if kind is torch.device:
-        return {KIND: "device", "name": str(value)}
+    if kind in (torch.dtype, torch.device):
+        return {KIND: kind.__name__, "name": str(value).removeprefix("torch.")}
     if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biufc":
         raw = torch.frombuffer(bytearray(value.tobytes()) or bytearray(1), dtype=torch.uint8)
-        kept = put(path, raw[: value.nbytes])
-        scalar = isinstance(value, np.generic)
         return {
             KIND: "numpy",
             "dtype": value.dtype.str,
-            "shape": None if scalar else list(value.shape),
-            "bytes": kept,
+            "shape": None if isinstance(value, np.generic) else list(value.shape),
+            "bytes": put(path, raw[: value.nbytes]),
         }
-    if kind is list:
-        return [encode(item, f"{path}.{at}", put) for at, item in enumerate(value)]
-    if kind in (tuple, torch.Size, set):
-        items = [encode(item, f"{path}.{at}", put) for at, item in enumerate(value)]
-        return {KIND: _KINDS[kind], "items": items}
     if kind is dict and KIND not in value and all(type(key) is str for key in value):
         return {key: encode(item, f"{path}.{key}", put) for key, item in value.items()}
+    items: list[Any]
     if kind in (dict, OrderedDict, Counter):
-        pairs = [
+        items = [
             [encode(key, f"{path} (a key)", put), encode(item, f"{path}.{key}", put)]
             for key, item in value.items()
         ]
-        return {KIND: _KINDS.get(kind, "dict"), "items": pairs}
-    raise CheckpointError(
-        f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: it "
-        "holds numbers, texts, tensors, numpy arrays, and lists, tuples, sets and dicts of them; "
-        "leave it out of the state, or give the object a state_dict() of such values"
-    )
+    elif kind is list or kind in _KINDS:
+        items = [encode(item, f"{path}.{at}", put) for at, item in enumerate(value)]
+    else:
+        raise CheckpointError(
+            f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: "
+            "it holds numbers, texts, tensors, numpy arrays, and lists, tuples, sets and dicts of "
+            "them; leave it out of the state, or give the object a state_dict() of such values"
+        )
+    return items if kind is list else {KIND: _KINDS[kind], "items": items}
 
 
 def decode(value: Any, get: Get) -> Any:
@@ -127,39 +111,26 @@ def decode(value: Any, get: Get) -> Any:
     if kind == TENSOR:
         return get(value)
     if kind == "float":
-        return _FLOATS[value["value"]]
+        return float(value["value"])
     if kind == "complex":
         return complex(*(decode(part, get) for part in value["parts"]))
     if kind == "bytes":
         return base64.b64decode(value["base64"], validate=True)
     if kind == "dtype":
-        return dtype_of(value["name"])
+        found = getattr(torch, value["name"], None)
+        if not isinstance(found, torch.dtype):
+            raise ValueError(f"torch has no dtype {value['name']!r}")
+        return found
     if kind == "device":
         return torch.device(value["name"])
     if kind == "numpy":
-        return _array(value, get)
+        dtype = np.dtype(value["dtype"])
+        if dtype.kind not in "biufc":
+            raise ValueError(f"an array of dtype {dtype}")
+        flat = np.frombuffer(get(value["bytes"]).numpy().tobytes(), dtype)
+        return flat[0] if value["shape"] is None else flat.reshape(value["shape"]).copy()
     if kind in _SEQUENCES:
         return _SEQUENCES[kind](decode(item, get) for item in value["items"])
     if kind in _MAPPINGS:
-        return _MAPPINGS[kind]((decode(k, get), decode(v, get)) for k, v in value["items"])
+        return _MAPPINGS[kind]({decode(k, get): decode(v, get) for k, v in value["items"]})
     raise ValueError(f"a value of unknown kind {kind!r}")
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype that torch calls ``name``.
-
-    Raises:
-        ValueError: there is none.
-    """
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"torch has no dtype {name!r}")
-    return found
-
-
-def _array(value: dict[str, Any], get: Get) -> Any:
-    dtype = np.dtype(value["dtype"])
-    if dtype.kind not in "biufc":
-        raise ValueError(f"an array of dtype {dtype}")
-    flat = np.frombuffer(get(value["bytes"]).numpy().tobytes(), dtype)
-    return flat[0] if value["shape"] is None else flat.reshape(value["shape"]).copy()

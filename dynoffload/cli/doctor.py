@@ -76,8 +76,7 @@ def _show(found: Examination, directory: Path) -> None:
         free = format_bytes(found.filesystem.free_bytes)
         facts.add_row("spill directory", f"{directory} ({found.filesystem.kind}, {free} free)")
     if found.tiers is not None:
-        how = f"aligned to {found.tiers.alignment} B" if found.tiers.direct else "refused: buffered"
-        facts.add_row("O_DIRECT", how)
+        facts.add_row("O_DIRECT", "used" if found.tiers.direct else "refused: buffered")
     for name, value in _facts(found.system):
         facts.add_row(name, Text(value))
     console.print(facts)
@@ -111,16 +110,7 @@ def _facts(system: System) -> Iterator[tuple[str, str]]:
         f"{format_bytes(system.memory_available)} available of "
         f"{format_bytes(system.memory_total)}, swap {format_bytes(system.swap_total)}",
     )
-    yield "this process may take", format_bytes(min(system.room, system.memory_available))
+    yield "this process may take", format_bytes(system.room)
     yield "transparent huge pages", system.huge_pages or "not in this kernel"
-    uffd = system.userfaultfd
-    if uffd.available:
-        scope = "system calls included" if uffd.full else "user mode only"
-        extras = [
-            name
-            for name, there in (("move", uffd.move), ("write tracking", uffd.wp_async))
-            if there
-        ]
-        yield "userfaultfd", f"{scope}; {', '.join(extras) or 'neither move nor write tracking'}"
-    else:
-        yield "userfaultfd", uffd.reason
+    scope = "user mode only" if system.user_mode else "system calls included"
+    yield "userfaultfd", system.pager_refusal or scope

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import enum
 import json
 import math
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,14 +27,19 @@ commands = typer.Typer(
 app.add_typer(commands, name="pilot")
 
 
-class ModelChoice(str, enum.Enum):
-    """What learns."""
-
-    AUTO = "auto"
-    LIGHTGBM = "lightgbm"
-    MARKOV = "markov"
-    SEQUENCE = "sequence"
-
+COLUMNS = ("order", "varying", "whole order")
+LEGEND = (
+    "order: share of the blocks in the right order (1 - edit distance). Varying: the same over the "
+    "blocks that vary. Whole order: share of steps without an error. Online: corrected after each "
+    "step by what it ran."
+)
+PREDICTORS = {
+    "pilot": "pilot",
+    "pilot, following": "pilot, online",
+    "last order": "repeat-last",
+    "most frequent": "most frequent order",
+}
+"""How the table names the rows of an evaluation."""
 
 Traces = Annotated[
     Path, typer.Argument(exists=True, file_okay=False, help="What 'dynoffload profile' wrote.")
@@ -51,9 +54,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.
 def train(
     traces: Traces,
     out: Annotated[Path, typer.Option("--out", "-o", help="The .pilot file to write.")],
-    model: Annotated[
-        ModelChoice, typer.Option(help="What learns; auto takes what predicts best.")
-    ] = ModelChoice.AUTO,
     budget: Annotated[
         str | None,
         typer.Option(help="Cut blocks that fit in this much fast memory, e.g. 8GiB."),
@@ -64,36 +64,25 @@ def train(
 ) -> None:
     """Train a pilot from a directory of traces.
 
-    Beside FILE a model card, FILE.card.md, says what the pilot was made of, how good it is and
-    where it is not. The same traces and seed give the same file, however many processes work on it.
+    The same traces and seed give the same file, however many processes work on it.
 
     Example:
 
     ```
-    $ dynoffload pilot train traces/ -o moe.pilot --model auto
+    $ dynoffload pilot train traces/ -o moe.pilot
     ```
     """
-    from dynoffload.pilot.model_card import card_path, model_card
     from dynoffload.pilot.train import train_pilot
-    from dynoffload.profiler.safefile import write_whole
 
     out.parent.mkdir(parents=True, exist_ok=True)
     limit = None if budget is None else parse_bytes(budget, "--budget")
-    result = train_pilot(traces, model=model.value, budget=limit, seed=seed, jobs=jobs or -1)
+    result = train_pilot(traces, budget=limit, seed=seed, jobs=jobs or -1)
     result.pilot.save(out)
-    again = ["dynoffload", "pilot", "train", str(traces), "-o", str(out), "--model", model.value]
-    again += ["--seed", str(seed), *(["--budget", budget] if budget else [])]
-    card = card_path(out)
-    text = model_card(result, command=shlex.join(again), nbytes=out.stat().st_size)
-    write_whole(card, text.encode())
-    facts: dict[str, int | float | str | None] = {
-        "model": result.pilot.kind,
-        "train_samples": result.train_samples,
-        "seconds": result.seconds,
-    }
-    held = "sources held out" if len(result.sources) > 1 else "the last steps"
-    _show(f"Pilot trained on {traces}, scored on {held}", facts, result.evaluation, as_json)
-    say_wrote(out, card)
+    facts = {"train_samples": result.train_samples, "seconds": result.seconds}
+    _show(
+        f"Pilot trained on {traces}, scored on samples held out", facts, result.evaluation, as_json
+    )
+    say_wrote(out)
 
 
 @commands.command("eval")
@@ -119,7 +108,7 @@ def evaluate(
         evaluation = evaluate_pilot(loaded, traces, jobs=jobs or -1)
     except PilotError as error:
         raise PilotError(f"{pilot} and {traces}: {error}") from error
-    _show(f"{pilot.name} on {traces}", {"model": loaded.kind}, evaluation, as_json)
+    _show(f"{pilot.name} on {traces}", {}, evaluation, as_json)
 
 
 def numbers_of(evaluation: Evaluation) -> dict[str, Any]:
@@ -134,48 +123,39 @@ def numbers_of(evaluation: Evaluation) -> dict[str, Any]:
         **scores,
         "one_ahead": evaluation.one_ahead,
         "latency_s": evaluation.latency_s,
-        "latency_p95_s": evaluation.latency_p95_s,
-        "sources": len(evaluation.sources),
         "trained_on": evaluation.trained_on,
     }
 
 
 def _show(
     title: str,
-    facts: Mapping[str, int | float | str | None],
+    facts: Mapping[str, int | float],
     evaluation: Evaluation,
     as_json: bool,
 ) -> None:
     if as_json:
         typer.echo(json.dumps({**facts, **numbers_of(evaluation)}, indent=2))
         return
-    from dynoffload.pilot.evaluate import COLUMNS, LEGEND, PREDICTORS
-    from dynoffload.pilot.pilot import RULE
-
     table = Table(title=title, title_justify="left")
     table.add_column("predictor")
     for header in (*COLUMNS, "samples"):
         table.add_column(header, justify="right")
     for who, row in evaluation.rows().items():
-        shares = (row.block_order_accuracy, row.byte_weighted, row.whole_order, row.site_f1)
+        shares = (row.block_order_accuracy, row.varying_order, row.whole_order)
         shown = ("–" if math.isnan(share) else f"{share:.1%}" for share in shares)
         table.add_row(PREDICTORS[who], *shown, str(row.samples))
     console = stdout()
     console.print(table)
     console.print(LEGEND, style="dim", highlight=False)
-    latency = (
-        f"{format_seconds(evaluation.latency_s)} (95%: {format_seconds(evaluation.latency_p95_s)})"
-    )
     seconds = facts.get("seconds")
-    took = f"; trained in {format_seconds(seconds)}" if isinstance(seconds, float) else ""
+    took = "" if seconds is None else f"; trained in {format_seconds(seconds)}"
     console.print(
         f"corrected during the step, the pilot predicts the next block {evaluation.one_ahead:.1%} "
         "of the time",
         highlight=False,
     )
-    kind = facts["model"]
-    model = "no model: every step runs the same blocks" if kind == RULE else f"model: {kind}"
-    console.print(f"{model}; one prediction takes {latency}{took}", highlight=False)
+    latency = format_seconds(evaluation.latency_s)
+    console.print(f"one prediction takes {latency}{took}", highlight=False)
     if evaluation.trained_on:
         console.print(
             f"{evaluation.trained_on} of these {evaluation.pilot.samples} samples were used to "

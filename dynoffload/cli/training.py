@@ -224,7 +224,7 @@ def _wrapped(wanted: bool) -> contextlib.AbstractContextManager[Wrap | None]:
 @contextlib.contextmanager
 def _left_at_the_end() -> Iterator[None]:
     """Leave the blocks that a script has left open, as the end of its own process would."""
-    from dynoffload.runtime.offload import leave_all
+    from dynoffload.runtime.block import leave_all
 
     try:
         yield

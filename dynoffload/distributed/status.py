@@ -113,24 +113,6 @@ class Report:
     born: int
     left: str | None = None
 
-    @classmethod
-    def read(cls, text: bytes) -> Report:
-        """Return what was put up as JSON.
-
-        Raises:
-            ValueError: it is no report of this version.
-        """
-        try:
-            found: dict[str, Any] = json.loads(text)
-            status = RankStatus(**found.pop("status"))
-            report = cls(status=status, **found)
-        except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(str(error)) from None
-        numbers = report.beat, report.block, report.pid, report.born, status.step, status.progress
-        if not all(isinstance(number, int) for number in numbers):
-            raise ValueError(f"{text[:80]!r} has other types")
-        return report
-
     def is_gone(self) -> bool:
         """Return whether its process is known to have ended; see [Note: processes]."""
         return self.machine == _machine() and _born(self.pid) != self.born
@@ -192,9 +174,11 @@ class StatusStore:
         self.answers = True
         now = time.monotonic()
         for rank, text in zip(known, texts, strict=True):
+            before = self.reports.get(rank)
             try:
-                report, before = Report.read(text), self.reports.get(rank)
-            except ValueError as error:  # such a rank counts as silent
+                found: dict[str, Any] = json.loads(text)
+                report = Report(**{**found, "status": RankStatus(**found["status"])})
+            except (ValueError, TypeError, LookupError) as error:  # such a rank counts as silent
                 if rank not in self._unreadable:
                     self._unreadable.add(rank)
                     logger.warning(

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dynoffload.doctor.moves import measure_moves
-from dynoffload.doctor.system import System, inspect, probe_userfaultfd
+from dynoffload.doctor.system import System, inspect
 from dynoffload.doctor.tiers import Measurement, Tiers, measure_tiers
 from dynoffload.doctor.verdict import Advice, Examination, advise, examine
 
@@ -21,5 +21,4 @@ __all__ = [
     "inspect",
     "measure_moves",
     "measure_tiers",
-    "probe_userfaultfd",
 ]

@@ -14,7 +14,8 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -61,7 +62,6 @@ class Tiers:
     Attributes:
         spill_dir: the directory that was measured.
         direct: whether O_DIRECT was used; else the numbers are those of buffered files, synced.
-        alignment: bytes to which O_DIRECT wants offsets, lengths and addresses aligned; 1 without.
         read_bps: bytes per second read, best of one and two threads.
         write_bps: bytes per second written, best of one and two threads.
         mixed_bps: bytes per second of both directions together, running at once.
@@ -71,7 +71,6 @@ class Tiers:
 
     spill_dir: str
     direct: bool
-    alignment: int
     read_bps: float
     write_bps: float
     mixed_bps: float
@@ -111,7 +110,6 @@ def measure_tiers(
     tell = progress or (lambda name, share: None)
     rows: list[Measurement] = []
     with _spill_file(directory, size) as (descriptor, direct):
-        alignment = _alignment(descriptor) if direct else 1
         # Writing first: a file that was only allocated reads as zeros without touching the disk.
         plan = [
             (Direction.WRITE, 1),
@@ -137,7 +135,6 @@ def measure_tiers(
     return Tiers(
         spill_dir=str(directory),
         direct=direct,
-        alignment=alignment,
         read_bps=best[Direction.READ],
         write_bps=best[Direction.WRITE],
         mixed_bps=best[Direction.MIXED],
@@ -198,26 +195,6 @@ def _spill_file(directory: Path, size: int) -> Iterator[tuple[int, bool]]:
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
-
-
-def _alignment(descriptor: int) -> int:
-    """Return the least power of two from 512 to which an O_DIRECT read must be aligned."""
-    with _buffer(MiB) as memory:
-        view = memoryview(memory)
-        alignment = 512
-        while alignment < MiB:
-            piece = view[alignment : 2 * alignment]
-            try:
-                os.preadv(descriptor, [piece], alignment)
-                return alignment
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-            finally:
-                piece.release()
-            alignment *= 2
-        view.release()
-    return alignment
 
 
 @contextlib.contextmanager
@@ -307,36 +284,30 @@ def _timed(
     finish: Callable[[], None],
 ) -> float:
     """Run ``work`` in ``threads`` threads for ``seconds`` and return bytes per second in total."""
-    moved = [0] * threads
-    failures: list[BaseException] = []
 
-    def run(index: int) -> None:
+    def run(index: int) -> int:
         try:
-            moved[index] = work(index)
-        except BaseException as error:
-            failures.append(error)
+            return work(index)
+        except BaseException:
             barrier.abort()
             ends.set()
+            raise
 
-    pool: Sequence[threading.Thread] = [
-        threading.Thread(target=run, args=(index,), daemon=True) for index in range(threads)
-    ]
-    for thread in pool:
-        thread.start()
-    with contextlib.suppress(threading.BrokenBarrierError):
-        barrier.wait()
-    begin = time.perf_counter()
-    try:
-        ends.wait(seconds)
-    finally:
-        ends.set()
-        for thread in pool:
-            thread.join()
-    real = [error for error in failures if not isinstance(error, threading.BrokenBarrierError)]
-    if real:
-        raise real[0]
+    with ThreadPoolExecutor(threads) as pool:
+        running = [pool.submit(run, index) for index in range(threads)]
+        with contextlib.suppress(threading.BrokenBarrierError):
+            barrier.wait()
+        begin = time.perf_counter()
+        try:
+            ends.wait(seconds)
+        finally:
+            ends.set()
+    errors = [error for one in running if (error := one.exception()) is not None]
+    for error in errors:
+        if not isinstance(error, threading.BrokenBarrierError):
+            raise error
     finish()
-    return sum(moved) / (time.perf_counter() - begin)
+    return sum(one.result() for one in running) / (time.perf_counter() - begin)
 
 
 def _whole(count: int) -> int:

@@ -76,37 +76,25 @@ def examine(
         tiers = measure_tiers(spill_dir, seconds, progress=progress)
     except SpillError as error:
         refusal = str(error)
-    from dynoffload.memory.pager import probe  # imports torch
-
-    advice = advise(system, filesystem, spill_refusal=refusal, pager_refusal=probe())
+    advice = advise(system, filesystem, refusal)
     return Examination(system, filesystem, tiers, refusal, advice)
 
 
-def advise(
-    system: System,
-    filesystem: FileSystem | None,
-    *,
-    spill_refusal: str = "",
-    pager_refusal: str = "",
-) -> Advice:
+def advise(system: System, filesystem: FileSystem | None, spill_refusal: str = "") -> Advice:
     """Return which budget fits and which backend ``"auto"`` chooses.
 
     Args:
         system: what the machine allows.
         filesystem: where the spill directory lies.
         spill_refusal: why that directory cannot be used, ``""`` if it can.
-        pager_refusal: why the pager cannot work here, ``""`` if it can.
     """
-    room = min(system.room, system.memory_available)
+    room = system.room
     bound_by = "cgroup" if room < system.memory_available else "memory"
     reserve = max(RESERVE, math.ceil(room * RESERVE_SHARE))
     budget = max(0, room - reserve) // _ROUND * _ROUND
-    if not pager_refusal:
-        backend = "pager"
-        full = system.userfaultfd.full
-        reason = "userfaultfd" if full else "userfaultfd, user mode only"
-    else:
-        backend, reason = "mapped", pager_refusal
+    backend = "mapped" if system.pager_refusal else "pager"
+    scope = "userfaultfd, user mode only" if system.user_mode else "userfaultfd"
+    reason = system.pager_refusal or scope
     if spill_refusal or filesystem is None:
         line = f"Nothing can be spilled: {spill_refusal or 'there is no spill directory'}"
     elif budget == 0:

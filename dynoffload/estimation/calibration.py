@@ -143,7 +143,7 @@ def _load(path: Path) -> Fitted:
     try:
         written: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         found: dict[str, Any] = written.get("summary", written)
-        work = {key: float(found["work"][key]) for key in COSTS.values()}
+        work = {key: float(found["work"][key]) for key in COSTS}
         fitted = Fitted(
             work,
             float(found["link"]["latency_s"]),

@@ -23,15 +23,9 @@ from torch import nn
 
 from dynoffload.errors import BackendError, ConfigError
 from dynoffload.memory.libc import libc
-from dynoffload.runtime.meta_init import (
-    Give,
-    Init,
-    Initialiser,
-    fill,
-    own_tensors,
-    tensors_on_meta,
-    zero_buffers,
-)
+from dynoffload.runtime.initialising import Give, Initialiser, fill, own_tensors, tensors_on_meta
+from dynoffload.runtime.meta_init import Init
+from dynoffload.runtime.placing import zero_buffers
 from dynoffload.units import KiB, MiB
 
 _CONTENT = 16 * MiB  # of the file for one dtype

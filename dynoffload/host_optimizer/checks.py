@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dynoffload.errors import ConfigError
-from dynoffload.host_optimizer.state_buffers import ParameterState
+from dynoffload.host_optimizer.states import ParameterState
 from dynoffload.memory.pieces import is_dense
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -20,6 +20,7 @@ _LEAST_TILE = 4096
 
 def check_options(
     tile_bytes: int,
+    threads: int | None,
     delayed: bool,
     warmup_steps: int,
     spill_dir: str | Path | None,
@@ -32,6 +33,11 @@ def check_options(
     """
     if tile_bytes < _LEAST_TILE:
         raise ConfigError(f"tile_bytes={tile_bytes} is too small: pass '4KiB' or more, as '8MiB'")
+    if threads is not None and (isinstance(threads, bool) or threads < 1):
+        raise ConfigError(
+            f"threads={threads!r} cannot update parameters: pass 1 or more, or None for one for "
+            "each core that this process may use"
+        )
     if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0:
         raise ConfigError(f"warmup_steps={warmup_steps!r} is no number of steps: pass 0 or more")
     if warmup_steps and not delayed:

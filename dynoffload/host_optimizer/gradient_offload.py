@@ -9,6 +9,10 @@ bits are the same. Each addend passes through slots of fixed size.
 
 [Note: norms]  A gradient's 2-norm is computed where it was made, before it leaves. That of one that
 was added up, and any other norm, is computed on the host.
+
+[Note: order]  Without a scaler a gradient is clipped in its own dtype, as
+`torch.nn.utils.clip_grad_norm_` does, and then read as float32. With one it is read as float32,
+unscaled, and clipped then: nothing is lost to half precision.
 """
 
 from __future__ import annotations
@@ -24,13 +28,66 @@ import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from dynoffload.errors import ConfigError
-from dynoffload.host_optimizer.gradient_transform import GradientTransform
 from dynoffload.host_optimizer.link import Link
-from dynoffload.host_optimizer.state_buffers import ParameterState, flat, shaped
+from dynoffload.host_optimizer.states import ParameterState, flat, shaped
 from dynoffload.memory.accelerator.streams import StreamEvent
 
 _SLOTS = 3  # for gradients that are added to others
 _IN_FLIGHT = 4  # slots' sizes of gradients that may be on their way
+
+
+@dataclass(frozen=True)
+class GradientTransform:
+    """Factors of all gradients of a step.
+
+    Attributes:
+        inverse: of the loss scale, float32 of no dimension; None where there is none.
+        coefficients: of one clipping after the other, of no dimension.
+    """
+
+    inverse: torch.Tensor | None = None
+    coefficients: tuple[torch.Tensor, ...] = ()
+
+    def clipped(self, coefficient: torch.Tensor) -> GradientTransform:
+        """Return the same with one more clipping."""
+        return replace(self, coefficients=(*self.coefficients, coefficient))
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether gradients are read as they are."""
+        return self.inverse is None and not self.coefficients
+
+    def to_host(self) -> GradientTransform:
+        """Return the same, for gradients on the CPU."""
+        inverse = None if self.inverse is None else self.inverse.cpu()
+        return GradientTransform(inverse, tuple(one.cpu() for one in self.coefficients))
+
+    def of(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return a transformed gradient of any shape, for its norm; it is not changed."""
+        if self.inverse is not None:
+            gradient = gradient.float() * self.inverse.to(gradient.device)
+        for coefficient in self.coefficients:
+            gradient = gradient * coefficient.to(gradient.device)
+        return gradient
+
+    def read(self, gradient: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+        """Return a transformed flat gradient as float32; float32 and clipped ones change in place.
+
+        Args:
+            gradient: of any floating dtype; what it holds may be lost.
+            scratch: float32, at least as large; for a gradient that is not float32.
+        """
+        if self.inverse is None:
+            for coefficient in self.coefficients:
+                gradient.mul_(coefficient)
+        wide = gradient
+        if gradient.dtype != torch.float32:
+            wide = scratch[: len(gradient)].copy_(gradient)
+        if self.inverse is not None:
+            wide.mul_(self.inverse)
+            for coefficient in self.coefficients:
+                wide.mul_(coefficient)
+        return wide
 
 
 @dataclass(eq=False)

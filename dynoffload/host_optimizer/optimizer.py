@@ -25,18 +25,18 @@ from dynoffload.errors import ConfigError
 from dynoffload.host_optimizer.checks import check_not_reduced, check_options, check_parameters
 from dynoffload.host_optimizer.link import Link, open_link
 from dynoffload.host_optimizer.parameter_registry import GradientHooks
-from dynoffload.host_optimizer.state_buffers import ParameterState, named_parameters
-from dynoffload.host_optimizer.state_loading import check_state, fill, take_over
+from dynoffload.host_optimizer.state_loading import check_state, saved_entries, take_over
+from dynoffload.host_optimizer.states import ParameterState, named_parameters
 from dynoffload.host_optimizer.storage import HostStorage
 from dynoffload.host_optimizer.update_rule import Group, UpdateRule
 from dynoffload.host_optimizer.update_runner import (
     StepUpdate,
     UpdateRunner,
-    catch_up,
+    default_threads,
     groups_of,
+    open_workers,
     take_writes,
 )
-from dynoffload.host_optimizer.worker_pool import WorkerPool
 from dynoffload.launch import launched_rank
 from dynoffload.units import MiB, parse_bytes
 
@@ -105,7 +105,7 @@ class HostOptimizer(Optimizer):
     ) -> None:
         self._rule = UpdateRule(kind, options)
         size = parse_bytes(tile_bytes, "tile_bytes")
-        check_options(size, delayed, warmup_steps, spill_dir, host_budget)
+        check_options(size, threads, delayed, warmup_steps, spill_dir, host_budget)
         self._storage: HostStorage | None = None
         self._states: dict[torch.Tensor, ParameterState] = {}
         self._by_scaler = self._closed = False
@@ -114,8 +114,8 @@ class HostOptimizer(Optimizer):
         self._coming = device is not None
         if queues is None:
             queues = open_link((p for g in self.param_groups for p in g["params"]), device)
-        workers = WorkerPool(queues.device, threads)
-        self.threads = workers.threads
+        self.threads = default_threads() if threads is None else threads
+        workers = open_workers(queues.device, self.threads)
         storage = self._storage = HostStorage(
             queues,
             workers,
@@ -124,7 +124,7 @@ class HostOptimizer(Optimizer):
             host_budget=0 if host_budget is None else parse_bytes(host_budget, "host_budget"),
             banks=2 if delayed else 1,
         )
-        self._hooks = GradientHooks(self, storage.gradients)
+        self._hooks = GradientHooks(self, self._states, storage.gradients)
         self._runner = UpdateRunner(
             self._rule, workers, storage, undelayed=warmup_steps if delayed else None
         )
@@ -296,9 +296,10 @@ class HostOptimizer(Optimizer):
             StepLostError: it was cut off.
         """
         self.settle()
-        self._runner.end_delayed()
+        self._runner.end()
         if self._loaded:
-            catch_up(self._states.values())
+            for state in self._states.values():
+                state.catch_up()
             self._loaded = False
 
     def settle(self) -> None:
@@ -308,7 +309,7 @@ class HostOptimizer(Optimizer):
             StepLostError: a step was cut off.
         """
         self._usable()
-        self._runner.wait_delayed()
+        self._runner.wait()
 
     # State
 
@@ -339,14 +340,13 @@ class HostOptimizer(Optimizer):
         check_state(state_dict, self.param_groups, self._states, self._rule.defaults)
         self.begin_load()
         super().load_state_dict({**state_dict, "state": {}})
-        fill(state_dict, self.param_groups, self._states)
-        self.state.clear()
+        self.state.update(saved_entries(state_dict, self.param_groups, self._states))
         self.end_load()
 
     def begin_load(self) -> None:
         """The state is about to be loaded: what is under way ends first, well or not."""
         self._check_open()
-        self._runner.drop_delayed()
+        self._runner.drop()
 
     def end_load(self) -> None:
         """The state was loaded, tensor by tensor, into what ``state`` shows, or in its place."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dynoffload.errors import ConfigError
 from dynoffload.host_optimizer.gradient_offload import GradientOffload, check_gradient
-from dynoffload.host_optimizer.state_buffers import ParameterState
+from dynoffload.host_optimizer.states import ParameterState
 
 _owners: Any = WeakTensorKeyDictionary()  # of each parameter, a weak reference to its hooks
 
@@ -26,19 +27,23 @@ class GradientHooks:
 
     Args:
         optimizer: whose they are; it is held weakly.
+        states: of its parameters; grows.
         gradients: where they go.
     """
 
-    def __init__(self, optimizer: Optimizer, gradients: GradientOffload) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        states: Mapping[torch.Tensor, ParameterState],
+        gradients: GradientOffload,
+    ) -> None:
         self.optimizer = weakref.ref(optimizer)
-        self._gradients = gradients
-        self._states: dict[torch.Tensor, ParameterState] = {}
+        self._states, self._gradients = states, gradients
         self._handles: dict[torch.Tensor, Any] = {}
         _watch_steps()
 
     def add(self, state: ParameterState) -> None:
         """Take a parameter's gradients from now on, also if another optimizer has taken them."""
-        self._states[state.parameter] = state
         _owners[state.parameter] = weakref.ref(self)
         self._watch(state.parameter)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dynoffload.errors import ConfigError
-from dynoffload.host_optimizer.state_buffers import MASTER, ParameterState, flat, shaped
+from dynoffload.host_optimizer.states import MASTER, ParameterState
 
 
 def _pairs(
@@ -76,24 +76,23 @@ def check_state(
                 )
 
 
-@torch.no_grad()
-def fill(
+def saved_entries(
     state_dict: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
     states: Mapping[torch.Tensor, ParameterState],
-) -> None:
-    """Read a state that `check_state` has passed."""
+) -> dict[torch.Tensor, dict[str, Any]]:
+    """Return what a state that `check_state` has passed says of each parameter, complete."""
+    entries: dict[torch.Tensor, dict[str, Any]] = {}
     for state, saved in _pairs(state_dict, groups, states):
-        for key in state.keys:
-            if key in saved:
-                shaped(state.flat(key), state.parameter).copy_(saved[key])
-            elif key == MASTER:
-                state.flat(key).copy_(flat(state.parameter))
-            else:
-                state.flat(key).zero_()
-        started = float("momentum_buffer" in saved)  # of torch's SGD, which counts no steps
-        state.step.fill_(float(saved.get("step", started)))
-        state.lags.fill_(bool(saved.get("lags", False)))
+        zero = torch.zeros(())
+        entries[state.parameter] = {
+            **dict.fromkeys(state.keys, zero.expand(state.parameter.shape)),
+            MASTER: state.parameter.detach(),
+            "step": zero + ("momentum_buffer" in saved),  # of torch's SGD, which counts no steps
+            "lags": zero,
+            **{key: torch.as_tensor(value) for key, value in saved.items()},
+        }
+    return entries
 
 
 @torch.no_grad()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -11,18 +13,18 @@ import torch
 from dynoffload.errors import BudgetError
 from dynoffload.host_optimizer.gradient_offload import GradientOffload
 from dynoffload.host_optimizer.link import Link
-from dynoffload.host_optimizer.staging import SLOTS, Staging
-from dynoffload.host_optimizer.state_buffers import (
+from dynoffload.host_optimizer.states import (
     MASTER,
     ParameterState,
-    StateBuffer,
-    divide,
+    StateFile,
+    allocate,
     flat,
     padded,
 )
-from dynoffload.host_optimizer.tiles import Tile, tiles_of
-from dynoffload.host_optimizer.worker_pool import WorkerPool
+from dynoffload.host_optimizer.tiles import Staging, Tile, tiles_of
 from dynoffload.units import format_bytes
+
+_LINE_BYTES = 64  # that gradients begin at multiples of
 
 
 class HostStorage:
@@ -38,6 +40,7 @@ class HostStorage:
 
     Attributes:
         link: as given.
+        states: of all parameters.
         tiles: of all parameters, in their order.
         gradients: on their way.
         staging: the way of files.
@@ -46,7 +49,7 @@ class HostStorage:
     def __init__(
         self,
         link: Link,
-        workers: WorkerPool,
+        workers: Executor,
         *,
         tile_bytes: int,
         spill_dir: Path | None,
@@ -56,25 +59,23 @@ class HostStorage:
         self.link, self._workers = link, workers
         self._tile_bytes, self._spill_dir = tile_bytes, spill_dir
         self._budget, self._banks = host_budget, banks
-        self._buffers: list[StateBuffer] = []
-        self._gradient_memory: list[torch.Tensor] = []
+        self._files: list[StateFile] = []
+        self._taken = ExitStack()
+        self.states: list[ParameterState] = []
         self.tiles: list[Tile] = []
-        self.staging = Staging(link, 0)
+        self.staging = Staging(link)
         self.gradients = GradientOffload(link, tile_bytes)
-        self._closed = False
         self._process = os.getpid()
 
     def describe(self) -> str:
         """Return in words how large masters, moments and gradients are, and where."""
-        held, filed = self._bytes(in_file=False), self._bytes(in_file=True)
-        pinned = format_bytes(sum(memory.nbytes for memory in self._gradient_memory))
+        held, all_bytes = _in_memory(self.states), sum(state.nbytes for state in self.states)
+        pinned = self._banks * sum(state.parameter.nbytes for state in self.states)
         return (
-            f"{format_bytes(held)} of masters and moments in memory and {format_bytes(filed)} in a "
-            f"file, gradients through {pinned}, slots of {format_bytes(self.staging.nbytes)}"
+            f"{format_bytes(held)} of masters and moments in memory and "
+            f"{format_bytes(all_bytes - held)} in a file, gradients through {format_bytes(pinned)},"
+            f" slots of {format_bytes(self.staging.nbytes)}"
         )
-
-    def _bytes(self, *, in_file: bool) -> int:
-        return sum(one.nbytes for one in self._buffers if (one.file is not None) == in_file)
 
     def add(self, states: Sequence[ParameterState]) -> None:
         """Give parameters their places, and masters their values.
@@ -83,46 +84,38 @@ class HostStorage:
             BudgetError: the host has no such memory; nothing was taken.
             SpillError: the directory cannot be used, or has no such room; nothing was taken.
         """
-        inside: list[ParameterState] = list(states)
-        outside: list[ParameterState] = []
+        room = sum(state.nbytes for state in states)
         if self._spill_dir is not None:
-            inside, outside = divide(states, max(0, self._budget - self._bytes(in_file=False)))
-        buffers: list[StateBuffer] = []
-        memory: list[torch.Tensor] = []
-        tiles: list[Tile] = []
-        try:
-            for some, directory in ((inside, None), (outside, self._spill_dir)):
-                if some:
-                    buffers.append(StateBuffer(some, directory))
-                    tiles += tiles_of([state for state in some if state.numel], self._tile_bytes)
+            room = self._budget - _in_memory(self.states)
+        inside, outside = _divide(states, room)
+        with ExitStack() as taken, torch.inference_mode(False), torch.no_grad():
+            for state in states:
+                taken.callback(state.release)
+            allocate(inside)
+            files = []
+            if outside:
+                assert self._spill_dir is not None
+                files = [StateFile(outside, self._spill_dir)]
+                taken.callback(files[0].close)
             for _ in range(self._banks):
-                memory.append(self._take_gradient_memory(states))
-            largest = max((t.nbytes for t in tiles if t.buffer.file is not None), default=0)
-            if largest * SLOTS > self.staging.nbytes:
-                larger = Staging(self.link, largest)
-                self.staging.close()
-                self.staging = larger
-            with torch.no_grad():
-                for state in states:
-                    state.flat(MASTER).copy_(flat(state.parameter))
-                    state.version = state.parameter._version
-            for buffer in buffers:
-                buffer.sync()
-        except BaseException:
-            for one in memory:
-                self.link.release(one, held=False)
-            for buffer in buffers:
-                buffer.close()
-            raise
-        self._buffers += buffers
-        self._gradient_memory += memory
+                memory = self._take_gradient_memory(states)
+                taken.callback(self.link.release, memory, held=False)
+            tiles = tiles_of(inside, self._tile_bytes) + tiles_of(outside, self._tile_bytes)
+            self.staging.grow(max((t.nbytes for t in tiles if t.file is not None), default=0))
+            for state in states:
+                state.tensors[MASTER].copy_(flat(state.parameter))
+                state.version = state.parameter._version
+            for file in files:
+                file.sync()
+            self._taken.enter_context(taken.pop_all())
+        self._files += files
+        self.states += states
         self.tiles += tiles
 
     def _take_gradient_memory(self, states: Sequence[ParameterState]) -> torch.Tensor:
-        nbytes = sum(padded(state.parameter.nbytes) for state in states)
+        nbytes = sum(padded(state.parameter.nbytes, _LINE_BYTES) for state in states)
         try:
-            with torch.inference_mode(False):
-                memory = self.link.host(max(1, nbytes))
+            memory = self.link.host(max(1, nbytes))
         except MemoryError as error:
             raise BudgetError(
                 f"the host has no {format_bytes(nbytes)} for the gradients of {len(states)} "
@@ -132,7 +125,7 @@ class HostStorage:
         for state in states:
             taken = memory[offset : offset + state.parameter.nbytes]
             state.gradient_memory.append(taken.view(state.parameter.dtype))
-            offset += padded(state.parameter.nbytes)
+            offset += padded(state.parameter.nbytes, _LINE_BYTES)
         return memory
 
     def sync(self) -> None:
@@ -141,19 +134,33 @@ class HostStorage:
         Raises:
             SpillError: it cannot be written.
         """
-        for buffer in self._buffers:
-            buffer.sync()
+        for file in self._files:
+            file.sync()
 
     def close(self) -> None:
         """End threads, and give memory and files back; a forked process has none of them."""
-        if self._closed or os.getpid() != self._process:
-            return
-        self._closed = True
-        self._workers.close()
-        self.gradients.close()
-        self.staging.close()
-        self.tiles.clear()
-        while self._gradient_memory:
-            self.link.release(self._gradient_memory.pop(), held=False)
-        while self._buffers:
-            self._buffers.pop().close()
+        if os.getpid() == self._process:
+            self._workers.shutdown()
+            self.gradients.close()
+            self.staging.close()
+            self.tiles.clear()
+            self.states.clear()
+            self._taken.close()
+
+
+def _in_memory(states: Iterable[ParameterState]) -> int:
+    """Return the bytes of masters and moments that are in memory."""
+    return sum(state.nbytes for state in states if state.file is None)
+
+
+def _divide(
+    states: Iterable[ParameterState], room: int
+) -> tuple[list[ParameterState], list[ParameterState]]:
+    """Return those that lie in ``room`` bytes of memory, as they fit whole, and the rest."""
+    inside: list[ParameterState] = []
+    outside: list[ParameterState] = []
+    for state in states:
+        fits = state.nbytes <= room
+        room -= state.nbytes if fits else 0
+        (inside if fits else outside).append(state)
+    return inside, outside

@@ -1,6 +1,8 @@
 """Tiles: as much of masters and moments as is updated, uploaded or read from a file at one time.
 
-A tile is a run of small parameters, or a slice of a large one.
+A tile is a run of small parameters, or a slice of a large one. Tiles of a file pass through a few
+reusable slots, read ahead and written behind, whose size does not depend on what the file holds
+(ZeRO-Infinity, SC 2021, section 6.3).
 
 [Note: where tiles may end]  The fused kernels compute whole vectors, from a tensor's first element
 on. The fewer elements that remain at its end are computed one by one, with other roundings. So a
@@ -11,16 +13,22 @@ also what direct I/O takes, and small parameters stay tensors of their own withi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from dynoffload.host_optimizer.state_buffers import ELEMENT_BYTES, ParameterState, StateBuffer
+from dynoffload.errors import BudgetError
+from dynoffload.host_optimizer.link import Link
+from dynoffload.host_optimizer.states import ELEMENT_BYTES, ParameterState, StateFile, padded
+from dynoffload.units import format_bytes
 
-UNIT = 1024
-"""Elements that slices are multiples of."""
+_UNIT = 1024  # elements that slices are multiples of
+_SLOTS = 4
+_THREADS = 2  # that read and write; the kernel's own work is the longer part
 
 
 class Piece(NamedTuple):
@@ -31,98 +39,162 @@ class Piece(NamedTuple):
     end: int
 
 
-class Stretch(NamedTuple):
-    """Unbroken bytes of a buffer, and where they begin in a slot that holds one tile."""
-
-    begin: int
-    nbytes: int
-    in_slot: int
+Views = list[dict[str, torch.Tensor]]
+"""The master and the moments of each piece of a tile, flat, float32."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, frozen=True)
 class Tile:
-    """What is updated at one time.
+    """What is updated at one time: pieces that are all in memory, or in one file."""
 
-    Attributes:
-        buffer: where it lies.
-        pieces: all of one buffer.
-        stretches: of the buffer, that hold all bytes of the pieces.
-        nbytes: of the stretches together.
-    """
-
-    buffer: StateBuffer
     pieces: tuple[Piece, ...]
-    stretches: tuple[Stretch, ...]
-    nbytes: int
 
-    def views(self, slot: torch.Tensor | None) -> list[dict[str, torch.Tensor]]:
-        """Return the master and the moments of each piece, flat, float32.
+    @property
+    def file(self) -> StateFile | None:
+        """Where it lies; None for memory."""
+        return self.pieces[0].state.file
 
-        Args:
-            slot: uint8, which holds this tile; None: they are where they lie in the buffer.
-        """
-        found = []
-        for state, first, last in self.pieces:
-            of_piece = {}
-            for key in state.keys:
-                begin = state.offsets[key] + first * ELEMENT_BYTES
-                if slot is not None:
-                    begin = self._in_slot(begin)
-                end = begin + (last - first) * ELEMENT_BYTES
-                memory = self.buffer.memory if slot is None else slot
-                of_piece[key] = memory[begin:end].view(torch.float32)
-            found.append(of_piece)
-        return found
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes of a slot."""
+        return sum(nbytes for *_, nbytes in self._sectors())
 
-    def _in_slot(self, offset: int) -> int:
-        begin, _, in_slot = next(
-            one for one in self.stretches if one.begin <= offset < one.begin + one.nbytes
-        )
-        return in_slot + offset - begin
+    def _sectors(self) -> Iterator[tuple[Piece, str, int]]:
+        """Yield the tensors of the pieces, each with its bytes in whole sectors."""
+        for piece in self.pieces:
+            for key in piece.state.keys:
+                yield piece, key, padded((piece.end - piece.begin) * ELEMENT_BYTES)
+
+    def views(self, slot: torch.Tensor | None) -> Views:
+        """Return all tensors of the tile, in ``slot`` if it is of a file."""
+        if slot is None:
+            return [{k: s.tensors[k][begin:end] for k in s.keys} for s, begin, end in self.pieces]
+        found: dict[Piece, dict[str, torch.Tensor]] = {piece: {} for piece in self.pieces}
+        at = 0
+        for piece, key, nbytes in self._sectors():
+            content = slot[at : at + (piece.end - piece.begin) * ELEMENT_BYTES]
+            found[piece][key] = content.view(torch.float32)
+            at += nbytes
+        return list(found.values())
+
+    def transfer(self, slot: torch.Tensor, *, reads: bool) -> None:
+        """Read the tile from its file into ``slot``, or write it: what is unbroken, at once."""
+        spans: list[list[int]] = []  # of the file; they follow each other in the slot
+        for (state, begin, _), key, nbytes in self._sectors():
+            offset = state.offsets[key] + begin * ELEMENT_BYTES
+            if spans and sum(spans[-1]) == offset:
+                spans[-1][1] += nbytes
+            else:
+                spans.append([offset, nbytes])
+        assert self.file is not None
+        at = 0
+        for offset, nbytes in spans:
+            self.file.transfer(slot[at : at + nbytes], offset, reads=reads)
+            at += nbytes
 
 
-def tiles_of(states: Sequence[ParameterState], tile_bytes: int) -> list[Tile]:
-    """Divide the states of one buffer into tiles, in their order.
+def tiles_of(states: Iterable[ParameterState], tile_bytes: int) -> list[Tile]:
+    """Divide states that lie in one place into tiles, in their order.
 
     Args:
-        states: of parameters with elements.
-        tile_bytes: of masters, at most, in one tile; no fewer than one `UNIT` are taken.
+        states: of parameters.
+        tile_bytes: of masters, at most, in one tile; no fewer than one unit are taken.
     """
-    most = max(1, tile_bytes // ELEMENT_BYTES // UNIT) * UNIT
+    most = max(1, tile_bytes // ELEMENT_BYTES // _UNIT) * _UNIT
     found: list[Tile] = []
     run: list[Piece] = []
     taken = 0
     for state in states:
-        room = state.buffer.padded(state.numel * ELEMENT_BYTES) // ELEMENT_BYTES
+        room = padded(state.numel * ELEMENT_BYTES) // ELEMENT_BYTES
         if run and taken + room > most:
-            found.append(_tile(run))
+            found.append(Tile(tuple(run)))
             run, taken = [], 0
         if state.numel > most:
-            for begin in range(0, state.numel, most):
-                found.append(_tile([Piece(state, begin, min(begin + most, state.numel))]))
-            continue
-        run.append(Piece(state, 0, state.numel))
-        taken += room
-    return [*found, _tile(run)] if run else found
+            starts = range(0, state.numel, most)
+            found += (Tile((Piece(state, at, min(at + most, state.numel)),)) for at in starts)
+        elif state.numel:
+            run.append(Piece(state, 0, state.numel))
+            taken += room
+    return [*found, Tile(tuple(run))] if run else found
 
 
-def _tile(pieces: Iterable[Piece]) -> Tile:
-    held = tuple(pieces)
-    buffer = held[0].state.buffer
-    spans: list[list[int]] = []
-    for state, begin, end in held:
-        for key in state.keys:
-            first = state.offsets[key] + begin * ELEMENT_BYTES
-            last = state.offsets[key] + end * ELEMENT_BYTES
-            if end == state.numel:
-                last = state.offsets[key] + buffer.padded(state.numel * ELEMENT_BYTES)
-            if spans and spans[-1][1] == first:
-                spans[-1][1] = last
-            else:
-                spans.append([first, last])
-    stretches: list[Stretch] = []
-    nbytes = 0
-    for first, last in spans:
-        stretches.append(Stretch(first, last - first, nbytes))
-        nbytes += last - first
-    return Tile(buffer, held, tuple(stretches), nbytes)
+class Staging:
+    """Slots for the tiles of files; those in memory need none.
+
+    Args:
+        link: whose host memory they are.
+
+    Attributes:
+        nbytes: of all slots together.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link, self.nbytes = link, 0
+        self._memory: torch.Tensor | None = None
+        self._workers = ThreadPoolExecutor(_THREADS, "dynoffload-states")
+
+    def grow(self, nbytes: int) -> None:
+        """Have slots of at least ``nbytes`` each.
+
+        Raises:
+            BudgetError: the host has no such memory.
+        """
+        if _SLOTS * nbytes <= self.nbytes:
+            return
+        try:
+            with torch.inference_mode(False):
+                memory = self._link.host(_SLOTS * nbytes)
+        except MemoryError as error:
+            raise BudgetError(
+                f"the host has no {format_bytes(_SLOTS * nbytes)} through which masters and "
+                "moments pass from and to their file: pass a smaller tile_bytes="
+            ) from error
+        self._release()
+        self._memory, self.nbytes = memory, _SLOTS * nbytes
+
+    def stage(self, tiles: Sequence[Tile]) -> Generator[tuple[Tile, Views], None, None]:
+        """Yield each tile in memory; what was changed of it is in its place by the end.
+
+        Raises:
+            SpillError: a file cannot be read or written.
+        """
+        coming = deque(tile for tile in tiles if tile.file is not None)
+        moving: deque[tuple[torch.Tensor, Future[None]]] = deque()
+
+        def move(slot: torch.Tensor, out: Tile | None) -> None:
+            into = coming.popleft() if coming else None
+            moving.append((slot, self._workers.submit(_exchange, slot, out, into)))
+
+        try:
+            for slot in () if self._memory is None else self._memory.chunk(_SLOTS):
+                move(slot, None)
+            for tile in tiles:
+                if tile.file is None:
+                    yield tile, tile.views(None)
+                    continue
+                slot, moved = moving.popleft()
+                moved.result()
+                yield tile, tile.views(slot)
+                move(slot, tile)
+            for _, moved in moving:
+                moved.result()
+        finally:
+            wait([moved for _, moved in moving])
+
+    def _release(self) -> None:
+        if self._memory is not None:
+            self._link.release(self._memory, held=False)
+            self._memory = None
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._workers.shutdown()
+        self._release()
+
+
+def _exchange(slot: torch.Tensor, out: Tile | None, into: Tile | None) -> None:
+    """Write the tile that is in a slot, then read another there."""
+    if out is not None:
+        out.transfer(slot, reads=False)
+    if into is not None:
+        into.transfer(slot, reads=True)

@@ -1,6 +1,6 @@
 """Makes the updates of a step, tile by tile: ZeRO-Offload's half of it (ATC 2021, section 4).
 
-The workers read gradients, run torch's fused kernel over the masters, and round these to the
+A worker reads gradients, runs torch's fused kernel over the masters, and rounds these to the
 parameters' dtype. The calling thread uploads what is finished.
 
 [Note: where uploads wait]  A new value is rounded into the pinned memory that the parameter's
@@ -12,25 +12,54 @@ the compute queue that comes after the upload.
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import queue
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from dynoffload.errors import ConfigError, StepLostError
-from dynoffload.host_optimizer.gradient_offload import HostGradient
-from dynoffload.host_optimizer.gradient_transform import GradientTransform
-from dynoffload.host_optimizer.staging import StagedTile
-from dynoffload.host_optimizer.state_buffers import MASTER, ParameterState, flat
+from dynoffload.host_optimizer.gradient_offload import GradientTransform, HostGradient
+from dynoffload.host_optimizer.states import MASTER, ParameterState, flat
 from dynoffload.host_optimizer.storage import HostStorage
-from dynoffload.host_optimizer.tiles import Tile
+from dynoffload.host_optimizer.tiles import Tile, Views
 from dynoffload.host_optimizer.update_rule import Group, Slice, UpdateRule
-from dynoffload.host_optimizer.worker_pool import WorkerPool
+from dynoffload.launch import local_ranks
 
 _COMPARED = 1 << 20  # elements at one time
+
+
+def default_threads() -> int:
+    """Return one for each core that the process may use, divided among the processes that the
+    launcher has started here."""
+    return max(1, len(os.sched_getaffinity(0)) // local_ranks())
+
+
+def open_workers(device: torch.device, threads: int) -> Executor:
+    """Return a thread that updates parameters of ``device``, in parallel regions of ``threads``.
+
+    OpenMP's number of threads is set for this thread alone; the process's stays as it is.
+    """
+
+    def begin() -> None:
+        if device.index is not None:  # else it would initialise the first accelerator
+            torch.accelerator.set_device_index(device.index)
+        torch.get_num_threads()  # sets a new thread's number to the process's: before the limit
+        _openmp().limit(limits=threads)
+
+    return ThreadPoolExecutor(1, "dynoffload-update", begin)
+
+
+@functools.cache
+def _openmp() -> Any:
+    """Return what sets OpenMP's number of threads for the calling thread."""
+    from threadpoolctl import ThreadpoolController
+
+    return ThreadpoolController().select(user_api="openmp")
 
 
 @dataclass(frozen=True)
@@ -42,12 +71,14 @@ class StepUpdate:
         gradients: of these parameters.
         transform: of the gradients.
         tiles: those that hold any of these parameters, in their order.
+        finished: tiles to upload, as they are finished, and None at the end or after an error.
     """
 
     groups: Mapping[ParameterState, Group]
     gradients: Mapping[ParameterState, HostGradient]
     transform: GradientTransform
     tiles: Sequence[Tile]
+    finished: queue.SimpleQueue[Tile | None] = field(default_factory=queue.SimpleQueue)
 
     def upload(self, tile: Tile) -> None:
         """Give parameters their new values, on the compute queue.
@@ -60,11 +91,6 @@ class StepUpdate:
             if gradient is not None:
                 target: Any = flat(state.parameter)[begin:end]
                 target.copy_(gradient.memory[begin:end], non_blocking=True)
-
-    def mark_uploaded(self) -> None:
-        """All tiles were uploaded."""
-        for state in self.groups:
-            state.mark_updated()
 
 
 class UpdateRunner:
@@ -81,13 +107,13 @@ class UpdateRunner:
     """
 
     def __init__(
-        self, rule: UpdateRule, workers: WorkerPool, storage: HostStorage, *, undelayed: int | None
+        self, rule: UpdateRule, workers: Executor, storage: HostStorage, *, undelayed: int | None
     ) -> None:
         self._rule, self._workers, self._storage = rule, workers, storage
         self._undelayed, self._steps = undelayed, 0
         self.lost: BaseException | None = None
         self._scratch = torch.empty(0)
-        self._pending: tuple[StepUpdate, Future[None]] | None = None
+        self._under_way: tuple[StepUpdate, Future[None]] | None = None
 
     def run(self, update: StepUpdate) -> None:
         """Make a step's updates, or begin delayed ones; those of the step before have ended.
@@ -97,35 +123,61 @@ class UpdateRunner:
             KeyboardInterrupt: Ctrl-C came meanwhile; the step was made.
         """
         self._steps += 1
+        # What was computed on the caller's stream is read there, and not by another thread.
+        made = self._workers.submit(self._make, update, update.transform.to_host())
+        self._under_way = update, made
         if self._undelayed is not None and self._steps > self._undelayed:
             for state in update.groups:
                 state.lags.fill_(True)
-            self._pending = update, self._begin(update, lambda tile: None)
             return
-        with self._losing():
-            interrupt = self._run(update)
+        self.end()
         self._storage.gradients.settle()  # all have been copied: lets go of them
+
+    def wait(self) -> None:
+        """Hold the calling thread until the update that is under way is made.
+
+        Raises:
+            StepLostError: it was cut off.
+        """
+        if self._under_way is not None:
+            wait([self._under_way[1]])  # Ctrl-C leaves it to the next call
+            with self._losing():
+                self._under_way[1].result()
+
+    def end(self) -> None:
+        """Upload the update that is under way, as it is made.
+
+        Raises:
+            StepLostError: it was cut off.
+            KeyboardInterrupt: Ctrl-C came meanwhile; all was uploaded.
+        """
+        if self._under_way is None:
+            return
+        update, made = self._under_way
+        interrupt = None
+        with self._losing():
+            try:
+                while (tile := update.finished.get()) is not None:
+                    update.upload(tile)
+            except KeyboardInterrupt as error:
+                interrupt = error
+            finally:
+                wait([made])  # the workers must not run on while an error is raised
+            made.result()
+            if interrupt is not None:
+                for tile in update.tiles:  # also those that were uploaded: it does no harm
+                    update.upload(tile)
+        for state in update.groups:
+            state.mark_updated()
+        self._under_way = None
         if interrupt is not None:
             raise interrupt
 
-    def _run(self, update: StepUpdate) -> KeyboardInterrupt | None:
-        """Make updates and upload them; all uploads are queued when it returns."""
-        finished: queue.SimpleQueue[Tile | None] = queue.SimpleQueue()
-        made = self._begin(update, finished.put)
-        interrupt = None
-        try:
-            while (tile := finished.get()) is not None:
-                update.upload(tile)
-        except KeyboardInterrupt as error:
-            interrupt = error
-        finally:
-            wait([made])  # the workers must not run on while an error is raised
-        made.result()
-        if interrupt is not None:
-            for tile in update.tiles:  # also those that were uploaded: it does no harm
-                update.upload(tile)
-        update.mark_uploaded()
-        return interrupt
+    def drop(self) -> None:
+        """Wait for the update that is under way, and forget it, however it went."""
+        if self._under_way is not None:
+            wait([self._under_way[1]])
+        self._under_way = None
 
     @contextlib.contextmanager
     def _losing(self) -> Iterator[None]:
@@ -155,68 +207,28 @@ class UpdateRunner:
         """Go on from a state that was loaded, after so many steps."""
         self.lost, self._steps = None, steps
 
-    def wait_delayed(self) -> None:
-        """Hold the calling thread until a delayed update is made.
-
-        Raises:
-            StepLostError: it was cut off.
-        """
-        if self._pending is not None:
-            wait([self._pending[1]])  # Ctrl-C leaves it to the next call
-            with self._losing():
-                self._pending[1].result()
-
-    def end_delayed(self) -> None:
-        """Upload a delayed update that was made well. Cut off, it may be called again."""
-        if self._pending is not None:
-            update, _ = self._pending
-            for tile in update.tiles:
-                update.upload(tile)
-            update.mark_uploaded()
-            self._pending = None
-
-    def drop_delayed(self) -> None:
-        """Wait for a delayed update, and forget it, however it went."""
-        if self._pending is not None:
-            wait([self._pending[1]])
-        self._pending = None
-
-    def _begin(self, update: StepUpdate, on_tile: Callable[[Tile | None], None]) -> Future[None]:
-        """Begin updates beside the calling thread.
-
-        Args:
-            update: the updates.
-            on_tile: called with each tile that is finished, and with None at the end, also of an
-                update that fails.
-        """
-        # What was computed on the caller's stream is read there, and not by another thread.
-        return self._workers.submit(self._make, update, update.transform.to_host(), on_tile)
-
-    def _make(
-        self,
-        update: StepUpdate,
-        transform: GradientTransform,
-        on_tile: Callable[[Tile | None], None],
-    ) -> None:
+    def _make(self, update: StepUpdate, transform: GradientTransform) -> None:
         try:
             with torch.no_grad():
                 with contextlib.closing(self._storage.staging.stage(update.tiles)) as staged:
-                    for one in staged:
-                        self._update(one, update, transform)
-                        on_tile(one.tile)
+                    for tile, views in staged:
+                        self._update(tile, views, update, transform)
+                        update.finished.put(tile)
                 for state in update.groups:
                     state.step += 1
         finally:
-            on_tile(None)
+            update.finished.put(None)
 
-    def _update(self, staged: StagedTile, update: StepUpdate, transform: GradientTransform) -> None:
-        needed = sum(end - begin for _, begin, end in staged.tile.pieces)
+    def _update(
+        self, tile: Tile, views: Views, update: StepUpdate, transform: GradientTransform
+    ) -> None:
+        needed = sum(end - begin for _, begin, end in tile.pieces)
         if len(self._scratch) < needed:
             self._scratch = torch.empty(needed)
         slices: list[Slice] = []
         results: list[tuple[torch.Tensor, torch.Tensor]] = []
         taken = 0
-        for (state, begin, end), tensors in staged.pieces:
+        for (state, begin, end), tensors in zip(tile.pieces, views, strict=True):
             group = update.groups.get(state)
             if group is None:
                 continue
@@ -264,10 +276,11 @@ def take_writes(states: Iterable[ParameterState], storage: HostStorage) -> None:
     its master rounds to."""
     changed = [s for s in states if s.parameter._version != s.version and not s.lags]
     for state in changed:
-        masters, values = state.flat(MASTER), flat(state.parameter)
-        for begin in range(0, state.numel, _COMPARED):
-            master = masters[begin : begin + _COMPARED]
-            value = values[begin : begin + _COMPARED].to("cpu")
+        masters, values = state.tensors[MASTER], flat(state.parameter)
+        for master, there in zip(
+            *(torch.split(one, _COMPARED) for one in (masters, values)), strict=True
+        ):
+            value = there.to("cpu")
             bits = torch.int32 if value.dtype == torch.float32 else torch.int16
             same = master.to(value.dtype).view(bits) == value.view(bits)
             if not bool(same.all()):
@@ -275,11 +288,3 @@ def take_writes(states: Iterable[ParameterState], storage: HostStorage) -> None:
         state.version = state.parameter._version
     if changed:
         storage.sync()
-
-
-def catch_up(states: Iterable[ParameterState]) -> None:
-    """Let parameters take over masters that they lag behind."""
-    for state in states:
-        if state.lags:
-            flat(state.parameter).copy_(state.flat(MASTER))
-            state.mark_updated()

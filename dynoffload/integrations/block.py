@@ -17,8 +17,8 @@ from dynoffload.runtime.offload import offload
 from dynoffload.units import format_bytes
 
 if TYPE_CHECKING:
+    from dynoffload.runtime.block import OffloadBlock
     from dynoffload.runtime.migration.forecast import Predictor
-    from dynoffload.runtime.offload import OffloadBlock
     from dynoffload.runtime.session import Session
 
 
@@ -32,26 +32,30 @@ class EventBlock:
 
     Args:
         budget, pilot, spill_dir, host_budget, config: as `dynoffload.offload` takes them.
-        call: what the user writes to name a budget.
 
     Attributes:
         session: of the block that is open, else of the last one; None before the first.
     """
 
+    call = "offload(..., budget='8GiB')"
+    """What the user writes to name a budget."""
+
     def __init__(
         self,
         budget: int | str | None = None,
+        *,
         pilot: Predictor | str | Path | None = "auto",
         spill_dir: str | Path | None = None,
         host_budget: int | str | None = None,
         config: OffloadConfig | Mapping[str, Any] | None = None,
-        *,
-        call: str = "offload(..., budget='8GiB')",
     ) -> None:
-        self._call = call
-        self._budget, self._pilot, self._spill_dir = budget, pilot, spill_dir
-        self._host_budget = host_budget
-        self._config = OffloadConfig.of(config)
+        self._given: dict[str, Any] = {
+            "budget": budget,
+            "pilot": pilot,
+            "spill_dir": spill_dir,
+            "host_budget": host_budget,
+            "config": OffloadConfig.of(config),
+        }
         self._open: OffloadBlock | None = None
         self.session: Session | None = None
 
@@ -75,18 +79,9 @@ class EventBlock:
         """
         self.leave()
         given = defaults()
-        if self._budget is None and given.budget is None and given.profile_dir is None:
-            raise no_budget(self._call)
-        block = offload(
-            model,
-            optimizer,
-            budget=self._budget,
-            pilot=self._pilot,
-            spill_dir=self._spill_dir,
-            host_budget=self._host_budget,
-            device=device,
-            config=self._config,
-        )
+        if self._given["budget"] is None and given.budget is None and given.profile_dir is None:
+            raise no_budget(self.call)
+        block = offload(model, optimizer, device=device, **self._given)
         self.session = block.__enter__()
         self._open = block
         if self.session.sizing.budget and not _logs():  # 0: it records traces

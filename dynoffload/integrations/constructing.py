@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from dynoffload.integrations.imports import importing
-from dynoffload.runtime.meta_init import Around, join, own_tensors
+from dynoffload.runtime.initialising import Around, join, own_tensors
 
 with importing("transformers", extra="transformers"):
     from transformers import PreTrainedModel

@@ -17,29 +17,24 @@ strategy wraps the module.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
-from dynoffload.config import OffloadConfig
 from dynoffload.errors import ConfigError
 from dynoffload.integrations.block import EventBlock
 from dynoffload.integrations.imports import importing
-from dynoffload.runtime.meta_init import recipe_is_noted, tensors_on_meta
+from dynoffload.runtime.initialising import tensors_on_meta
+from dynoffload.runtime.meta_init import recipe_is_noted
 from dynoffload.runtime.offload import materialize
 
 with importing("lightning", extra="lightning"):
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import Callback
 
-if TYPE_CHECKING:
-    from dynoffload.runtime.migration.forecast import Predictor
-    from dynoffload.runtime.session import Session
 
-
-class OffloadCallback(Callback):  # type: ignore[misc]
+class OffloadCallback(EventBlock, Callback):  # type: ignore[misc]
     """Trains a LightningModule within ``budget`` bytes of fast memory, to the same bits.
 
     Args:
@@ -52,24 +47,8 @@ class OffloadCallback(Callback):  # type: ignore[misc]
     ``callback.session.report("run.html")`` writes the page.
     """
 
-    def __init__(
-        self,
-        budget: int | str | None = None,
-        *,
-        pilot: Predictor | str | Path | None = "auto",
-        spill_dir: str | Path | None = None,
-        host_budget: int | str | None = None,
-        config: OffloadConfig | Mapping[str, Any] | None = None,
-    ) -> None:
-        self._block = EventBlock(
-            budget, pilot, spill_dir, host_budget, config, call="OffloadCallback(budget='8GiB')"
-        )
-        self._module: nn.Module | None = None
-
-    @property
-    def session(self) -> Session | None:
-        """The session of the training that runs, else of the last one; None before the first."""
-        return self._block.session
+    call = "OffloadCallback(budget='8GiB')"
+    _module: nn.Module | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what cannot work; note that a module on the meta device needs its weights.
@@ -109,7 +88,7 @@ class OffloadCallback(Callback):  # type: ignore[misc]
                 f"{len(trainer.optimizers)} optimizers, and offload() takes one: give it one with "
                 "a parameter group for each part"
             )
-        self._block.enter(pl_module, trainer.optimizers[0], trainer.strategy.root_device)
+        self.enter(pl_module, trainer.optimizers[0], trainer.strategy.root_device)
         self._module = pl_module
         pl_module.__dict__["training_step"] = functools.partial(
             _through_the_call, pl_module, pl_module.training_step
@@ -129,7 +108,7 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         module, self._module = self._module, None
         if module is not None:
             module.__dict__.pop("training_step", None)
-        self._block.leave(error)
+        self.leave(error)
 
 
 def _through_the_call(

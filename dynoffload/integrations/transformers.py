@@ -26,28 +26,23 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim import Optimizer
 
-from dynoffload.config import OffloadConfig
 from dynoffload.errors import ConfigError
 from dynoffload.integrations.block import EventBlock
 from dynoffload.integrations.constructing import PlainWeights
 from dynoffload.integrations.imports import importing
 from dynoffload.integrations.saving import ReadableState
 from dynoffload.runtime import offload
-from dynoffload.runtime.meta_init import tensors_on_meta
+from dynoffload.runtime.initialising import tensors_on_meta
 
 with importing("transformers", extra="transformers"):
     from transformers import PreTrainedModel, Trainer, TrainerCallback
-
-if TYPE_CHECKING:
-    from dynoffload.runtime.migration.forecast import Predictor
-    from dynoffload.runtime.session import Session
 
 
 def materialize(model: PreTrainedModel, path: str | Path | None = None) -> PreTrainedModel:
@@ -84,7 +79,7 @@ def materialize(model: PreTrainedModel, path: str | Path | None = None) -> PreTr
     return model
 
 
-class OffloadCallback(TrainerCallback):  # type: ignore[misc]
+class OffloadCallback(EventBlock, TrainerCallback):  # type: ignore[misc]
     """Trains a Trainer's model within ``budget`` bytes of fast memory, to the same bits.
 
     Args:
@@ -97,26 +92,13 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
     ``callback.session.report("run.html")`` writes the page.
     """
 
-    def __init__(
-        self,
-        budget: int | str | None = None,
-        *,
-        pilot: Predictor | str | Path | None = "auto",
-        spill_dir: str | Path | None = None,
-        host_budget: int | str | None = None,
-        config: OffloadConfig | Mapping[str, Any] | None = None,
-    ) -> None:
-        self._block = EventBlock(
-            budget, pilot, spill_dir, host_budget, config, call="OffloadCallback(budget='8GiB')"
-        )
+    call = "OffloadCallback(budget='8GiB')"
+
+    def __init__(self, budget: int | str | None = None, **options: Any) -> None:
+        super().__init__(budget, **options)
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()  # Trainers; see [Note: leaving]
         self._resumes = False
         self._readable = ReadableState()
-
-    @property
-    def session(self) -> Session | None:
-        """The session of the training that runs, else of the last one; None before the first."""
-        return self._block.session
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """See to it that the block is left whenever the Trainer's ``train()`` ends, and that the
@@ -142,16 +124,15 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         try:
             result = train(resume_from_checkpoint, *args, **kwargs)
         except BaseException as error:
-            self._block.leave(error)
+            self.leave(error)
             raise
-        self._block.leave()
+        self.leave()
         return result
 
     def _save(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        session = self._block.session
-        if session is None or not self._block.is_open:
+        if self.session is None or not self.is_open:
             return save(*args, **kwargs)
-        with self._readable.of(session):
+        with self._readable.of(self.session):
             return save(*args, **kwargs)
 
     def on_train_begin(
@@ -190,7 +171,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
                 "dynoffload.offload(model, optimizer, budget=...)' around Trainer(model, "
                 "optimizers=(optimizer, None)), with dynoffload.materialize(model, ...) first"
             )
-        self._block.enter(model, optimizer, args.device)
+        self.enter(model, optimizer, args.device)
 
 
 def _trainer_that_calls() -> Any:

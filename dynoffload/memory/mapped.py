@@ -5,10 +5,17 @@ with the pager; but the kernel gives memory without asking the budget. So the de
 its own: it brings regions in and out by explicit requests and never lets what it has counted pass
 the capacity. What was touched without notice is found later, by looking at the page cache, and then
 counted or sent out. So the cap holds for all that is announced and is restored soon for the rest.
+
+[Note: one transfer]  Whoever calls makes his own transfers; what is planned, and the search for
+unannounced accesses, is the work of one thread. All hold the one mutex while bytes move, so there
+is one transfer at a time, and a region is present or absent and never in between. A call that is
+interrupted leaves books that are true or say too much: pages of a region that is taken for absent
+are found like any others.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -16,21 +23,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dynoffload.errors import BackendError, SpillError
-from dynoffload.memory.debug import Checksums
-from dynoffload.memory.device import Counters, Event
-from dynoffload.memory.mapped_cache import CachedRegion, State
+from dynoffload.memory.device import Cause, Counters, Event, EventKind
+from dynoffload.memory.mapped_cache import CachedRegion, MappedCache
 from dynoffload.memory.mapping import Mapping
 from dynoffload.memory.region_allocator import arena_pages
-from dynoffload.memory.spill import UNREAD, UNWRITTEN, SpillFile
+from dynoffload.memory.spill import UNWRITTEN, SpillFile
 from dynoffload.memory.spill import failure as spill_failure
-from dynoffload.memory.transfer_queue import TransferQueue
-from dynoffload.planning.cursor import PlanCursor
-from dynoffload.planning.schedule import Schedule, Use
+from dynoffload.planning.cursor import NEVER, PlanCursor
+from dynoffload.planning.schedule import Kind, Schedule, Use
 
 _GRACE_S = 60.0  # how long to wait for somebody to unpin
+_INSPECT_S = 0.1  # how long an unannounced access may stay unseen
+_LET_IN_S = 1e-4  # between two planned transfers, so that callers get the mutex
 
 
-class MappedFile(TransferQueue):
+class MappedFile(MappedCache):
     """A `Device` whose absent memory is the file itself (Linux).
 
     Args:
@@ -38,7 +45,6 @@ class MappedFile(TransferQueue):
         page_bytes: power of two from the system's page to 2 MiB.
         spill_dir: where the spill file lies.
         need: bytes that the spill file will take at least.
-        threads: transfer threads.
         debug: checksum what leaves and compare it as it comes back.
 
     Raises:
@@ -56,7 +62,6 @@ class MappedFile(TransferQueue):
         spill_dir: Path,
         *,
         need: int = 0,
-        threads: int = 4,
         debug: bool = False,
     ) -> None:
         system_page = os.sysconf("SC_PAGE_SIZE")
@@ -78,17 +83,14 @@ class MappedFile(TransferQueue):
                 f"the spill file in {spill_dir} cannot be mapped: {error.strerror}; raise the "
                 "limit of virtual memory (ulimit -v), or pass spill_dir= another disk"
             ) from error
-        sums = Checksums(spill.fd) if debug else None
-        super().__init__(capacity // page_bytes, page_bytes, spill, mapping, threads, sums)
+        whole = capacity // page_bytes * page_bytes
+        super().__init__(whole, page_bytes, spill, mapping, debug)
         self._process = os.getpid()
         self._closed = False
+        self._thread = threading.Thread(target=self._run, name="dynoffload-mapped", daemon=True)
+        self._thread.start()
 
     # Regions
-
-    def _dismiss(self, region: int) -> None:
-        with self._mutex:
-            self._forget(self._cached[region])
-            del self._cached[region]
 
     def discard(self, region: int) -> None:
         """See `Device.discard`."""
@@ -103,7 +105,15 @@ class MappedFile(TransferQueue):
         """
         with self._mutex:
             for h in self._all(regions):
-                self._clear(h)
+                if self._is_clear(h):
+                    continue
+                self._forget(h)
+                try:
+                    if self._mapping.holds_data(h.offset, h.length):
+                        self._mapping.clear(h.offset, h.length)
+                except OSError as error:
+                    raise spill_failure(*self._refused(h, error)) from error
+                h.cleared = True
 
     def is_clear(self, regions: Sequence[int]) -> list[bool]:
         """See `Device.is_clear`."""
@@ -123,11 +133,10 @@ class MappedFile(TransferQueue):
 
         Raises:
             BudgetError: the regions do not fit the pool together, or the rest stays pinned.
-            SpillError: the spill file cannot be read.
+            SpillError: the spill file cannot be read, or not written to make room.
         """
         self._check_room(regions)
-        with self._mutex:
-            self._bring(self._all(regions), pin=pin, patient=True)
+        self._bring(regions, pin=pin, patient=True)
 
     def touch(self, regions: Sequence[int]) -> None:
         """Bring the regions in, as many as there is room for, since no access tells of itself.
@@ -136,13 +145,13 @@ class MappedFile(TransferQueue):
             SpillError: the spill file cannot be read.
         """
         with self._mutex:
-            room = self._pages - sum(h.pages for h in self._cached.values() if h.pins)
+            room = self.capacity - sum(h.length for h in self._cached.values() if h.pins)
             wanted = []
             for h in self._all(dict.fromkeys(regions)):
-                need = 0 if h.pins else h.pages
+                need = 0 if h.pins else h.length
                 if need <= room:
                     room -= need
-                    wanted.append(h)
+                    wanted.append(h.region)
             self._bring(wanted, pin=False, patient=False)
 
     def unpin(self, regions: Sequence[int]) -> None:
@@ -150,59 +159,57 @@ class MappedFile(TransferQueue):
         with self._mutex:
             self._pin(self._all(regions), -1)
 
-    def _bring(self, wanted: Sequence[CachedRegion], *, pin: bool, patient: bool) -> None:
-        """Wait until regions are present, lending a hand; the impatient leave what all others'
-        pins keep out."""
-        self._pin(wanted, 1)
-        kept = False
-        try:
-            self._wait_for(wanted, patient=patient)
-            kept = pin
-        except BaseException:
-            self._give_up(wanted)
-            raise
-        finally:
-            if not kept:
-                self._pin(wanted, -1)
+    def _bring(self, regions: Sequence[int], *, pin: bool, patient: bool) -> None:
+        """Make regions present, together; the impatient leave what others' pins keep out."""
+        start, kept = time.perf_counter(), False
+        with self._mutex:
+            wanted = self._all(regions)
+            self._pin(wanted, 1)
+            try:
+                self._busy.clear()  # what could not be written may be written now
+                for h in wanted:
+                    self._use(h)
+                    stalls = not h.present and (h.content or self._free < h.length)
+                    until = time.monotonic() + _GRACE_S
+                    while not h.present:
+                        if self._room_for(h, (self._plan.position, -1)):
+                            self._fetch(h, Cause.FAULT)
+                        elif patient:
+                            self._wait_for_unpin(h, until)
+                        else:
+                            break
+                    if stalls and h.present:
+                        self._tally.stalls += 1
+                        self._tally.note(EventKind.STALL, Cause.FAULT, h.region, start, h.nbytes)
+                        begun, start = start, time.perf_counter()
+                        self._tally.stall_s += start - begun
+                kept = pin
+            finally:
+                if not kept:
+                    self._pin(wanted, -1)
 
-    def _wait_for(self, wanted: Sequence[CachedRegion], *, patient: bool) -> None:
-        self._hope()
-        for h in wanted:
-            self._use(h)
-            h.error = 0
-        until = time.monotonic() + _GRACE_S
-        while absent := [h for h in wanted if h.state is not State.PRESENT]:
-            for h in absent:
-                if h.error:
-                    failure, h.error = h.error, 0
-                    told = self._unreadable(h, failure)
-                    raise spill_failure(failure, f"{told}; {UNREAD}")
-                self._want(h)
-            if self._serve_urgent():
-                until = time.monotonic() + _GRACE_S
-                continue
-            if not patient and not any(h.state.moving for h in self._cached.values()):
-                self._give_up(wanted)
-                return
-            if (refused := self._refused()) is not None:
-                number, told = refused
-                raise spill_failure(number, f"{told}; {UNWRITTEN}")
-            if not self._done.wait(1.0) and time.monotonic() > until:
-                pinned = [h.region for h in self._cached.values() if h.pins]
-                waited = f" within {_GRACE_S:.0f} s"
-                raise self._no_room([h.region for h in absent], pinned, waited)
+    def _wait_for_unpin(self, h: CachedRegion, until: float) -> None:
+        """Wait a second for others to let go of what they pin.
+
+        Raises:
+            BudgetError: it is past ``until``.
+            SpillError: what could leave cannot be written.
+        """
+        for number, told in self._busy.values():
+            raise spill_failure(number, f"{told}; {UNWRITTEN}")
+        if not self._unpinned.wait(1.0) and time.monotonic() > until:
+            pinned = [one.region for one in self._cached.values() if one.pins]
+            raise self._no_room([h.region], pinned, f" within {_GRACE_S:.0f} s")
 
     # The plan
 
     def follow(self, uses: Sequence[Use], schedule: Schedule) -> None:
         """See `Device.follow`."""
-        plan = PlanCursor(uses, schedule.actions)
         with self._mutex:
-            self._plan = plan
-            for h in self._cached.values():
-                h.busy = False  # what could not be written then may be written now
+            self._plan = PlanCursor(uses, schedule.actions)
+            self._busy.clear()
             self._inspect()
-            self._work.notify_all()
+            self._work.notify()
 
     def advance(self, position: int) -> None:
         """See `Device.advance`. What the use names counts as used: its accesses are not seen."""
@@ -210,31 +217,70 @@ class MappedFile(TransferQueue):
             self._plan.advance(position)
             for region in self._plan.regions():
                 h = self._cached.get(region)
-                if h is not None and h.state is State.PRESENT:
+                if h is not None and h.present:
                     self._use(h)
-            self._work.notify_all()
+            self._work.notify()
 
     def reserve(self, nbytes: int) -> None:
         """See `Device.reserve`."""
         with self._mutex:
-            self._reserve = -(-nbytes // self.page_bytes)
-            self._work.notify_all()
+            self._reserve = self.padded(nbytes) if nbytes else 0
+            self._work.notify()
+
+    def _run(self) -> None:
+        """Follow the plan, in a thread of its own; see [Note: one transfer]."""
+        while not self._closed:
+            with self._mutex:
+                moved = self._serve_plan()
+                if time.monotonic() - self._inspected > _INSPECT_S:
+                    self._inspect()
+                elif not moved and not self._closed:
+                    self._work.wait(_INSPECT_S)
+            time.sleep(_LET_IN_S)
+
+    def _serve_plan(self) -> bool:
+        """Make one transfer of the plan or for the reserve; False if there is none now."""
+        plan = self._plan
+        while (action := plan.due()) is not None:
+            h, next_use = self._cached.get(action.region), plan.next_use(action.region)
+            if h is None or (action.kind is Kind.FETCH and (h.present or next_use == NEVER)):
+                plan.done()  # reality has overtaken it
+            elif action.kind is Kind.EVICT:
+                plan.done()
+                if self._may_leave(h) and next_use > plan.position:
+                    self._evict(h, Cause.PLAN)
+                    return True
+            elif self._free >= h.length + self._reserve:
+                plan.done()
+                try:
+                    self._fetch(h, Cause.PLAN)
+                except SpillError as error:
+                    self._error = error.errno or errno.EIO, error.args[1]
+                return True
+            elif next_use > plan.position + 1 or (victim := self._victim(next_use)) is None:
+                break  # there is time to wait for room, or nothing leaves
+            else:
+                self._evict(victim, Cause.PLAN)
+                return True
+        if self._free < self._reserve and (victim := self._victim(plan.position)) is not None:
+            self._evict(victim, Cause.ROOM)
+            return True
+        return False
 
     # What happened
 
     def resident(self) -> list[int]:
         """See `Device.resident`."""
         with self._mutex:
-            cached = self._cached.values()
-            return sorted(h.region for h in cached if h.state is not State.ABSENT)
+            return sorted(h.region for h in self._cached.values() if h.present)
 
     def resident_bytes(self) -> int:
         """See `Device.resident_bytes`."""
-        return self._used * self.page_bytes
+        return self._used
 
     def taken_bytes(self) -> int:
         """See `Device.taken_bytes`: what is evicted goes back at once."""
-        return self.resident_bytes()
+        return self._used
 
     def counters(self) -> Counters:
         """See `Device.counters`."""
@@ -244,7 +290,7 @@ class MappedFile(TransferQueue):
                 error, self._error = self._error, None
                 raise spill_failure(*error)
             peak, self._peak = self._peak, self._used
-            return self._tally.counters(self.resident_bytes(), peak * self.page_bytes)
+            return self._tally.counters(self._used, peak)
 
     def events(self) -> list[Event]:
         """See `Device.events`."""
@@ -255,12 +301,14 @@ class MappedFile(TransferQueue):
         """See `Device.close`."""
         if self._closed or os.getpid() != self._process:
             return
-        # Retired, and one of the threads, which cannot end itself, has collected the last storage.
-        if threading.current_thread() in self._threads:
+        # Retired, and the thread, which cannot end itself, has collected the last storage.
+        if threading.current_thread() is self._thread:
             threading.Thread(target=self.close, name="dynoffload-closing", daemon=True).start()
             return
-        self._closed = True
-        self._stop()
+        with self._mutex:
+            self._closed = True
+            self._work.notify()
+        self._thread.join()
         self._storages.clear()
         self._rows.clear()
         self._mapping.close()

@@ -1,40 +1,26 @@
-"""The mapped file's cache: which regions take fast memory, and who waits for them.
+"""The mapped file's cache: which regions take fast memory, and how they come and go.
 
-Plain bookkeeping under one mutex, which callers hold; nothing here takes time.
-
-[Note: states]  A region is charged from the moment its transfer begins until its last page is gone:
-READING, PRESENT and WRITING are charged, ABSENT is not. A transfer runs without the mutex; a region
-in flight belongs to the thread that moves it.
+Its owner's mutex is held; see [Note: one transfer] in `mapped`.
 """
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
+from dynoffload.memory.debug import Checksums
 from dynoffload.memory.device import Cause, EventKind, called
+from dynoffload.memory.mapping import Mapping
 from dynoffload.memory.region_allocator import Place, RegionAllocator
-from dynoffload.memory.spill import SpillFile
+from dynoffload.memory.spill import UNREAD, SpillFile, reason
+from dynoffload.memory.spill import failure as spill_failure
 from dynoffload.memory.tally import Tally
 from dynoffload.planning.cursor import PlanCursor
 
-
-class State(Enum):
-    """Where a region's bytes are; see [Note: states]."""
-
-    ABSENT = "absent"
-    READING = "reading"
-    PRESENT = "present"
-    WRITING = "writing"
-
-    @property
-    def moving(self) -> bool:
-        """A transfer is on its way, or was asked for and cannot be taken back."""
-        return self in (State.READING, State.WRITING)
+_ATTEMPTS = 3
 
 
 @dataclass(eq=False, slots=True)
@@ -45,122 +31,108 @@ class CachedRegion:
         region: its number.
         offset: in the file, and in the arena of addresses.
         length: padded bytes.
-        pages: the same in pages.
         nbytes: bytes of content.
         stamp: last use, for LRU.
+        present: its pages are in memory, and counted.
         content: the file or memory may hold bytes of its own.
         cleared: the file holds zeros, unless somebody has written since without notice.
         pins: holds it in memory.
-        queued: somebody waits, and its fetch has not begun.
-        waited_since: when somebody began to wait.
         prefetched: fetched by plan and not yet used.
-        busy: could not be written; stays until the next plan.
-        error: errno of the fetch that somebody waits for.
     """
 
     region: int
     offset: int
     length: int
-    pages: int
     nbytes: int
-    stamp: int
-    state: State = State.ABSENT
+    stamp: int = 0
+    present: bool = False
     content: bool = False
     cleared: bool = False
     pins: int = 0
-    queued: bool = False
-    waited_since: float | None = None
     prefetched: bool = False
-    busy: bool = False
-    error: int = 0
-
-    def may_leave(self) -> bool:
-        """Return whether it can be evicted now."""
-        return (
-            self.state is State.PRESENT
-            and not self.pins
-            and not self.busy
-            and self.waited_since is None
-        )
-
-    def left_alone(self) -> bool:
-        """Return whether it is absent and nobody is about to bring it in."""
-        return self.state is State.ABSENT and not self.queued
 
 
 class MappedCache(RegionAllocator):
-    """Counts the pages of a pool.
+    """Counts the bytes of a pool, and moves regions in and out of a mapping.
 
     Args:
-        pages: pages there are.
-        page_bytes: of each.
+        capacity: bytes of the pool, a multiple of ``page_bytes``.
+        page_bytes: regions are padded to this.
         spill: the file.
-        base: address of its first page.
+        mapping: of it.
+        debug: checksum what leaves and compare it as it comes back.
     """
 
-    def __init__(self, pages: int, page_bytes: int, spill: SpillFile, base: int) -> None:
-        super().__init__(pages * page_bytes, page_bytes, spill, base)
+    _spill: SpillFile
+
+    def __init__(
+        self, capacity: int, page_bytes: int, spill: SpillFile, mapping: Mapping, debug: bool
+    ) -> None:
+        super().__init__(capacity, page_bytes, spill, mapping.address)
+        self._mapping = mapping
+        self._sums = Checksums(spill.fd) if debug else None
         self._tally = Tally()
         self._mutex = threading.RLock()
-        # Told when there may be a transfer to make, and when one is over or a pin is gone.
-        self._work, self._done = threading.Condition(self._mutex), threading.Condition(self._mutex)
+        self._work = threading.Condition(self._mutex)  # there may be something to do for the plan
+        self._unpinned = threading.Condition(self._mutex)
         self._cached: dict[int, CachedRegion] = {}
-        self._urgent: deque[CachedRegion] = deque()  # those that somebody waits for
         self._plan = PlanCursor()
-        self._pages, self._used = pages, 0  # pages there are, and those charged
-        self._writing = 0  # pages on their way out, among those charged
-        self._reserve = 0  # pages that plans leave free
-        self._peak = 0
+        self._used = self._peak = self._reserve = self._clock = 0
+        # Regions that could not be written, which stay until they are tried again, and why.
+        self._busy: dict[int, tuple[int, str]] = {}
         self._error: tuple[int, str] | None = None  # of the last failed transfer, until it is told
-        self._write_error: tuple[int, str] | None = None  # of the last write, while writes fail
-        self._clock = 0
-        self._waiting = 0  # regions that somebody waits for, now
-        self._waiting_since = 0.0
+        self._inspected = 0.0
 
     def _admit(self, region: int, place: Place) -> None:
         offset, length = place.page * self.page_bytes, place.pages * self.page_bytes
         with self._mutex:
-            self._clock += 1
-            self._cached[region] = CachedRegion(
-                region, offset, length, place.pages, place.nbytes, self._clock
-            )
+            self._cached[region] = made = CachedRegion(region, offset, length, place.nbytes)
+            self._use(made)
+
+    def _dismiss(self, region: int) -> None:
+        with self._mutex:
+            self._forget(self._cached.pop(region))
 
     def _all(self, regions: Iterable[int]) -> list[CachedRegion]:
         return [self._cached[region] for region in regions]
 
-    def _called(self, h: CachedRegion) -> str:
-        return called(self.names, h.region, h.nbytes)
+    def _forget(self, h: CachedRegion) -> None:
+        """Let go of a region's pages, and of the bytes in them."""
+        try:
+            if h.present or h.content or self._mapping.cached(h.offset, h.length):
+                if self._sums is not None:
+                    self._sums.forget(h.offset)
+                self._mapping.forget(h.offset, h.length)
+        except OSError as error:
+            self._error = self._refused(h, error)
+        finally:
+            self._leave(h)
+            self._busy.pop(h.region, None)
+            h.content = h.cleared = False
 
-    # Room
+    def _is_clear(self, h: CachedRegion) -> bool:
+        """Return whether a region was cleared and no page of it written since."""
+        if not h.cleared or h.present:
+            return False
+        if self._mapping.cached(h.offset, h.length):  # perhaps only read, or read ahead
+            if self._mapping.modified(h.offset, h.length):
+                return False
+            self._mapping.drop(h.offset, h.length)
+        return not self._mapping.holds_data(h.offset, h.length)
+
+    def _pin(self, some: Sequence[CachedRegion], by: int) -> None:
+        for h in some:
+            h.pins += by
+        if by < 0:
+            self._unpinned.notify_all()
+            self._work.notify()
+
+    # Room and transfers; the mutex is held
 
     @property
     def _free(self) -> int:
-        """Pages that can be had without an eviction."""
-        return self._pages - self._used
-
-    def _charge(self, h: CachedRegion) -> None:
-        """Take room for a region; there must be some."""
-        self._used += h.pages
-        assert self._used <= self._pages, "the cache would pass the capacity"
-        self._peak = max(self._peak, self._used)
-
-    def _discharge(self, h: CachedRegion) -> None:
-        """Give a region's room back."""
-        self._used -= h.pages
-
-    def _victim(self, later_than: int) -> CachedRegion | None:
-        """Return the region used latest among those that may leave and are used after
-        ``later_than``; among equals the least recently used."""
-        best: tuple[int, int] | None = None
-        found = None
-        for h in self._cached.values():
-            if h.may_leave():
-                next_use = self._plan.next_use(h.region)
-                if next_use > later_than and (best is None or (next_use, -h.stamp) > best):
-                    best, found = (next_use, -h.stamp), h
-        return found
-
-    # Uses and waits
+        """Bytes that can be had without an eviction."""
+        return self.capacity - self._used
 
     def _use(self, h: CachedRegion) -> None:
         """The region is used now."""
@@ -170,57 +142,133 @@ class MappedCache(RegionAllocator):
             h.prefetched = False
             self._tally.used_bytes += h.nbytes
 
-    def _waste(self, h: CachedRegion) -> None:
-        """The region goes; if nobody used it, fetching it was a waste."""
+    def _enter(self, h: CachedRegion) -> None:
+        """Count a region's pages, for which there is room."""
+        self._used += h.length
+        assert self._used <= self.capacity, "the cache would pass the capacity"
+        self._peak = max(self._peak, self._used)
+        h.present, h.content, h.cleared = True, True, False
+
+    def _leave(self, h: CachedRegion) -> None:
+        """Stop counting a region's pages, which are gone."""
+        if h.present:
+            h.present = False
+            self._used -= h.length
         if h.prefetched:
             h.prefetched = False
             self._tally.wasted_bytes += h.nbytes
 
-    def _pin(self, some: Sequence[CachedRegion], by: int) -> None:
-        """Hold regions in memory, or let go of them with a negative ``by``."""
-        for h in some:
-            h.pins += by
-        if by < 0:
-            self._work.notify_all()
-            self._done.notify_all()
+    def _may_leave(self, h: CachedRegion) -> bool:
+        return h.present and not h.pins and h.region not in self._busy
 
-    def _want(self, h: CachedRegion) -> None:
-        """Somebody waits for the region: it goes before all that is planned."""
-        if h.state is State.PRESENT:
+    def _victim(self, later_than: int) -> CachedRegion | None:
+        """Return the region used latest among those that may leave and are used after
+        ``later_than``; among equals the least recently used."""
+        found, best = None, (later_than, 0)
+        for h in self._cached.values():
+            if self._may_leave(h):
+                next_use = self._plan.next_use(h.region)
+                if next_use > later_than and (found is None or (next_use, -h.stamp) > best):
+                    found, best = h, (next_use, -h.stamp)
+        return found
+
+    def _room_for(self, h: CachedRegion, later_than: Sequence[int]) -> bool:
+        """Send out regions used after the first position of ``later_than``, then those after the
+        next, until there is room for ``h``; return whether there is."""
+        for position in later_than:
+            while self._free < h.length and (victim := self._victim(position)) is not None:
+                self._evict(victim, Cause.ROOM)
+        return self._free >= h.length
+
+    def _fetch(self, h: CachedRegion, cause: Cause) -> None:
+        """Bring a region in, for which there is room.
+
+        Raises:
+            SpillError: it cannot be read.
+        """
+        start = time.perf_counter()
+        sums = self._sums
+        if sums is not None and self._mapping.touched(h.offset, h.length):
+            sums = None
+        for attempt in range(_ATTEMPTS):
+            try:
+                if h.content:
+                    self._mapping.fetch(h.offset, h.length)
+                else:
+                    self._mapping.create(h.offset, h.length)
+                if sums is not None:
+                    sums.compare(h.offset, h.length)
+                break
+            except OSError as error:
+                if sums is not None:  # read anew, and compared anew, by whoever asks next
+                    self._mapping.drop(h.offset, h.length)
+                number = error.errno or errno.EIO
+                if attempt == _ATTEMPTS - 1:
+                    told = self._spill.unreadable(self._called(h), reason(number))
+                    raise spill_failure(number, f"{told}; {UNREAD}") from error
+        if h.content:
+            self._tally.bytes_in += h.nbytes
+            self._tally.note(EventKind.FETCH, cause, h.region, start, h.nbytes)
+            if cause is Cause.PLAN:
+                h.prefetched = True
+                self._tally.prefetched_bytes += h.nbytes
+        self._enter(h)
+
+    def _evict(self, h: CachedRegion, cause: Cause) -> None:
+        """Write a region back and drop its pages; what cannot be written stays, and is told."""
+        start = time.perf_counter()
+        try:
+            dirty = min(h.nbytes, self._mapping.modified(h.offset, h.length))
+            if dirty:
+                self._mapping.write_back(h.offset, h.length)
+            if self._sums is not None:
+                self._sums.take(h.offset, h.length)
+        except OSError as error:
+            self._error = self._busy[h.region] = self._refused(h, error)
             return
-        if h.waited_since is None and (h.content or self._free < h.pages):
-            h.waited_since = time.perf_counter()
-            if self._waiting == 0:
-                self._waiting_since = h.waited_since
-            self._waiting += 1
-            self._tally.stalls += 1
-        if h.left_alone():
-            h.queued = True
-            self._urgent.append(h)
-            self._work.notify()
+        if dirty:
+            self._busy.clear()  # the file takes bytes again
+            self._tally.bytes_out += dirty
+            self._tally.note(EventKind.EVICT, cause, h.region, start, dirty)
+        self._leave(h)
+        self._mapping.drop(h.offset, h.length)
 
-    def _give_up(self, some: Sequence[CachedRegion]) -> None:
-        """Stop waiting for regions that only the caller has pinned."""
-        for h in some:
-            if h.queued and h.pins == 1:
-                self._urgent.remove(h)
-                h.queued = False
-                self._end_wait(h)
-        self._done.notify_all()
+    def _called(self, h: CachedRegion) -> str:
+        return called(self.names, h.region, h.nbytes)
 
-    def _settle(self, h: CachedRegion, state: State) -> None:
-        """A transfer is over."""
-        h.state = state
-        if state is State.PRESENT or h.error:
-            self._end_wait(h)
-        self._done.notify_all()
-        self._work.notify_all()
+    def _refused(self, h: CachedRegion, error: OSError) -> tuple[int, str]:
+        """Return the number and the message of a write that failed."""
+        number = error.errno or errno.EIO
+        told = self._spill.unwritable(self._called(h), reason(number))
+        return number, f"{told}; until then it stays in memory"
 
-    def _end_wait(self, h: CachedRegion) -> None:
-        if h.waited_since is None:
-            return
-        self._waiting -= 1
-        if self._waiting == 0:
-            self._tally.stall_s += time.perf_counter() - self._waiting_since
-        self._tally.note(EventKind.STALL, Cause.FAULT, h.region, h.waited_since, h.nbytes)
-        h.waited_since = None
+    # What nobody announced
+
+    def _inspect(self) -> None:
+        """Find absent regions with pages in memory. They were touched without notice: they stay if
+        they deserve the room more than others do, else they are sent out."""
+        for h in self._surprises():
+            self._tally.faults += 1
+            h.content, h.cleared = True, False
+            if self._room_for(h, (self._plan.next_use(h.region) - 1,)):
+                self._enter(h)
+                self._use(h)
+            else:
+                self._evict(h, Cause.ROOM)
+        self._inspected = time.monotonic()
+        self._used = sum(h.length for h in self._cached.values() if h.present)
+
+    def _surprises(self) -> list[CachedRegion]:
+        """Return absent regions with pages in memory, asking once for each run of neighbours."""
+        absent = [h for h in self._cached.values() if not (h.present or h.region in self._busy)]
+        absent.sort(key=lambda h: h.offset)
+        found: list[CachedRegion] = []
+        first = 0
+        for index, h in enumerate(absent):
+            end = h.offset + h.length
+            if index + 1 < len(absent) and absent[index + 1].offset == end:
+                continue
+            run, first = absent[first : index + 1], index + 1
+            if self._mapping.cached(run[0].offset, end - run[0].offset):
+                found += [x for x in run if self._mapping.cached(x.offset, x.length)]
+        return found

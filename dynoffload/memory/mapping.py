@@ -174,17 +174,14 @@ class Mapping:
             self.drop(offset, nbytes)
 
     def clear(self, offset: int, nbytes: int) -> None:
-        """Let a range hold zeros; see [Note: no content].
+        """Write zeros to a range, where `forget` has left bytes of it in the file.
 
         Raises:
-            OSError: the file system keeps no zeros unwritten, and those written were refused.
+            OSError: they were refused.
         """
-        try:
-            check(libc().fallocate(self._fd, _ZERO_RANGE_KEEP_SIZE, offset, nbytes))
-        except OSError:
-            ctypes.memset(self.address + offset, 0, nbytes)
-            self.write_back(offset, nbytes)
-            self.drop(offset, nbytes)
+        ctypes.memset(self.address + offset, 0, nbytes)
+        self.write_back(offset, nbytes)
+        self.drop(offset, nbytes)
 
     def holds_data(self, offset: int, nbytes: int) -> bool:
         """Return whether a range may hold anything but zeros that were never written."""

@@ -41,6 +41,7 @@ class NativeCounters(ctypes.Structure):
         ("stalls", ctypes.c_uint64),
         ("stall_s", ctypes.c_double),
         ("pages_in_use", ctypes.c_uint64),
+        ("pages_taken", ctypes.c_uint64),
         ("peak_pages", ctypes.c_uint64),
         ("events_lost", ctypes.c_uint64),
         ("error", ctypes.c_int32),
@@ -104,9 +105,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pager_plan": (_INT, (_P, _P, _P, _P, _U32, _P, _P, _U32)),
     "pager_advance": (None, (_P, _I64)),
     "pager_states": (None, (_P, _P, _P, _U32)),
-    "pager_in_use": (_U64, (_P,)),
-    "pager_taken": (_U64, (_P,)),
-    "pager_counters": (None, (_P, _P)),
+    "pager_counters": (None, (_P, _P, _INT)),
     "pager_events": (_U32, (_P, _P)),
 }
 

@@ -336,19 +336,23 @@ class Pager(RegionAllocator):
 
     def resident_bytes(self) -> int:
         """See `Device.resident_bytes`."""
-        return int(self._native.pager_in_use(self._handle)) * self.page_bytes
+        return int(self._counters().pages_in_use) * self.page_bytes
 
     def taken_bytes(self) -> int:
         """See `Device.taken_bytes`: empty pages circulate, and go back at the end."""
-        return int(self._native.pager_taken(self._handle)) * self.page_bytes
+        return int(self._counters().pages_taken) * self.page_bytes
 
     def _called(self, region: int) -> str:
         return called(self.names, region, self.size(region))
 
+    def _counters(self, *, anew: bool = False) -> native_pager.NativeCounters:
+        found = native_pager.NativeCounters()
+        self._native.pager_counters(self._handle, ctypes.byref(found), anew)
+        return found
+
     def counters(self) -> Counters:
         """See `Device.counters`."""
-        native = native_pager.NativeCounters()
-        self._native.pager_counters(self._handle, ctypes.byref(native))
+        native = self._counters(anew=True)
         if native.error:
             region, why = native.error_region, reason_of(native.error)
             one = self._called(region)

@@ -90,7 +90,19 @@ class LookAhead:
         resident: Collection[int],
         dirty: Collection[int] = (),
     ) -> Schedule:
-        """Return the schedule of ``uses``; see `Policy.plan`."""
+        """Return the schedule of ``uses`` under ``capacity`` bytes.
+
+        Args:
+            uses: the reference string.
+            sizes: bytes of each region, by index.
+            capacity: bytes of fast memory that the schedule may fill.
+            resident: regions in fast memory before the first use.
+            dirty: those of them whose copy in the lower tier is stale.
+
+        Raises:
+            BudgetError: if the regions of one use are together larger than ``capacity``.
+            ValueError: if a use names a region that does not exist or is dead.
+        """
         limit = capacity - int(capacity * self.window)
         held = _sweep(uses, sizes, capacity, limit, resident, dirty)
         starts, kept = _prefetch(held, sizes, capacity)

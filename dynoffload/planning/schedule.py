@@ -1,4 +1,4 @@
-"""Who is in fast memory when: what planners, executors and simulations share.
+"""Who is in fast memory when: what the planner, executors and simulations share.
 
 A schedule is advice: carrying it out late or in part costs time, never correctness. Regions are
 known by index only, so that this can be tested without a network.
@@ -19,10 +19,9 @@ plain execution in order is correct too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from dynoffload.errors import BudgetError
 from dynoffload.units import format_bytes
@@ -82,32 +81,6 @@ class Schedule:
     peak: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
-
-
-class Policy(Protocol):
-    """Decides who is resident when. The runtime and simulations take the same object."""
-
-    def plan(
-        self,
-        uses: Sequence[Use],
-        sizes: Sequence[int],
-        capacity: int,
-        resident: Collection[int],
-        dirty: Collection[int] = (),
-    ) -> Schedule:
-        """Return the schedule of ``uses`` under ``capacity`` bytes.
-
-        Args:
-            uses: the reference string.
-            sizes: bytes of each region, by index.
-            capacity: bytes of fast memory that the schedule may fill.
-            resident: regions in fast memory before the first use.
-            dirty: those of them whose copy in the lower tier is stale.
-
-        Raises:
-            BudgetError: if the regions of one use are together larger than ``capacity``.
-            ValueError: if a use names a region that does not exist or is dead.
-        """
 
 
 def infeasible(position: int, need: int, have: int) -> BudgetError:

@@ -178,24 +178,6 @@ def _binned(start: Floats, end: Floats, weight: Floats, edges: Floats) -> Floats
     """Return the ``weight`` of each span spread evenly over the bins it covers: [m]."""
     if len(start) == 0:
         return np.zeros(len(edges) - 1)
-    length = end - start
-    # Cumulative weight at each edge is a sum of ramps; np.add.at keeps it linear in spans + bins.
-    total = np.zeros(len(edges))
-    # A span far below a bin's width is a point: its slope would drown the sums in rounding.
-    instant = length <= 1e-6
-    ramps = ~instant
-    s, e, w = start[ramps], end[ramps], weight[ramps]
-    slope = w / length[ramps]
-    first = np.searchsorted(edges, s, side="right")
-    last = np.searchsorted(edges, e, side="right")
-    # d(total)/d(edge): piecewise linear ramps expressed by two accumulations, slope and offset.
-    slope_at, offset_at = np.zeros(len(edges) + 1), np.zeros(len(edges) + 1)
-    np.add.at(slope_at, first, slope)
-    np.add.at(offset_at, first, -slope * s)
-    np.add.at(slope_at, last, -slope)
-    np.add.at(offset_at, last, slope * s + w)
-    total += np.cumsum(slope_at)[:-1] * edges + np.cumsum(offset_at)[:-1]
-    at_once = np.zeros(len(edges) + 1)
-    np.add.at(at_once, np.searchsorted(edges, start[instant], side="right"), weight[instant])
-    total += np.cumsum(at_once)[:-1]
-    return np.maximum(np.diff(total), 0.0)
+    length = np.maximum(end - start, 1e-9)  # one without length is a point
+    total = [weight @ np.clip((edge - start) / length, 0.0, 1.0) for edge in edges]
+    return np.diff(np.array(total))

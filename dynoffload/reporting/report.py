@@ -10,12 +10,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from dynoffload.errors import ConfigError
 from dynoffload.profiler.safefile import write_whole
-from dynoffload.reporting import alignment, figures, summary
+from dynoffload.reporting import figures, summary
 from dynoffload.reporting.columns import Columns
 from dynoffload.reporting.perfetto import write_perfetto
 from dynoffload.telemetry import RunLog, StepBlocks, StepStats
@@ -25,6 +26,7 @@ MAX_STEP_ROWS = 200
 """Rows of the page's table of steps; a longer run shows its first and last and says so."""
 MAX_STRIP_RUNS = 400
 MAX_CHANGES = 24
+_KINDS = {"equal": "match", "replace": "swap", "delete": "extra", "insert": "missing"}
 
 
 @dataclass(frozen=True)
@@ -156,37 +158,53 @@ def _telling_blocks(log: RunLog) -> Iterator[tuple[str, StepBlocks]]:
     yield from titled.values()
 
 
+def align(
+    predicted: Sequence[str], actual: Sequence[str]
+) -> list[tuple[str, list[tuple[str | None, str | None]]]]:
+    """Return runs of columns that turn ``predicted`` into ``actual`` with the fewest changes
+    (Levenshtein 1966), as block-order accuracy counts them.
+
+    A run is what became of its blocks, ``"match"``, ``"swap"``, ``"extra"`` (predicted, not run
+    there) or ``"missing"`` (run, not predicted there), and pairs of a predicted and an actual
+    block; the side that has none is None.
+    """
+    from rapidfuzz.distance import Levenshtein
+
+    found = []
+    for op in Levenshtein.opcodes(predicted, actual):
+        left = predicted[op.src_start : op.src_end]
+        right = actual[op.dest_start : op.dest_end]
+        found.append((_KINDS[op.tag], list(zip_longest(left, right))))
+    return found
+
+
 def _aligned(title: str, log: RunLog, blocks: StepBlocks) -> dict[str, Any]:
-    edits = alignment.align(blocks.predicted or (), blocks.actual)
-    grouped = alignment.runs(edits)
-    count = {kind.value: sum(e.kind is kind for e in edits) for kind in alignment.Kind}
-    accuracy = next((s.accuracy for s in log.steps if s.step == blocks.step), math.nan)
-    changes, at = [], 0
-    for run in grouped:
-        if run.kind is not alignment.Kind.MATCH:
-            changes += [(at + i, edit) for i, edit in enumerate(run.edits)]
-        at += len(run.edits)
+    runs = align(blocks.predicted or (), blocks.actual)
+    kinds = [kind for kind, edits in runs for _ in edits]
+    edits = [edit for _, edits in runs for edit in edits]
+    changes = [
+        (place, kind, *edit)
+        for place, (kind, edit) in enumerate(zip(kinds, edits, strict=True))
+        if kind != "match"
+    ]
     return {
         "title": title,
         "step": blocks.step,
-        "accuracy": accuracy,
-        "count": count,
-        "columns": len(edits),
+        "accuracy": next((s.accuracy for s in log.steps if s.step == blocks.step), math.nan),
+        "count": {kind: kinds.count(kind) for kind in _KINDS.values()},
         "strip": [
-            (run.kind.value, len(run.edits), _strip_title(run)) for run in grouped[:MAX_STRIP_RUNS]
+            (kind, len(edits), _strip_title(kind, edits)) for kind, edits in runs[:MAX_STRIP_RUNS]
         ],
-        "strip_left_out": sum(len(run.edits) for run in grouped[MAX_STRIP_RUNS:]),
-        "changes": [
-            (place, e.kind.value, e.predicted, e.actual) for place, e in changes[:MAX_CHANGES]
-        ],
+        "strip_left_out": sum(len(edits) for _, edits in runs[MAX_STRIP_RUNS:]),
+        "changes": changes[:MAX_CHANGES],
         "changes_left_out": max(0, len(changes) - MAX_CHANGES),
     }
 
 
-def _strip_title(run: alignment.Run) -> str:
-    names = [edit.actual or edit.predicted or "" for edit in run.edits]
+def _strip_title(kind: str, edits: Sequence[tuple[str | None, str | None]]) -> str:
+    names = [actual or predicted or "" for predicted, actual in edits]
     listed = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
-    return f"{len(names)} {run.kind.value}: {listed}"
+    return f"{len(names)} {kind}: {listed}"
 
 
 def _step_rows(steps: Sequence[StepStats]) -> list[StepStats]:

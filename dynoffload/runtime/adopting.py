@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ from dynoffload.runtime.counting import (
     tensors_of,
 )
 from dynoffload.runtime.interrupts import let_come
-from dynoffload.runtime.sizing import Sizing, update_bytes
+from dynoffload.runtime.sizing import Sizing
 from dynoffload.runtime.updates.kept_state import state_of
 from dynoffload.runtime.updates.update import can_split
 from dynoffload.units import MiB, format_bytes
@@ -141,44 +141,6 @@ class Adoption:
     def _slices_of(self, parameter: nn.Parameter) -> int:
         return slices_of(parameter, self._device.page_bytes, self._sizing.min_paged_bytes)
 
-    def _staying(
-        self, whole: Collection[nn.Parameter], sliced: Collection[nn.Parameter]
-    ) -> dict[nn.Parameter | str, int]:
-        """Return the bytes that stay in memory of each parameter with its gradient and state, once
-        they are there, and of each buffer, by its name.
-
-        Args:
-            whole: the parameters that are paged whole.
-            sliced: those that are paged by slices.
-        """
-        states = States(self._optimizer)
-        held = held_parameters(self._model)  # which are counted, and told of, where they are
-        stays: dict[nn.Parameter | str, int] = {}
-        for parameter in self._model.parameters():
-            if parameter in held:
-                continue
-            nbytes, trained = local_bytes(parameter), is_trained(parameter)
-            sizes = states.sizes(parameter)
-            scalars = SCALARS if trained and sizes else 0
-            if parameter in sliced:
-                sizes = [size for size in sizes if size != nbytes]
-            elif parameter in whole:
-                least = min(self._sizing.min_paged_bytes, nbytes)
-                sizes = [size for size in sizes if size < least]
-            else:
-                sizes = [nbytes, *sizes, nbytes * trained]
-            stays[parameter] = sum(sizes) + scalars
-        storages: dict[int, str] = {}  # of buffers, each counted once
-        for name, buffer in self._model.named_buffers():
-            for part in () if buffer.is_meta else parts_of(buffer):
-                storage = part.untyped_storage()
-                if (
-                    self._device.owner(part) < 0
-                    and storages.setdefault(storage._cdata, name) == name
-                ):
-                    stays[name] = stays.get(name, 0) + storage.nbytes()
-        return stays
-
     def _make_room(
         self, new: Sequence[tuple[str, nn.Parameter, int]], kept: int
     ) -> list[tuple[str, nn.Parameter]]:
@@ -193,32 +155,42 @@ class Adoption:
         Raises:
             BudgetError: there is no room; nothing was changed.
         """
-        whole = {*self.store.slots, *(parameter for _, parameter, n in new if n == 1)}
-        sliced = {*self.store.fused, *(parameter for _, parameter, n in new if n > 1)}
-        stays = self._staying(whole, sliced)
-        held = held_parameters(self._model)
-        small = [
-            (name, parameter)
-            for name, parameter in self._model.named_parameters()
-            if parameter.numel() > 1
-            and not (parameter in whole or parameter in sliced or parameter in held)
-            and not parameter.is_meta
-            and can_move(parameter)
-        ]
-        small.sort(key=lambda one: -local_bytes(one[1]))
         sizing, states = self._sizing, States(self._optimizer)
+        slices = {parameter: count for _, parameter, count in new}
+        slices |= dict.fromkeys(self.store.slots, 1)
+        slices |= {parameter: fused.count for parameter, fused in self.store.fused.items()}
+        held = held_parameters(self._model)  # which are counted, and told of, where they are
+        stays: dict[str, int] = {}  # with gradient and state, once they are there
+        small: list[tuple[str, nn.Parameter]] = []
+        for name, parameter in self._model.named_parameters():
+            if parameter in held:
+                continue
+            trained, sizes = is_trained(parameter), states.sizes(parameter)
+            stays[name] = sum(sizes) + (SCALARS if trained and sizes else 0)
+            if count := slices.get(parameter):
+                stays[name] -= sum(states.paged(parameter, sizing.min_paged_bytes, count))
+                continue
+            stays[name] += local_bytes(parameter) * (1 + trained)
+            if parameter.numel() > 1 and not parameter.is_meta and can_move(parameter):
+                small.append((name, parameter))
+        counted: set[int] = set()  # storages of buffers
+        for name, buffer in self._model.named_buffers():
+            for part in () if buffer.is_meta else parts_of(buffer):
+                storage = part.untyped_storage()
+                if self._device.owner(part) < 0 and storage._cdata not in counted:
+                    counted.add(storage._cdata)
+                    stays[name] = stays.get(name, 0) + storage.nbytes()
+        small.sort(key=lambda one: -local_bytes(one[1]))
         most = sizing.budget - sizing.pool_bytes - sizing.bucket_bytes
         total, paged = sum(stays.values()), []
         while small and total + kept > most:
             paged.append(small.pop(0))
             name, parameter = paged[-1]
             self._check_room(f"{name}, which has no room beside the pool,", parameter, 1, states)
-            total -= stays.pop(parameter)
+            total -= stays.pop(name)
         if total + kept > most:
-            names: dict[object, str] = {p: name for name, p in self._model.named_parameters()}
-            largest = max(stays, key=stays.__getitem__)
             raise BudgetError(
-                f"{names.get(largest, largest)} and others that cannot be paged "
+                f"{max(stays, key=stays.__getitem__)} and others that cannot be paged "
                 f"have no room since the model was changed: what stays in memory takes "
                 f"{format_bytes(total)} and saved activations {format_bytes(kept)}, and the budget "
                 f"has {format_bytes(most)} beside the pool: raise the budget, or change the model "
@@ -301,14 +273,8 @@ class Adoption:
         chunks: int = 2,
         remedy: str = "make it smaller",
     ) -> None:
-        update = update_bytes(
-            parameter,
-            states.sizes(parameter),
-            self._device.page_bytes,
-            min(self._sizing.min_paged_bytes, local_bytes(parameter)),
-            slices=slices,
-            queues=self._queues,
-        )
+        page, least = self._device.page_bytes, self._sizing.min_paged_bytes
+        update = states.update_bytes(parameter, page, least, slices=slices, queues=self._queues)
         need = update + chunks * self._sizing.chunk_bytes
         if need > self._sizing.pool_bytes:
             raise BudgetError(
@@ -320,7 +286,7 @@ class Adoption:
     def pieces(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield views of ``tensor`` of at most a piece each; what lies over a row slice by slice,
         as the regions of several may be more than the pool."""
-        if tensor.dim() == 3 and len(self.store.regions_under(tensor)) > 1:
+        if tensor.dim() == 3 and len(self._device.owners(tensor)) > 1:
             for part in tensor:
                 yield from pieces(part)
         else:
@@ -329,7 +295,7 @@ class Adoption:
     @contextlib.contextmanager
     def held(self, tensor: torch.Tensor) -> Iterator[None]:
         """Keep the regions under a small tensor, or under a piece of one, at hand."""
-        regions = self.store.regions_under(tensor)
+        regions = self._device.owners(tensor)
         self._device.acquire(regions, pin=True)
         try:
             yield

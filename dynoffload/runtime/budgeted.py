@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from dynoffload.runtime.frames import clear_frames
 from dynoffload.runtime.interrupts import interruptible, uninterrupted
 from dynoffload.runtime.meta_init import MetaInit
 from dynoffload.runtime.migration.forecast import Forecast, Predictor
-from dynoffload.runtime.modes import Passthrough
+from dynoffload.runtime.modes import Mode
 from dynoffload.runtime.overrun import largest_outside
 from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.passes.calls import Calls
@@ -76,15 +77,22 @@ class BudgetedSession(Session):
     ) -> None:
         log = RunLog(type(model).__name__, "", config.policy, budget=sizing.budget, headroom=0)
         super().__init__(model, optimizer, sizing, spill_dir, log, replicas)
-        self._directory, self._config, self._target = spill_dir, config, target
+        self._config, self._target, self._wrappers = config, target, replicas
         self._homes = Homes(model, optimizer, target, spill_dir)
-        # It asks a predictor of the user's.
+        # It asks a user's predictor.
         self._forecast = interruptible(Forecast)(model, config.policy, pilot, config.features)
         self._recording = Recording(
             log,
             config.heap_slack_bytes,
             outside=self._outside_bytes,
             allocated=None if target.queues is None else target.queues.peak_bytes,
+        )
+        self._page = partial(
+            Paging,
+            *(model, optimizer, sizing, config, spill_dir, target),
+            *(self._homes, self._forecast, self._recording),
+            on_step=self._end_step,
+            replicated=bool(replicas),
         )
         self._fit = Fit(model, optimizer, sizing.budget)
         self._fits = False  # so that paging ends with the next sample
@@ -108,7 +116,7 @@ class BudgetedSession(Session):
         """End a session that has not begun, because of ``error``: all is as before it."""
         for handle in self._handles:
             handle.remove()
-        paging, self._mode = self._paging, Passthrough()
+        paging, self._mode = self._paging, Mode()
         with contextlib.ExitStack() as undo:  # the last first, though one of them raises
             undo.callback(self._meta_init.undo)
             undo.callback(self._homes.leave)
@@ -116,7 +124,7 @@ class BudgetedSession(Session):
                 undo.callback(paging.close)
             clear_frames(error)
             if paging is not None:
-                if paging.meta_is_held():  # by code of the user's that was cut off
+                if paging.meta_is_held():  # by user code that was cut off
                     clear_frames(error, ours=False)
                 paging.revert()
 
@@ -139,23 +147,8 @@ class BudgetedSession(Session):
         paging.count_anew()
 
     def _outside_bytes(self, device: Device | None) -> int:
-        buckets = beside(self._replicas, device, self.sizing.bucket_bytes)
+        buckets = beside(self._wrappers, device, self.sizing.bucket_bytes)
         return ordinary_bytes(self.model, self.optimizer, device) + buckets
-
-    def _page(self) -> Paging:
-        return Paging(
-            self.model,
-            self.optimizer,
-            self.sizing,
-            self._config,
-            self._directory,
-            self._target,
-            self._homes,
-            self._forecast,
-            self._recording,
-            on_step=self._end_step,
-            replicated=bool(self._replicas),
-        )
 
     def _say_plan(self, paging: Paging, spill_reason: str) -> None:
         sizing = self.sizing
@@ -191,7 +184,7 @@ class BudgetedSession(Session):
         return host if target.host_budget is None else f"{host}, {spills}"
 
     def _watch_ranks(self) -> RankWatchdog | None:
-        groups = [one.process_group for one in self._replicas]
+        groups = [one.process_group for one in self._wrappers]
         return watch_ranks(self._rank_status, self._config.rank_timeout, groups)
 
     def _rank_status(self) -> RankStatus:
@@ -214,7 +207,7 @@ class BudgetedSession(Session):
         if not self._calls.enter():
             return
         self._recording.progress += 1
-        if not is_known(module, self._replicas):
+        if not is_known(module, self._wrappers):
             raise unknown(module)
         self._in_sample = False
         self._mode.enter()
@@ -293,7 +286,7 @@ class BudgetedSession(Session):
         )
 
     def _consider_aside(self, paging: Paging, stats: StepStats) -> None:
-        if self._fits or not self._fit.holds(stats, paging.absent_bytes):
+        if self._fits or not self._fit.holds(stats, paging):
             return
         if paging.is_held_outside() or paging.loss:
             return  # somebody looks at our memory, which would end; or a loss would be forgotten
@@ -311,7 +304,7 @@ class BudgetedSession(Session):
         assert paging is not None
         if paging.is_held_outside():
             return  # since the step
-        self._mode = Passthrough()
+        self._mode = Mode()
         try:
             self._end(paging, stays=True)
         finally:  # watched, also where the end has lost a step
@@ -338,7 +331,7 @@ class BudgetedSession(Session):
 
     @uninterrupted
     def _close(self) -> None:
-        mode, self._mode = self._mode, Passthrough()
+        mode, self._mode = self._mode, Mode()
         places: list[str] = []
         with contextlib.ExitStack() as ends:  # the last first, though one of them raises
             if os.getpid() == self._pid:

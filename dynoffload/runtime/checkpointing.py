@@ -10,15 +10,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.checkpoint.contents import tensors_of
-from dynoffload.checkpoint.loading import load
-from dynoffload.checkpoint.peers import peers_of
-from dynoffload.checkpoint.saving import save
-from dynoffload.checkpoint.tensors import Ordinary
 from dynoffload.distributed.replicas import unwrapped
 from dynoffload.errors import CheckpointError, ConfigError
 from dynoffload.managed import managers
 from dynoffload.runtime.session import Session
-from dynoffload.runtime.updates.failure import Aftermath
 
 
 def save_checkpoint(
@@ -66,22 +61,7 @@ def save_checkpoint(
         ConfigError: an argument is wrong.
         StepLostError: an update was lost before; see `load_checkpoint`.
     """
-    session = _session_of(model, optimizer)
-    wrapper, model = model, unwrapped(model)
-    if session is None:
-        peers = peers_of(model, [wrapper])
-        peers.share(lambda: Aftermath.check(model, optimizer))
-        save(
-            model,
-            optimizer,
-            directory,
-            extra=extra,
-            max_shard_size=max_shard_size,
-            memory=Ordinary(),
-            peers=peers,
-        )
-    else:
-        session._save(optimizer, directory, extra, max_shard_size)
+    _session_of(model, optimizer)._save(optimizer, directory, extra, max_shard_size)
 
 
 def load_checkpoint(
@@ -109,30 +89,18 @@ def load_checkpoint(
         ConfigError: an argument is wrong.
     """
     session = _session_of(model, optimizer)
-    wrapper, model = model, unwrapped(model)
-    if session is not None:
-        session._load(optimizer, directory, extra)
-        return
-    for name, tensor in tensors_of(model)[0].items():
-        if tensor.is_meta:
-            raise CheckpointError(
-                f"{name!r} is on the meta device, so there is no memory to load it into: load "
-                "inside an offload() block, or call model.to_empty(device='cpu') first"
-            )
-    load(
-        model,
-        optimizer,
-        directory,
-        extra=extra,
-        memory=Ordinary(),
-        prepare=lambda: None,
-        peers=peers_of(model, [wrapper]),
-    )
-    Aftermath.make_up(model, optimizer)
+    if id(session.model) not in managers:
+        for name, tensor in tensors_of(session.model)[0].items():
+            if tensor.is_meta:
+                raise CheckpointError(
+                    f"{name!r} is on the meta device, so there is no memory to load it into: load "
+                    "inside an offload() block, or call model.to_empty(device='cpu') first"
+                )
+    session._load(optimizer, directory, extra)
 
 
-def _session_of(model: nn.Module, optimizer: Optimizer | None) -> Session | None:
-    """Return the session that manages ``model``, if there is one.
+def _session_of(model: nn.Module, optimizer: Optimizer | None) -> Session:
+    """Return the session that manages ``model``, or one that leaves it alone.
 
     Raises:
         ConfigError: it has another optimizer, or these are no model and optimizer.
@@ -145,7 +113,7 @@ def _session_of(model: nn.Module, optimizer: Optimizer | None) -> Session | None
         )
     session = managers.get(id(unwrapped(model)))
     if not isinstance(session, Session):
-        return None
+        return Session.plain(unwrapped(model), optimizer, (model,))
     if optimizer is not None and optimizer is not session.optimizer:
         raise ConfigError(
             f"this {type(optimizer).__name__} is not the optimizer of the offload() block that "

@@ -20,6 +20,7 @@ from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.accelerator.storages import size_of
 from dynoffload.memory.device import Device
 from dynoffload.memory.local import local, local_bytes
+from dynoffload.runtime.adoption.store import moved_bytes
 from dynoffload.runtime.updates.kept_state import state_of
 from dynoffload.runtime.updates.update import can_split
 
@@ -77,6 +78,42 @@ class States:
             means = [math.prod(outer), math.prod(outer[:-1]) * inner] if outer else [inner]
             sizes += [mean * element for mean in means]
         return sizes
+
+    def paged(self, parameter: torch.Tensor, least: int, slices: int) -> list[int]:
+        """Return those of `sizes` whose tensors are paged, as those below ``least`` are not, with a
+        parameter that is paged by so many slices; 1: whole."""
+        nbytes, sizes = local_bytes(parameter), self.sizes(parameter)
+        if slices > 1:
+            return [size for size in sizes if size == nbytes]
+        return [size for size in sizes if size >= min(least, nbytes)]
+
+    def update_bytes(
+        self, parameter: torch.Tensor, page: int, least: int, *, slices: int, queues: bool
+    ) -> int:
+        """Return the bytes of a pool that are pinned while a parameter, or one slice, is updated.
+
+        They are those of the regions of its storage, its gradient and all state that is paged, in
+        whole pages; and of a slice of zeros, which stands for the gradients of the steps that wait
+        behind one with a gradient.
+
+        Args:
+            parameter: one that is paged; if it is frozen, it is there alone.
+            page: bytes of a page.
+            least: smaller tensors are not paged.
+            slices: by how many it is paged; 1 for whole.
+            queues: steps without a gradient may wait for a slice.
+        """
+        nbytes, paged = local_bytes(parameter), self.paged(parameter, least, slices)
+        if slices > 1:
+            regions = 2 + len(paged) + queues if is_trained(parameter) else 1
+            return nbytes // slices * regions
+        sizes = [moved_bytes(parameter), *([nbytes, *paged] if is_trained(parameter) else [])]
+        return sum(padded(size, page) for size in sizes)
+
+
+def padded(nbytes: int, page: int) -> int:
+    """Return the bytes of whole pages that hold ``nbytes``."""
+    return -(-nbytes // page) * page
 
 
 def state_tensors(optimizer: Optimizer | None) -> int:

@@ -21,8 +21,7 @@ def clear_frames(error: BaseException | None, *, ours: bool = True) -> None:
 
     Args:
         error: an exception that is on its way.
-        ours: of this library's functions only; else a debugger finds no locals of the user's
-            either.
+        ours: of this library's functions only; else a debugger finds no user's locals either.
     """
     seen: set[int] = set()
     waiting = [error]

@@ -6,7 +6,7 @@ remembers, or a parameter with half of its state. Between `hold` and `admit` suc
 off: they run, and raise what they raise, as soon as the outermost pair is over.
 
 What takes long lets them come in between: `let_come` where what was begun can be undone, and
-`interruptible` around code of the user's, which may never return.
+`interruptible` around user code, which may never return.
 
 [Note: frames]  A handler is given the frame in which it is run, not the one that the signal came
 in: that one's locals may be tensors of a device, and whoever raises keeps what he was given.

@@ -1,8 +1,8 @@
 """How a session keeps its model's tensors: paged, in memory within the budget, or untouched.
 
 A session holds one `Mode` at a time and swaps it: `dynoffload.runtime.paging.Paging` moves tensors,
-`dynoffload.runtime.resident.Resident` leaves them in memory while everything fits, and
-`Passthrough` does nothing, as under ``dynoffload profile``.
+`dynoffload.runtime.resident.Resident` leaves them in memory while everything fits, and a `Mode`
+itself does nothing, as under ``dynoffload profile``.
 """
 
 from __future__ import annotations
@@ -10,38 +10,42 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 from dynoffload.checkpoint.tensors import Memory, Ordinary
 from dynoffload.runtime.passes.calls import Saving
 
 
-class Mode(Protocol):
-    """What a session asks of the way in which tensors are kept."""
+class Mode:
+    """What a session asks of the way in which tensors are kept; here they are left alone.
 
-    @property
-    def paging(self) -> bool:
-        """Whether tensors are paged."""
+    Attributes:
+        paging: whether tensors are paged.
+        saving: takes over what autograd saves; None: autograd keeps it.
+    """
+
+    paging = False
+    saving: Saving | None = None
 
     @property
     def spill_bytes(self) -> int:
         """Bytes of the spill file."""
+        return 0
 
     @property
     def memory(self) -> Memory:
         """Where checkpoints find the tensors."""
-
-    @property
-    def saving(self) -> Saving | None:
-        """Takes over what autograd saves; None: autograd keeps it."""
+        return Ordinary()
 
     @property
     def site(self) -> str:
         """The module that was visited last."""
+        return ""
 
     @property
     def gradient(self) -> str:
         """The parameter whose gradient was made last."""
+        return ""
 
     def enter(self) -> None:
         """The root is called, to train or not.
@@ -74,6 +78,7 @@ class Mode(Protocol):
     def loading(self, *, optimizer: bool) -> AbstractContextManager[Callable[[], None]]:
         """Around loading a checkpoint into the model, and into the optimizer if so; yields what is
         called before anything is changed. A load that is cut off then is a lost step."""
+        return contextlib.nullcontext(lambda: None)
 
     def close(self, *, stays: bool = False) -> str:
         """Make all tensors ordinary; ``stays``: where operators run, as training goes on.
@@ -81,36 +86,4 @@ class Mode(Protocol):
         Returns:
             Where what does not fit in memory lies now, or "".
         """
-
-
-class Passthrough:
-    """Tensors are the user's own, and nothing is done; see `Mode`."""
-
-    paging = False
-    spill_bytes = 0
-    saving: Saving | None = None
-    site = gradient = ""
-
-    @property
-    def memory(self) -> Memory:
-        """See `Mode.memory`."""
-        return Ordinary()
-
-    def begin_sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See `Mode.begin_sample`."""
-
-    def end_sample(self, output: Any, *, whole: bool) -> None:
-        """See `Mode.end_sample`."""
-
-    def loading(self, *, optimizer: bool) -> AbstractContextManager[Callable[[], None]]:
-        """See `Mode.loading`."""
-        return contextlib.nullcontext(lambda: None)
-
-    def close(self, *, stays: bool = False) -> str:
-        """See `Mode.close`."""
         return ""
-
-    def _nothing(self, *args: object, **options: object) -> None:
-        """There is nothing to do."""
-
-    enter = follow_model = leave = drop_forward = flush = settle = _nothing

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import logging
 import os
-import sys
-import warnings
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dynoffload import memory, runtime
 from dynoffload.config import ACCELERATOR, Defaults, OffloadConfig, defaults, no_budget
 from dynoffload.distributed import sharded
 from dynoffload.distributed.replicas import (
@@ -37,11 +31,10 @@ from dynoffload.memory.reused import suspended
 from dynoffload.memory.spill import check_room, default_spill_dir
 from dynoffload.numerics import settle_kernels
 from dynoffload.profiler.network import fingerprint
+from dynoffload.runtime.block import OffloadBlock, Planned
 from dynoffload.runtime.budgeted import BudgetedSession
 from dynoffload.runtime.counting import images_bytes
-from dynoffload.runtime.frames import clear_frames
 from dynoffload.runtime.host import within
-from dynoffload.runtime.interrupts import admit, hold
 from dynoffload.runtime.meta_init import Init, check_parts, place_of, remember
 from dynoffload.runtime.migration.forecast import Predictor
 from dynoffload.runtime.profiled import profiled
@@ -52,143 +45,6 @@ from dynoffload.runtime.updates.update import can_split, check_optimizer, innerm
 from dynoffload.units import format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
-
-_REMEDY = "write 'with dynoffload.offload(...) as session:' around the training loop"
-_OURS = tuple(f"{directory}{os.sep}" for p in (runtime, memory) for directory in p.__path__)
-
-
-class OffloadBlock(contextlib.AbstractContextManager[Session]):
-    """What `offload` returns: entered once, by ``with`` or `start`, it yields the session.
-
-    Until then nothing is offloaded. As that is easily overlooked, a block that nobody ever entered
-    is warned of.
-
-    It ends as ``with`` is left, by the session's ``close()``, or as the interpreter exits, which
-    must find no tensor in paged memory; the first of these counts.
-
-    It begins and ends wholly or not at all, as ``with`` calls `__exit__` only after `__enter__` has
-    returned: a signal that comes in between is held off, and what it raises undoes the beginning.
-    """
-
-    def __init__(self, plan: Callable[[], _Planned]) -> None:
-        self._plan = plan
-        self._entered = self._left = False
-        self._forgotten = weakref.finalize(self, _warn_of_forgotten, *_place_of_call())
-
-    def start(self) -> Session:
-        """Enter the block where no ``with`` can be, as over several cells of a notebook.
-
-        Returns:
-            The session, whose ``close()`` ends the block.
-
-        Raises:
-            DynOffloadError: see `offload`.
-        """
-        return self.__enter__()
-
-    def __enter__(self) -> Session:
-        if self._entered:
-            raise ConfigError(
-                "this offload() block was entered before: each 'with' needs an offload() of its own"
-            )
-        self._entered = True
-        self._pid = os.getpid()
-        self._forgotten.detach()
-        self._planned = self._plan()
-        begun = False
-        try:
-            hold()
-            try:
-                self._session = self._planned.block.__enter__()
-                begun = True
-                self._session._leave_block = self._leave_now
-                if not _entered:
-                    atexit.register(leave_all)
-                _entered.append(self)
-            finally:
-                admit()
-            return self._session
-        except BaseException as error:
-            if begun:
-                self._leave(type(error), error, error.__traceback__, undo=True)
-            raise
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool | None:
-        if self._left:
-            return None
-        try:
-            return self._leave(kind, error, trace)
-        finally:
-            if os.getpid() == self._pid:  # else it is the block of the process that forked this one
-                self._planned.report(self._session)
-
-    def _leave_now(self) -> None:
-        self.__exit__(None, None, None)
-
-    def _leave(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        *,
-        undo: bool = False,
-    ) -> bool | None:
-        try:
-            hold()
-        except BaseException:  # a signal that came before; the block ends all the same
-            self._leave(kind, error, trace, undo=undo)
-            raise
-        self._left, self._session._leave_block = True, None
-        _entered.remove(self)
-        if not _entered:
-            atexit.unregister(leave_all)
-        try:
-            if undo and isinstance(self._session, BudgetedSession):
-                self._session._undo(error)
-            clear_frames(error)
-            return self._planned.block.__exit__(kind, error, trace)
-        finally:
-            admit()
-
-
-_entered: list[OffloadBlock] = []  # and not left, in order
-
-
-def leave_all() -> None:
-    """Leave the blocks that are open, the last first: the program that entered them has ended."""
-    with contextlib.ExitStack() as each:
-        for block in _entered:
-            if block._pid == os.getpid():  # else this is a forked child, and it is its parent's
-                each.callback(block._leave_now)
-
-
-class _Planned(NamedTuple):
-    """What entering a block will do: so far nothing was changed."""
-
-    block: contextlib.AbstractContextManager[Session]  # undoes its beginning if that fails
-    report: Callable[[Session], None]  # called after the block has ended
-
-
-def _warn_of_forgotten(file: str, line: int) -> None:
-    warnings.warn_explicit(
-        f"offload() was called without 'with', so nothing was offloaded: {_REMEDY}",
-        RuntimeWarning,
-        file,
-        line,
-    )
-
-
-def _place_of_call() -> tuple[str, int]:
-    """Return file and line of the innermost caller outside this file."""
-    frame = sys._getframe()
-    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
 
 
 def offload(
@@ -254,7 +110,7 @@ def _plan(
     host_budget: int | str | None,
     device: torch.device | str | int | None,
     config: OffloadConfig | Mapping[str, Any] | None,
-) -> _Planned:
+) -> Planned:
     if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer | None):
         raise ConfigError(
             "offload(model, optimizer) takes a torch.nn.Module and a torch.optim.Optimizer or "
@@ -284,13 +140,14 @@ def _plan(
     if replicas:
         options = replace(options, draft_share=0.0)  # gradients are not final before step()
     if given.profile_dir is not None:
-        return _Planned(_profiled(model, optimizer, given, options), lambda session: None)
+        return Planned(profiled(model, optimizer, given, options), lambda session: None)
     limit = given.budget if budget is None else parse_bytes(budget, "budget")
     if limit is None:
         raise no_budget("offload(..., budget='8GiB')")
     if pilot is None and options.policy == "pilot":
         options = replace(options, policy="on-demand")
-    _say_overruled(given, limit, pilot, spill_dir, host_budget, device, asked.policy)
+    call = {"budget": limit, "pilot": pilot, "spill_dir": spill_dir, "host_budget": host_budget}
+    _say_overruled(given, {**call, "device": device, "policy": asked.policy})
     _check_open(model, optimizer)
     if optimizer is not None:
         check_optimizer(optimizer)
@@ -327,7 +184,7 @@ def _plan(
         check_room(directory, {"training": sizing.spill_bytes, "rollback": images})
     parts = (model, optimizer, sizing, options, directory, target, predictor, reason, replicas)
     block = _paged(*parts)
-    return _Planned(block, functools.partial(_report, given))
+    return Planned(block, functools.partial(_report, given))
 
 
 @contextlib.contextmanager
@@ -352,18 +209,6 @@ def _paged(model: nn.Module, *arguments: Any) -> Iterator[Session]:
                     beside.end(left_by)
             finally:
                 session._close()
-
-
-@contextlib.contextmanager
-def _profiled(
-    model: nn.Module, optimizer: Optimizer | None, given: Defaults, options: OffloadConfig
-) -> Iterator[Session]:
-    with profiled(model, optimizer, given, options) as session:
-        managers[id(model)] = session
-        try:
-            yield session
-        finally:
-            managers.pop(id(model), None)
 
 
 def _report(given: Defaults, session: Session) -> None:
@@ -424,38 +269,34 @@ def _predictor(pilot: Predictor | str | Path | None) -> Predictor | str | None:
     return pilot
 
 
-def _say_overruled(
-    given: Defaults,
-    budget: int,
-    pilot: object,
-    spill_dir: str | Path | None,
-    host_budget: int | str | None,
-    device: torch.device | str | int | None,
-    policy: str,
-) -> None:
-    """Say which options of the command line the script's own call leaves without effect."""
-    overruled = []
-    if given.budget is not None and given.budget != budget:
-        ours, theirs = format_bytes(given.budget), format_bytes(budget)
-        overruled.append((f"budget={theirs}", f"--budget {ours}"))
-    if given.pilot is not None and str(pilot) not in ("auto", str(given.pilot)):
-        overruled.append((f"pilot={pilot!r:.80}", f"--pilot {given.pilot}"))
-    if given.spill_dir is not None and spill_dir and Path(spill_dir) != given.spill_dir:
-        overruled.append((f"spill_dir={str(spill_dir)!r}", f"--spill-dir {given.spill_dir}"))
-    if given.policy not in (None, policy) and policy != "auto":
-        overruled.append((f"policy={policy!r}", f"--policy {given.policy}"))
-    if given.device is not None and device is not None and not _same_device(device, given.device):
-        overruled.append((f"device={str(device)!r}", f"--device {given.device}"))
-    if (
-        given.host_budget is not None
-        and host_budget is not None
-        and (parse_bytes(host_budget, "host_budget") != given.host_budget)
-    ):
-        overruled.append(
-            (f"host_budget={host_budget!r}", f"--host-budget {format_bytes(given.host_budget)}")
-        )
-    for argument, option in overruled:
-        logger.warning("the script's own offload(%s) counts, and %s does not", argument, option)
+def _say_overruled(given: Defaults, call: Mapping[str, Any]) -> None:
+    """Say which options of the command line the script's own call leaves without effect.
+
+    Args:
+        given: the command line's.
+        call: the script's, by the same names.
+    """
+    for name, value in call.items():
+        option = getattr(given, name)
+        if option is None or value == ("auto" if name in ("pilot", "policy") else None):
+            continue
+        ours, theirs = str(option), f"{value if value is None else str(value)!r:.80}"
+        if name in ("budget", "host_budget"):
+            value = parse_bytes(value, name)
+            ours, theirs = format_bytes(option), format_bytes(value)
+            same = value == option
+        elif name == "device":
+            same = _same_device(value, option)
+        else:
+            same = os.path.normpath(str(value)) == os.path.normpath(ours)
+        if not same:
+            logger.warning(
+                "the script's own offload(%s=%s) counts, and --%s %s does not",
+                name,
+                theirs,
+                name.replace("_", "-"),
+                ours,
+            )
 
 
 def _same_device(one: torch.device | str | int, name: str) -> bool:

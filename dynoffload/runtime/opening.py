@@ -43,7 +43,6 @@ def open_device(sizing: Sizing, config: OffloadConfig, spill_dir: Path, target: 
         sizing.page_bytes,
         spill_dir,
         need=sizing.spill_bytes,
-        threads=IO_THREADS,
         debug=config.debug,
     )
 

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +26,15 @@ from dynoffload.errors import BackendError
 from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.accelerator.rows import NOBODYS, Row, bytes_of
 from dynoffload.runtime.counting import parts_of
-from dynoffload.runtime.operators import effects_of, replaced, tensors_of
+from dynoffload.runtime.operators import (
+    held_by,
+    in_parts,
+    is_list_of_tensors,
+    replaced,
+    tensors_of,
+    unwrapped,
+    written_by,
+)
 from dynoffload.runtime.slice_cuts import (
     KEEPING_ZEROS,
     ZEROING,
@@ -37,7 +44,6 @@ from dynoffload.runtime.slice_cuts import (
     is_by_element,
     is_over_lists,
 )
-from dynoffload.runtime.touching import held_by, in_parts, is_list_of_tensors, unwrapped
 
 _aten = torch.ops.aten
 OF_EMPTY = {
@@ -69,25 +75,7 @@ def _touches_no_byte(func: Any) -> bool:
     return bool(name.endswith("_like") or name.startswith("new_"))
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Slices of a row that stand together in an operator, as tensors overlap in them."""
-
-    row: Row
-    slices: range
-
-    @property
-    def region(self) -> int:
-        """The first slice's."""
-        return self.row.regions[self.slices.start]
-
-    @property
-    def start(self) -> int:
-        """Its first byte in the row."""
-        return self.slices.start * self.row.slice_bytes
-
-
-_Places = dict[_Span, tuple[torch.UntypedStorage, int]]
+_Place = tuple[torch.UntypedStorage, int]
 """What stands for slices, and for which byte of their row it begins."""
 
 
@@ -121,7 +109,7 @@ class OverRows:
         if any(len(one.slices) > 1 for one in over):
             tensors = list(tensors_of((args, kwargs)))
             lists = any(is_list_of_tensors(one) for one in (*args, *kwargs.values()))
-            written = self._written(func, args, kwargs)
+            written = list(tensors_of(written_by(func, args, kwargs)))
             cut = None if lists else cut_of(func, tensors, over, written)
             if cut is not None:
                 return self._by_slices(func, args, kwargs, cut)
@@ -139,52 +127,52 @@ class OverRows:
                     found[id(given)] = Over(given, plain, row, row.under(plain))
         return list(found.values())
 
-    def _written(self, func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-        """Return the tensors that an operator writes into."""
-        places = effects_of(func).written
-        given = [args[at] if at < len(args) else kwargs.get(name) for name, at in places]
-        return list(tensors_of(given))
-
     # On other tensors in their place
 
     def _run(self, func: Any, args: Any, kwargs: Any, over: Sequence[Over]) -> Any:
         """Run an operator on what is given in place of ``over``."""
-        spans = _spans(over)
-        written = self._written(func, args, kwargs)
-        lookup, regions = self._device.lookup, self._device.storage
-        touched = dict.fromkeys(lookup(held) for held in held_by((args, kwargs)))
-        changed = [lookup(held) for held in held_by(written)]
+        wide = _wide(over)
+        alone = {
+            one: one.row.regions[one.slices.start]
+            for one in over
+            if one.slices and one.slices.start not in wide.get(one.row, ())
+        }
+        written = list(tensors_of(written_by(func, args, kwargs)))
         into = [one for one in over if any(one.given is other for other in written)]
-        for span in set(spans.values()):
-            if len(span.slices) == 1:
-                touched[span.region] = None
-        changed += [spans[one].region for one in into if len(spans[one].slices) == 1]
+        lookup = self._device.lookup
+        touched = dict.fromkeys([*map(lookup, held_by((args, kwargs))), *alone.values()])
+        changed = [*map(lookup, held_by(written)), *(alone[one] for one in into if one in alone)]
         with contextlib.ExitStack() as ends:
-            places: _Places = {}
-            for span in set(spans.values()):
-                if len(span.slices) > 1:
-                    storage = ends.enter_context(self._gathered(func, span))
-                    places[span] = storage, span.start
+            gathered: dict[Row, _Place] = {
+                row: (
+                    ends.enter_context(self._gathered(func, row, slices)),
+                    slices.start * row.slice_bytes,
+                )
+                for row, slices in wide.items()
+            }
             used = [region for region in touched if region > NOBODYS]
             self._device.use(used, [region for region in changed if region > NOBODYS])
             try:
-                for span in set(spans.values()):
-                    if len(span.slices) == 1:
-                        places[span] = regions(span.region), span.start
-                result = self._on_others(func, args, kwargs, spans, places)
+                places = {
+                    one: (self._device.storage(alone[one]), one.slices.start * one.row.slice_bytes)
+                    if one in alone
+                    else gathered.get(one.row)
+                    for one in over
+                }
+                result = self._on_others(func, args, kwargs, places)
             finally:
                 self._device.used(used)
             for one in into:
-                if len(spans[one].slices) > 1:
-                    self._bring_back(one, *places[spans[one]])
+                if one not in alone and one.slices:
+                    self._bring_back(one, *gathered[one.row])
         return result
 
     def _on_others(
-        self, func: Any, args: Any, kwargs: Any, spans: dict[Over, _Span], places: _Places
+        self, func: Any, args: Any, kwargs: Any, places: dict[Over, _Place | None]
     ) -> Any:
-        others = {id(one.given): _other(one, places.get(span)) for one, span in spans.items()}
-        mine = {id(other): one for other, one in zip(others.values(), spans, strict=True)}
-        rows = {place[0]._cdata: (span.row, place[1]) for span, place in places.items()}
+        others = {id(one.given): _other(one, place) for one, place in places.items()}
+        mine = {id(other): one for other, one in zip(others.values(), places, strict=True)}
+        rows = {p[0]._cdata: (one.row, p[1]) for one, p in places.items() if p is not None}
 
         def given(tensor: torch.Tensor) -> torch.Tensor:
             return others.get(id(tensor), tensor)
@@ -196,7 +184,7 @@ class OverRows:
                     one.plain.resize_(tensor.shape)
                 return one.given
             if tensor.layout is not torch.strided:
-                self._check_parts(func, tensor, places)
+                self._check_parts(func, tensor, rows)
                 return tensor
             if tensor.untyped_storage()._cdata not in rows:
                 return tensor
@@ -207,30 +195,28 @@ class OverRows:
         kwargs = replaced(kwargs, given, torch.Tensor)
         return replaced(call_below(func, args, kwargs), returned, torch.Tensor)
 
-    def _check_parts(self, func: Any, made: torch.Tensor, places: _Places) -> None:
+    def _check_parts(self, func: Any, made: torch.Tensor, rows: Container[int]) -> None:
         """Refuse a sparse tensor made of what was gathered, as it would outlive that.
 
         Raises:
             BackendError: it is.
         """
-        storages = [storage._cdata for storage, _ in places.values()]
         for part in parts_of(made):
             cdata = part.untyped_storage()._cdata
-            if cdata in storages and self._device.lookup(part) == NOBODYS:
+            if cdata in rows and self._device.lookup(part) == NOBODYS:
                 raise BackendError(
                     f"{func} makes a tensor of layout {made.layout} over several slices of a "
                     "parameter that is paged by slices: clone() what it is made of first"
                 )
 
     @contextlib.contextmanager
-    def _gathered(self, func: Any, span: _Span) -> Iterator[torch.UntypedStorage]:
+    def _gathered(self, func: Any, row: Row, slices: range) -> Iterator[torch.UntypedStorage]:
         """Yield a storage with the bytes of several slices."""
-        row = span.row
         names, first = self._device.names, row.regions[0]
         name = names.get(first, f"the row of region {first}").replace("[0]", "", 1)
-        what = f"{func} on {len(span.slices)} slices of {name}"
-        with self._device.scratch(len(span.slices) * row.slice_bytes, what) as storage:
-            for place, number in enumerate(span.slices):
+        what = f"{func} on {len(slices)} slices of {name}"
+        with self._device.scratch(len(slices) * row.slice_bytes, what) as storage:
+            for place, number in enumerate(slices):
                 self._exchange(row, number, storage, place, out=True)
             yield storage
 
@@ -260,7 +246,7 @@ class OverRows:
     # Slice by slice
 
     def _by_slices(self, func: Any, args: Any, kwargs: Any, cut: Cut) -> Any:
-        written = self._written(func, args, kwargs)
+        written = list(tensors_of(written_by(func, args, kwargs)))
         stays = self._stay_clear(func, args)
         whole: torch.Tensor | None = None
         for number in range(cut.pieces):
@@ -354,27 +340,19 @@ class OverRows:
         return tuple(made.get(n, one) for n, one in enumerate(args))
 
 
-def _spans(over: Sequence[Over]) -> dict[Over, _Span]:
-    """Return which slices stand together for each tensor."""
-    found: dict[Over, _Span] = {}
-    by_row: dict[Row, list[Over]] = {}
+def _wide(over: Sequence[Over]) -> dict[Row, range]:
+    """Return the rows of which tensors take several slices, and all from the first of these to the
+    last."""
+    found: dict[Row, range] = {}
     for one in over:
-        by_row.setdefault(one.row, []).append(one)
-    for row, ones in by_row.items():
-        ones.sort(key=lambda one: one.slices.start)
-        begin = 0
-        while begin < len(ones):
-            slices, end = ones[begin].slices, begin + 1
-            while end < len(ones) and ones[end].slices.start < slices.stop:
-                slices = range(slices.start, max(slices.stop, ones[end].slices.stop))
-                end += 1
-            span = _Span(row, slices)
-            found.update(dict.fromkeys(ones[begin:end], span))
-            begin = end
+        if len(one.slices) > 1:
+            known = found.get(one.row, one.slices)
+            start, stop = min(known.start, one.slices.start), max(known.stop, one.slices.stop)
+            found[one.row] = range(start, stop)
     return found
 
 
-def _other(one: Over, place: tuple[torch.UntypedStorage, int] | None) -> torch.Tensor:
+def _other(one: Over, place: _Place | None) -> torch.Tensor:
     """Return what an operator gets in place of a tensor over a row."""
     plain = one.plain
     with torch._C._DisableTorchDispatch():

@@ -14,9 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,38 +24,29 @@ from torch.optim import Optimizer
 
 from dynoffload.checkpoint.tensors import Memory
 from dynoffload.config import OffloadConfig
-from dynoffload.distributed.replicas import as_backward_ends
-from dynoffload.distributed.sharded import Gathered, groups_of, reshard
+from dynoffload.distributed.sharded import reshard
 from dynoffload.memory.accelerator.accelerator import Accelerator
-from dynoffload.memory.pager import Pager
 from dynoffload.runtime.adopting import Adoption
 from dynoffload.runtime.adoption.changes import Changes
 from dynoffload.runtime.adoption.held import has_its_own
 from dynoffload.runtime.adoption.relocation import Homes, Room
-from dynoffload.runtime.adoption.slots import Fused, Slot
-from dynoffload.runtime.adoption.units import Unit, units_of
+from dynoffload.runtime.collecting import Collector
 from dynoffload.runtime.counting import (
     images_bytes,
-    ordinary_bytes,
-    storages_outside,
     tensors_of,
 )
-from dynoffload.runtime.experts import calls
 from dynoffload.runtime.experts.gradients import FusedGradients
-from dynoffload.runtime.experts.parts import Parts
 from dynoffload.runtime.forked import refusal, tell_children
+from dynoffload.runtime.guard import Guard
 from dynoffload.runtime.interrupts import let_come, uninterrupted
 from dynoffload.runtime.migration.forecast import Forecast
-from dynoffload.runtime.migration.migrator import Migrator
+from dynoffload.runtime.modes import Mode
 from dynoffload.runtime.opening import open_device
-from dynoffload.runtime.passes.activations import Activations, tensors_in
-from dynoffload.runtime.passes.calls import Saving
-from dynoffload.runtime.passes.hooks import Hooks
-from dynoffload.runtime.passes.saved import Chunk
 from dynoffload.runtime.placing import is_held, leave_for_meta
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.residency import Residence
 from dynoffload.runtime.sizing import Sizing, enough_for, may_queue
+from dynoffload.runtime.stepping import Stepping
 from dynoffload.runtime.target import Target
 from dynoffload.runtime.unseen import unseen
 from dynoffload.runtime.updates.deferred_optimizer import DeferredOptimizer
@@ -70,7 +59,7 @@ from dynoffload.units import format_bytes
 logger = logging.getLogger(__name__)
 
 
-class Paging:
+class Paging(Mode):
     """A model under a budget; see `Mode`.
 
     Args:
@@ -105,30 +94,22 @@ class Paging:
         replicated: bool = False,
     ) -> None:
         self.model, self.optimizer, self.sizing = model, optimizer, sizing
-        self._forecast = forecast
+        self._forecast, self._recording = forecast, recording
         self._target, self._homes = target, homes
         self._place = target.home  # of what is restored
         self.spill_dir = spill_dir
-        self._recording, self._on_step = recording, on_step
-        self._pages_activations = config.page_activations
-        self._replicated, self._awaits_end = replicated, False
-        self.gradient = ""  # of which parameter it was made last
-        self._closing = threading.Event()
         self._where = ""
         self._ends = False
-        self._said = False  # that there is no optimizer
-        self._said_of_graphs = False  # that gradients have one
         self._meta = [parameter for parameter in model.parameters() if parameter.is_meta]
         self._undoes = True  # by ending before it has begun
         self.loss = StepFailure("model") if optimizer is None else StepFailure("model", "optimizer")
         self.updates: DeferredOptimizer | None = None
-        self._guard: threading.Thread | None = None
-        self._hooks: Hooks | None = None
+        self._guard: Guard | None = None
         self._undo = contextlib.ExitStack()  # what is to be undone at the end, last first
         self._residence: Residence | None = None
         try:
-            self._open(config)
-            self._start(config)
+            self._open(config, on_step)
+            self._start(config, replicated=replicated)
         except BaseException:
             self._undo_all()
             raise
@@ -144,7 +125,7 @@ class Paging:
         if isinstance(self.device, Accelerator):
             self.device.count_anew()
 
-    def _open(self, config: OffloadConfig) -> None:
+    def _open(self, config: OffloadConfig, on_step: Callable[[StepStats], None]) -> None:
         sizing = self.sizing
         self.device = open_device(sizing, config, self.spill_dir, self._target)
         self._undo.callback(self._end_device)
@@ -166,19 +147,19 @@ class Paging:
             home=self._target.home,
         )
         self.store, self.rows = self.adoption.store, self.adoption.rows
-        self.activations = Activations(
+        self.steps = Stepping(
+            self.model,
             self.device,
-            sizing.chunk_bytes,
-            sizing.min_moved_bytes,
-            sizing.kept_bytes,
-            on_borrowed=self._backward_use,
-            on_chunk=self._reach_chunk,
-            on_open=self._open_chunk,
-            site=lambda: self.migrator.site,
+            self.adoption,
+            sizing,
+            self.loss,
+            self._forecast,
+            self._recording,
             enough=enough,
-            region_of=self._region_of,
-            names=self.store.names,
+            on_step=on_step,
         )
+        self.activations = self.steps.activations
+        self.saving = self.activations if config.page_activations else None
 
     def _enough_for(self, config: OffloadConfig, nbytes: int) -> int:
         """Return a budget that has room for a region of ``nbytes``, too."""
@@ -187,8 +168,8 @@ class Paging:
         return enough_for(self.model, self.optimizer, self.sizing, config, staying, nbytes)
 
     @unseen
-    def _start(self, config: OffloadConfig) -> None:
-        optimizer, sizing = self.optimizer, self.sizing
+    def _start(self, config: OffloadConfig, *, replicated: bool) -> None:
+        optimizer = self.optimizer
         self._undo.callback(self.activations.close)
         self.adoption.begin_buffers()
         self._undo.callback(self._restore)
@@ -198,32 +179,29 @@ class Paging:
         begin = None if self.updates is None else self.updates.begin_load
         recovery = Recovery(self.model, optimizer, self.loss, begin or (lambda: None))
         self._undo.callback(recovery.close)
-        for slot in self.store.slots.values():
-            let_come()
-            self.store.adopt_gradient(slot)
         self.gradients = FusedGradients(self.rows, self.device, self.updates)
-        for fused in self.rows:
-            let_come()
-            self.gradients.adopt(fused)
-        self._homes.bring()
-        self.migrator = Migrator(
-            self.device,
-            self.updates,
+        self.collector = Collector(
+            self.store,
+            self.rows,
+            self.gradients,
             self.activations,
-            reserve_bytes=sizing.reserve_bytes,
+            self.updates,
+            replicated=replicated,
+            on_gradient=self.steps.note_progress,
         )
+        self._undo.callback(self.collector.end)
+        self.collector.adopt_all(let_come)
+        self._homes.bring()
+        self.steps.begin(self.updates)
+        self.migrator = self.steps.migrator
         self._changes = Changes()
-        self._undo.callback(self._forecast.unwatch)
-        self._undo.callback(self._unhook)
-        self._watching = contextlib.ExitStack()  # of fused parameters
-        self._undo.callback(self._watching.close)
+        self._undo.callback(self.steps.unwatch)
         self._watch()
         if self.updates is not None and isinstance(self.device, Accelerator):
             assert self._residence is not None
             self.device.on_locked = self._residence.heard(self.updates.pending.meet)
         elif self.updates is not None and self.device.guarded:
-            self._guard = threading.Thread(target=self._serve, name="dynoffload-guard", daemon=True)
-            self._guard.start()
+            self._guard = Guard(self.device, self.updates.pending)
 
     def _split_steps(self, optimizer: Optimizer, config: OffloadConfig) -> None:
         log = self._undo_log(optimizer) if config.rollback else None
@@ -239,8 +217,8 @@ class Paging:
             capacity=self.sizing.pool_bytes - self.sizing.reserve_bytes,
             hear=self._hear,
             check=self._check_step,
-            on_whole=self._begin_whole_step,
-            on_step=self._end_step,
+            on_whole=self.steps.begin_whole_step,
+            on_step=self.steps.end_step,
         )
         self._undo.callback(self._end_guard)
         self._undo.callback(updates.close)
@@ -262,35 +240,6 @@ class Paging:
         self._undo.callback(log.close)
         return log
 
-    def _unhook(self) -> None:
-        hooks, self._hooks = self._hooks, None
-        if hooks is not None:
-            hooks.remove()
-
-    def _watch(self) -> None:
-        groups = groups_of(self.model)
-        units = units_of(self.model, self.store.slots, self.store.fused, groups)
-        self.activations.gathered = Gathered(groups) if groups else None
-        shards = [parameter for group in groups for parameter in group.parameters]
-        self._forecast.watch(units, on_ask=self._make_ready, on_revise=self._revise)
-        parts = [one for one in shards if one not in self.store.slots]
-        collectors = [
-            *((slot.parameter, partial(self._collect, slot)) for slot in self.store.slots.values()),
-            *((fused.parameter, partial(self._collect_fused, fused)) for fused in self.rows),
-            *((part, partial(self._collect_part, part)) for part in parts),
-        ]
-        self._hooks = Hooks(
-            self.model, units, collectors, on_visit=self._visit, on_read=self.settle
-        )
-        self._watch_fused(units)
-        self._changes.begin(self.model)
-        staying = storages_outside(self.model, self.device)
-        self.activations.kept.counted_elsewhere(staying)
-
-    def _region_of(self, parameter: nn.Parameter) -> int:
-        slot = self.store.slots.get(parameter)
-        return -1 if slot is None else slot.region
-
     @uninterrupted
     @torch.inference_mode(False)
     @unseen
@@ -311,81 +260,39 @@ class Paging:
             self.adoption.check_thawed(parameter)
         self.adoption.adopt_parameters(self.activations.kept_bytes)
         self.activations.allowance = self.adoption.allowance
-        self._adopt_gradients()
+        self.collector.adopt_all()
         if self.updates is not None:
             self.updates.adopt_all()
-        self._watching.close()
-        self._unhook()
-        self._forecast.unwatch()
+        self.steps.unwatch()
         self.migrator.forget()
         self._watch()
+
+    def _watch(self) -> None:
+        self.steps.watch(self.collector, self.gradients, on_read=self.settle)
+        self._changes.begin(self.model)
 
     @torch.inference_mode(False)
     def _check_step(self) -> None:
         """Refuse an update that does not fit any more, with nothing changed."""
-        if self._replicated:
-            self._adopt_reduced()  # of a backward in which this rank had no gradient of its own
+        self.collector.adopt_reduced()
         self.adoption.check_updates()
 
-    def _watch_fused(self, units: list[Unit]) -> None:
-        """Let gradients of fused parameters arrive by slices, and experts' code use slices."""
-        for fused in self.rows:
-            if fused.parameter.requires_grad:
-                self._watching.callback(self.gradients.watch(fused))
-        slices: dict[nn.Module, dict[int, Unit]] = {}
-        for unit in units:
-            if unit.number is not None:
-                slices.setdefault(unit.module, {})[unit.number] = unit
-        for module, numbered in slices.items():
-            self._watching.callback(calls.watch(module, partial(self._parts, module, numbered)))
-
-    def _parts(self, module: nn.Module, units: dict[int, Unit]) -> dict[str, Parts]:
-        """Return what stands for the fused parameters of ``module`` in one call."""
-        seen: set[int] = set()
-
-        def use(number: int) -> None:
-            if number not in seen:
-                seen.add(number)
-                self._forecast.visit(units[number])
-                self._visit(units[number])
-
-        known = self.store.fused
-        return {
-            name: Parts(parameter, known[parameter], self.gradients, use)
-            for name, parameter in module._parameters.items()
-            if parameter is not None and parameter in known
-        }
-
     def flush(self) -> None:
-        """See `Mode.flush`."""
         if self.updates is not None:
             self.updates.pending.flush_all()
 
     def settle(self) -> None:
-        """See `Mode.settle`."""
         self.loss.check()
         if self.updates is not None:
             self.updates.pending.settle()
 
     @property
     def spill_bytes(self) -> int:
-        """See `Mode.spill_bytes`."""
         return self.device.spill_bytes()
 
     @property
     def memory(self) -> Memory:
-        """See `Mode.memory`."""
         return self.adoption
-
-    @property
-    def saving(self) -> Saving | None:
-        """See `Mode.saving`."""
-        return self.activations if self._pages_activations else None
-
-    @property
-    def site(self) -> str:
-        """See `Mode.site`."""
-        return self.migrator.site
 
     @contextlib.contextmanager
     def loading(self, *, optimizer: bool) -> Iterator[Callable[[], None]]:
@@ -418,210 +325,31 @@ class Paging:
             self._residence.here()
 
     def enter(self) -> None:
-        """See `Mode.enter`."""
         self._hear()
         self.loss.check()
 
     def leave(self) -> None:
-        """See `Mode.leave`."""
         self.loss.check()
 
     def begin_sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See `Mode.begin_sample`."""
-        self._recording.phase("forward")
-        order = self._forecast.begin(args, kwargs)  # by code of the user's, which takes its time
-        self._begin_forward(args, kwargs, order)
+        self.collector.begin_forward()
+        self.steps.begin_sample(args, kwargs)
 
-    @uninterrupted
-    @unseen
-    def _begin_forward(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], order: list[Unit] | None
-    ) -> None:
-        self._awaits_end = False  # of a backward that was cut off
-        if self.updates is not None and self.updates.speculative is not None:
-            self.updates.speculative.begin_forward()
-        self.activations.begin_forward(tensors_in((args, kwargs), depth=4))
-        self.migrator.set_prefetch(self._forecast.pays)
-        self.migrator.begin_forward(order)
-
-    @uninterrupted
-    @unseen
     def drop_forward(self) -> None:
-        """See `Mode.drop_forward`."""
-        self._forecast.drop()
-        self.migrator.drop_forward()
+        self.steps.drop_forward()
 
-    @uninterrupted
-    @unseen
     def end_sample(self, output: Any = None, *, whole: bool = True) -> None:
-        """See `Mode.end_sample`."""
-        self.activations.end_forward()
-        self.migrator.end_forward()
-        self._forecast.end(whole=whole)
-        if self.updates is not None:
-            self.updates.restore_groups()
+        self.steps.end_sample(whole=whole)
 
-    # What the hooks call
+    @property
+    def site(self) -> str:
+        return self.migrator.site
 
-    @uninterrupted
-    def _collect(self, slot: Slot, parameter: torch.Tensor) -> None:
-        self.activations.settle()
-        self.store.adopt_gradient(slot)
-        self._note_gradient(slot.name)
-        gradient = parameter.grad
-        if gradient is not None and gradient.requires_grad:
-            self._say_of_graphs(slot.name)
-        if self.updates is not None:
-            self.updates.speculate(slot)
-        else:
-            self._say_without_optimizer()
-
-    def _collect_part(self, part: nn.Parameter, parameter: torch.Tensor) -> None:
-        self.store.part_gradient(part)
-
-    @uninterrupted
-    def _collect_fused(self, fused: Fused, parameter: torch.Tensor) -> None:
-        self.activations.settle()
-        self.gradients.adopt(fused)
-        self._note_gradient(fused.name)
-        if self.updates is None:
-            self._say_without_optimizer()
-
-    def _note_gradient(self, name: str) -> None:
-        self.gradient = name
-        self._note_progress()
-        if self._replicated and not self._awaits_end:
-            self._awaits_end = True
-            as_backward_ends(self._adopt_reduced)
-
-    @uninterrupted
-    def _adopt_reduced(self) -> None:
-        """Backward has ended: adopt gradients of what other ranks alone have used."""
-        self._awaits_end = False
-        if self._hooks is not None:
-            self._adopt_gradients()
-
-    def _adopt_gradients(self) -> None:
-        for slot in self.store.slots.values():
-            self.store.adopt_gradient(slot)
-        for fused in self.rows:
-            self.gradients.adopt(fused)
-
-    def _say_of_graphs(self, name: str) -> None:
-        if not self._said_of_graphs:
-            self._said_of_graphs = True
-            logger.warning(
-                "backward(create_graph=True) made the gradient of %r: gradients with a graph, and "
-                "what that graph saves, stay in memory beside the budget; use "
-                "torch.autograd.grad(..., create_graph=True) for the term that needs it, and plain "
-                "backward() for gradients",
-                name,
-            )
-
-    def _say_without_optimizer(self) -> None:
-        if not self._said:
-            self._said = True
-            logger.warning(
-                "gradients are made, but offload() was given no optimizer: its state is not under "
-                "the budget, and no step is recorded; pass offload(model, optimizer, ...)"
-            )
-
-    @uninterrupted
-    @unseen
-    def _visit(self, unit: Unit, *_: object) -> None:
-        if self.loss:
-            self.loss.check()
-        self._note_progress()
-        if not self._forecast.asks:
-            self.migrator.visit(unit)
-        self._make_ready([unit])
-        for slot in unit.slots:
-            self.store.adopt_data(slot)
-
-    @uninterrupted
-    @unseen
-    def _make_ready(self, units: Sequence[Unit]) -> None:
-        """What is put off for these units is made, and they are in fast memory."""
-        if self.updates is not None and self.updates.pending.by_slot:
-            for unit in units:
-                for slot in unit.slots:
-                    self.updates.pending.flush(slot)
-        self.device.touch([region for unit in units for region in unit.regions])
-
-    @uninterrupted
-    def _revise(self, rest: Sequence[Unit]) -> None:
-        self.migrator.revise(rest)
-
-    def _note_progress(self) -> None:
-        self._recording.sample(self.device, self.activations.kept_bytes)
-
-    def _look_at_heap(self) -> None:
-        self._recording.look_at_heap(self.device, self.activations.kept_bytes)
-
-    def _open_chunk(self, chunk: Chunk) -> None:
-        self._look_at_heap()
-        self.migrator.open_chunk(chunk)
-
-    @unseen
-    def _reach_chunk(self, region: int) -> None:
-        self._look_at_heap()
-        self.device.touch([region])
-
-    @uninterrupted
-    def _backward_use(self, region: int) -> None:
-        if self.migrator.backward_use(region):
-            self._recording.phase("backward")
-        self._note_progress()
-
-    @uninterrupted
-    def _begin_whole_step(self) -> None:
-        self.migrator.end_plan()
-
-    def _end_step(self) -> None:
-        self.activations.sweep()
-        self.adoption.buffers.sweep()
-        self.adoption.adopt_whole_state()
-        self.migrator.end_step()
-        self._record_step()
-
-    @unseen
-    def _record_step(self) -> None:
-        forecast = self._forecast
-        stats = self._recording.end_step(
-            self.device,
-            self.store,
-            self.activations.kept.take_peak(),
-            forecast.names(forecast.predicted),
-            forecast.names(forecast.actual) or (),
-            forecast.accuracy,
-        )
-        self._on_step(stats)
-
-    def _serve(self) -> None:
-        updates = self.updates
-        assert updates is not None
-        assert isinstance(self.device, Pager)
-        while not self._closing.is_set():
-            region = self.device.handed(0.05)
-            if region >= 0:
-                updates.pending.serve(region)
-            elif region == -2:
-                return
+    @property
+    def gradient(self) -> str:
+        return self.collector.last
 
     # The end
-
-    def absent_bytes(self, whole: int) -> int:
-        """Return the bytes that no step has had in memory, and that would be there without paging:
-        what no sample has touched, its gradients and state also where there are none yet, and
-        gradients of fused parameters as a whole.
-
-        Args:
-            whole: of a step that touches everything; see `counting.whole_bytes`.
-        """
-        here = ordinary_bytes(self.model, self.optimizer, self.device)
-        absent = max(0, whole - here - self.device.resident_bytes())
-        fused = [one.parameter for one in self.rows]
-        return absent + sum(p.nbytes for p in fused if p.requires_grad)
 
     def end_in_child(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `dynoffload.runtime.forked`."""
@@ -676,9 +404,8 @@ class Paging:
                 self._residence.end()
 
     def _end_guard(self) -> None:
-        self._closing.set()
         if self._guard is not None:
-            self._guard.join()
+            self._guard.end()
 
     def _end_device(self) -> None:
         """Close the device, or let it live on for whoever outside still holds memory of it."""

@@ -14,6 +14,8 @@ from torch import nn
 
 from dynoffload.errors import ConfigError
 
+_CPU = torch.device("cpu")
+
 
 def put(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Have ``tensor`` hold ``data``, maybe on another device."""
@@ -65,3 +67,32 @@ def is_held(parameter: nn.Parameter) -> bool:
         own = 2
     count: int = parameter._use_count()  # type: ignore[attr-defined]
     return count > own
+
+
+def zero_buffers(model: nn.Module, device: torch.device = _CPU) -> None:
+    """Give buffers on the meta device memory of ``device``, of zeros; what is shared among them
+    stays so."""
+    # They are not swapped: one that is a view of another cannot be.
+    made: dict[int, torch.Tensor] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                if id(buffer) not in made:
+                    made[id(buffer)] = _zeros_as(buffer, storages, device)
+                module._buffers[name] = made[id(buffer)]
+
+
+def _zeros_as(
+    buffer: torch.Tensor, storages: dict[int, torch.UntypedStorage], device: torch.device
+) -> torch.Tensor:
+    """Return zeros like ``buffer``, in a storage that stands for its own."""
+    if buffer.layout is not torch.strided or type(buffer) is not torch.Tensor:
+        return torch.zeros_like(buffer, device=device)
+    away = buffer.untyped_storage()
+    if away._cdata not in storages:
+        zeros = torch.zeros(away.nbytes(), dtype=torch.uint8, device=device)
+        storages[away._cdata] = zeros.untyped_storage()
+    empty = torch.empty(0, dtype=buffer.dtype, device=device)
+    storage = storages[away._cdata]
+    return empty.set_(storage, int(buffer.storage_offset()), buffer.size(), buffer.stride())

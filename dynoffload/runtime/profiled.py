@@ -1,6 +1,6 @@
 """What ``offload()`` does under ``dynoffload profile``: it records traces, and pages nothing.
 
-The script may save, load and ask for statistics: its session's mode is `Passthrough`.
+The script may save, load and ask for statistics: its session's mode is a plain `Mode`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from torch.optim import Optimizer
 
 from dynoffload.config import Defaults, OffloadConfig
 from dynoffload.errors import ProfilingDone
+from dynoffload.managed import managers
 from dynoffload.runtime.interrupts import interruptible
 from dynoffload.runtime.meta_init import MetaInit
 from dynoffload.runtime.session import Session
-from dynoffload.runtime.sizing import Sizing
-from dynoffload.telemetry import RunLog
 
 if TYPE_CHECKING:
     from dynoffload.profiler.trace import Trace
@@ -69,9 +68,12 @@ def profiled(
         if limit is not None and saved >= limit:
             raise ProfilingDone
 
-    log = RunLog(type(model).__name__, "profile", config.policy, budget=0, headroom=0)
-    sizing = Sizing(**dict.fromkeys(Sizing.__dataclass_fields__, 0))
-    session = Session(model, optimizer, sizing, None, log)
+    session = Session.plain(model, optimizer, backend="profile")
+    session.log.policy = config.policy
     _give_weights(model)
     with Recorder(model, optimizer, features=config.features, on_step=save):
-        yield session
+        managers[id(model)] = session
+        try:
+            yield session
+        finally:
+            managers.pop(id(model), None)

@@ -45,6 +45,10 @@ MOST_RECORDS = 100_000
 _NAMES_OF_A_RECORD = 16  # names of blocks that take as much memory as one record
 _GROWN, _GROWN_BYTES = 1.25, 256 * KiB  # what the heap is used for besides
 _SAMPLE_EVERY_S = 0.05
+_TOTALS = (
+    *("stalls", "stall_s", "bytes_in", "bytes_out"),
+    *("prefetched_bytes", "used_bytes", "wasted_bytes"),
+)
 _KINDS = {EventKind.FETCH: "fetch", EventKind.EVICT: "evict"}
 _Record = TypeVar("_Record")
 
@@ -214,26 +218,20 @@ class Recording:
         else:
             allocated = 0 if self._allocated is None else self._allocated()
         counters = self._last if device is None else _counters(device)
-        last = self._last
-        self._last = counters
+        last, self._last = self._last, counters
         number = len(self.log.steps)
-        still = (counters.bytes_in, counters.bytes_out) == (last.bytes_in, last.bytes_out)
+        moved = {name: getattr(counters, name) - getattr(last, name) for name in _TOTALS}
+        still = not moved["bytes_in"] and not moved["bytes_out"]
         peak = self._peak(device, small, counters, still=still)
         if allocated:
             self.log.headroom = max(self.log.headroom, allocated - peak)
         stats = StepStats(
             step=number,
             seconds=now - self._step_began,
-            stalls=counters.stalls - last.stalls,
-            stall_s=counters.stall_s - last.stall_s,
-            bytes_in=counters.bytes_in - last.bytes_in,
-            bytes_out=counters.bytes_out - last.bytes_out,
-            prefetched_bytes=counters.prefetched_bytes - last.prefetched_bytes,
-            used_bytes=counters.used_bytes - last.used_bytes,
-            wasted_bytes=counters.wasted_bytes - last.wasted_bytes,
             accuracy=accuracy,
             peak_fast_bytes=peak,
             peak_allocated_bytes=allocated,
+            **moved,
         )
         self._step_began = now
         self.log.steps.append(stats)

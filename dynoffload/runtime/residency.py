@@ -48,10 +48,9 @@ from dynoffload.below_modes import call_below, refuse_by_mode
 from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.accelerator.rows import NOBODYS
 from dynoffload.runtime.interrupts import admit, hold, uninterrupted
-from dynoffload.runtime.operators import counting_writes, effects_of
+from dynoffload.runtime.operators import counting_writes, effects_of, held_by, in_parts, written_by
 from dynoffload.runtime.over_rows import OF_EMPTY, OverRows
 from dynoffload.runtime.slice_cuts import is_over_lists
-from dynoffload.runtime.touching import held_by, in_parts
 from dynoffload.runtime.unseen import unseen
 
 logger = logging.getLogger(__name__)
@@ -143,11 +142,7 @@ class Residency(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._run(func, args, kwargs, touched)
 
     def _run(self, func: Any, args: Any, kwargs: Any, touched: Sequence[int]) -> Any:
-        written: list[int] = []
-        for name, place in effects_of(func).written:
-            given = args[place] if place < len(args) else kwargs.get(name)
-            written += self._touched((given,), {})
-        self._use(touched, written)
+        self._use(touched, self._touched(written_by(func, args, kwargs), {}))
         try:
             return call_below(func, args, kwargs)
         finally:

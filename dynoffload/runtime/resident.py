@@ -14,9 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.runtime.adoption.changes import Changes
-from dynoffload.runtime.counting import state_tensors, whole_bytes
+from dynoffload.runtime.counting import ordinary_bytes, state_tensors, whole_bytes
 from dynoffload.runtime.growth import Growth
-from dynoffload.runtime.modes import Passthrough
+from dynoffload.runtime.modes import Mode
+from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.unseen import unseen
 from dynoffload.telemetry import StepStats
@@ -56,22 +57,26 @@ class Fit:
         """Count what there is and what is to come."""
         self.whole = max(self.whole, whole_bytes(self.model, self.optimizer))
 
-    def holds(self, stats: StepStats, absent: Callable[[int], int]) -> bool:
-        """Return whether all fits, as far as this step and those before it show.
-
-        Args:
-            stats: of a step that was paged.
-            absent: returns the bytes of `whole` that no step has had in memory.
-        """
+    def holds(self, stats: StepStats, paging: Paging) -> bool:
+        """Return whether all fits, as far as this step of ``paging`` and those before it show."""
         self._peak = max(self._peak, stats.peak_fast_bytes, stats.peak_allocated_bytes)
         if stats.bytes_in or stats.bytes_out or stats.step + 1 < _MEASURED_STEPS:
             return False
         self.count()
-        self.need = max(self.need, self._peak + absent(self.whole))
+        self.need = max(self.need, self._peak + self._absent(paging))
         return self.need <= RESIDENT_SHARE * self.budget and stats.step >= _MEASURED_STEPS
 
+    def _absent(self, paging: Paging) -> int:
+        """Return the bytes that no step has had in memory, and that would be there without paging:
+        what no sample has touched, its gradients and state also where there are none yet, and
+        gradients of fused parameters as a whole."""
+        here = ordinary_bytes(self.model, self.optimizer, paging.device)
+        absent = max(0, self.whole - here - paging.device.resident_bytes())
+        fused = [one.parameter for one in paging.rows]
+        return absent + sum(p.nbytes for p in fused if p.requires_grad)
 
-class Resident(Passthrough):
+
+class Resident(Mode):
     """Everything is in memory, and watched so that it stays within the budget; see `Mode`.
 
     Args:
@@ -115,7 +120,6 @@ class Resident(Passthrough):
         return nbytes, sum(len(g["params"]) for g in groups), state_tensors(optimizer)
 
     def begin_sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See `Mode.begin_sample`."""
         self._growth.begin()
 
     def end_sample(self, output: Any, *, whole: bool) -> None:
@@ -130,7 +134,6 @@ class Resident(Passthrough):
         self._recording.end_step(None, None, 0, None, (), math.nan)
 
     def close(self, *, stays: bool = False) -> str:
-        """See `Mode.close`."""
         if self._handle is not None:
             self._handle.remove()
         return ""

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from dynoffload.checkpoint.loading import load
 from dynoffload.checkpoint.peers import peers_of
 from dynoffload.checkpoint.saving import save
-from dynoffload.runtime.modes import Mode, Passthrough
+from dynoffload.runtime.modes import Mode
 from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.sizing import Sizing
 from dynoffload.runtime.updates.failure import Aftermath
@@ -41,7 +40,7 @@ class Session:
         log: all that was recorded so far.
     """
 
-    _mode: Mode = Passthrough()
+    _mode = Mode()
 
     def __init__(
         self,
@@ -50,11 +49,24 @@ class Session:
         sizing: Sizing,
         spill_dir: Path | None,
         log: RunLog,
-        replicas: tuple[DistributedDataParallel, ...] = (),
+        replicas: Sequence[nn.Module] = (),
     ) -> None:
         self.model, self.optimizer, self.sizing = model, optimizer, sizing
         self.spill_dir, self.log, self._replicas = spill_dir, log, replicas
         self._leave_block: Callable[[], None] | None = None  # while it is open
+
+    @classmethod
+    def plain(
+        cls,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        replicas: Sequence[nn.Module] = (),
+        backend: str = "",
+    ) -> Session:
+        """Return a session of a model that it leaves alone."""
+        log = RunLog(type(model).__name__, backend, "", budget=0, headroom=0)
+        sizing = Sizing(**dict.fromkeys(Sizing.__dataclass_fields__, 0))
+        return cls(model, optimizer, sizing, None, log, replicas)
 
     def __repr__(self) -> str:
         return (

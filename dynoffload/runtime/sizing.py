@@ -8,10 +8,10 @@ and counted by `counting.ordinary_bytes` from then on.
 
 [Note: the least pool]  What is pinned cannot leave, so the pool must hold all that is pinned at one
 time, and more, or whoever waits for room waits for ever. Pinned are: the regions of the update that
-is being made (`update_bytes`), of one only, as updates are made one after the other; in forward the
-chunk that is being filled; a saved tensor larger than a chunk, while it is copied; what is drafted,
-of which `SpeculativeUpdates` takes on no more than fits half of the pool. A second chunk and the
-reserve remain for whoever makes the update, and for the operator that runs.
+is being made (`States.update_bytes`), of one only, as updates are made one after the other; in
+forward the chunk that is being filled; a saved tensor larger than a chunk, while it is copied; what
+is drafted, of which `SpeculativeUpdates` takes on no more than fits half of the pool. A second
+chunk and the reserve remain for whoever makes the update, and for the operator that runs.
 
 [Note: the spill file]  What it needs is allocated before anything is touched: parameters, gradients
 and optimizer state, padded; for what is paged by slices the gradients once more, as those of one
@@ -24,7 +24,7 @@ step to step: their twins too come on top, and a disk too full for those ends dr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -38,7 +38,7 @@ from dynoffload.memory.pager import probe
 from dynoffload.runtime.adoption.held import held_parameters
 from dynoffload.runtime.adoption.slicing import may_slice, slice_bytes, slices_of, sole_owners
 from dynoffload.runtime.adoption.store import can_move, moved_bytes
-from dynoffload.runtime.counting import SCALARS, States, is_trained, parts_of
+from dynoffload.runtime.counting import SCALARS, States, is_trained, padded, parts_of
 from dynoffload.runtime.updates.update import can_split
 from dynoffload.units import KiB, MiB, Quantity, format_bytes, parse_bytes
 
@@ -94,44 +94,6 @@ class _Division(NamedTuple):
     culprit: str
 
 
-def update_bytes(
-    parameter: nn.Parameter,
-    states: Sequence[int],
-    page: int,
-    least: int,
-    *,
-    slices: int,
-    queues: bool,
-) -> int:
-    """Return the bytes of the pool that are pinned while a parameter, or one slice, is updated.
-
-    They are those of the regions of its storage, its gradient and all state that is paged, in whole
-    pages; and of a slice of zeros, which stands for the gradients of the steps that wait behind one
-    with a gradient.
-
-    Args:
-        parameter: a parameter that is paged; if it is frozen, it is there alone.
-        states: the bytes of each tensor of its optimizer state.
-        page: bytes of a page.
-        least: smaller tensors are not paged.
-        slices: by how many it is paged; 1 for whole.
-        queues: steps without a gradient may wait for a slice.
-    """
-    nbytes = local_bytes(parameter)
-    if slices > 1:
-        like = [size for size in states if size == nbytes]
-        regions = 2 + len(like) + queues if is_trained(parameter) else 1
-        return nbytes // slices * regions
-    sizes = [moved_bytes(parameter)]
-    if is_trained(parameter):
-        sizes += [nbytes, *(size for size in states if size >= least)]
-    return sum(_padded(size, page) for size in sizes)
-
-
-def _padded(nbytes: int, page: int) -> int:
-    return -(-nbytes // page) * page
-
-
 def sizing_of(
     model: nn.Module,
     optimizer: Optimizer | None,
@@ -149,16 +111,11 @@ def sizing_of(
         BudgetError: the largest parameter's update, or the small tensors, do not fit; names need,
             have and remedy.
     """
-    division = _divided(model, optimizer, max(1, budget - buckets), config, host)
+    divider = _Divider(model, optimizer, config, buckets, host, held_parameters(model))
+    division = divider.divided(max(1 + buckets, budget))
     if division.sizing is not None:
-        return replace(division.sizing, budget=budget, bucket_bytes=buckets)
-    enough = division.need + buckets
-    while True:  # what a larger budget is divided into is larger too, and so may be its pages
-        enough = _readable(enough)
-        division = _divided(model, optimizer, enough - buckets, config, host)
-        if division.sizing is not None:
-            break
-        enough = max(division.need + buckets, enough + 4 * KiB)
+        return replace(division.sizing, budget=budget)
+    enough, division = divider.enough(division.need)
     error = BudgetError(
         f"a budget of {format_bytes(budget)}{_unit_of(budget)} cannot hold the largest update: "
         f"{division.culprit or 'the model'} needs {format_bytes(division.largest)} at once "
@@ -187,20 +144,8 @@ def enough_for(
         staying: parameters that stay in memory.
         nbytes: of a region that was too large.
     """
-    budget = sizing.budget
-    while True:
-        budget = _readable(budget)
-        division = _divided(
-            model, optimizer, budget - sizing.bucket_bytes, config, host=None, staying=staying
-        )
-        made = division.sizing
-        if made is None:
-            lacking = division.need + sizing.bucket_bytes - budget
-        else:
-            lacking = made.least_bytes + 2 * _padded(nbytes, made.page_bytes) - made.pool_bytes
-            if lacking <= 0:
-                return budget
-        budget += max(4 * KiB, lacking)
+    divider = _Divider(model, optimizer, config, sizing.bucket_bytes, None, staying)
+    return divider.enough(sizing.budget, nbytes)[0]
 
 
 def _unit_of(budget: int) -> str:
@@ -251,115 +196,126 @@ def _readable(nbytes: int) -> int:
     return read
 
 
-def _divided(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    budget: int,
-    config: OffloadConfig,
-    host: int | None,
-    staying: Collection[nn.Parameter] | None = None,
-) -> _Division:
-    """Divide ``budget`` with the pages that suit it, or, if it is too small for those, with pages
-    by which fused parameters are paged slice by slice."""
-    staying = held_parameters(model) if staying is None else staying
-    division = _divide(model, optimizer, budget, config, host, staying)
-    if division.sizing is not None or config.page_bytes or not config.slices:
+@dataclass(frozen=True)
+class _Divider:
+    """What budgets are divided for: see `sizing_of`; the parameters ``staying`` are not paged."""
+
+    model: nn.Module
+    optimizer: Optimizer | None
+    config: OffloadConfig
+    buckets: int
+    host: int | None
+    staying: Collection[nn.Parameter]
+
+    def enough(self, budget: int, nbytes: int = 0) -> tuple[int, _Division]:
+        """Return a budget from ``budget`` on that has room for two regions of ``nbytes`` beside all
+        that is pinned, and how it is divided."""
+        while True:  # what a larger budget is divided into is larger too, and so may be its pages
+            budget = _readable(budget)
+            division = self.divided(budget)
+            made, lacking = division.sizing, division.need - budget
+            if made is not None:
+                lacking = made.least_bytes + 2 * padded(nbytes, made.page_bytes) - made.pool_bytes
+                if lacking <= 0:
+                    return budget, division
+            budget += max(4 * KiB, lacking)
+
+    def divided(self, budget: int) -> _Division:
+        """Divide ``budget`` with the pages that suit it, or, if it is too small for those, with
+        pages by which fused parameters are paged slice by slice."""
+        division = self._divide(budget)
+        if division.sizing is not None or self.config.page_bytes or not self.config.slices:
+            return division
+        fitting = set()
+        if may_slice(self.optimizer):
+            parts = map(slice_bytes, self.model.parameters())
+            fitting = {nbytes for nbytes in parts if nbytes and nbytes % LEAST_PAGE == 0}
+        for nbytes in sorted(fitting, reverse=True):
+            other = self._divide(budget, nbytes)
+            if other.need < division.need:
+                division = other
+            if division.sizing is not None:
+                break
         return division
-    fitting = set()
-    if may_slice(optimizer):
-        parts = map(slice_bytes, model.parameters())
-        fitting = {nbytes for nbytes in parts if nbytes and nbytes % LEAST_PAGE == 0}
-    for nbytes in sorted(fitting, reverse=True):
-        other = _divide(model, optimizer, budget, config, host, staying, nbytes)
-        if other.need < division.need:
-            division = other
-        if division.sizing is not None:
-            break
-    return division
 
-
-def _divide(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    budget: int,
-    config: OffloadConfig,
-    host: int | None,
-    staying: Collection[nn.Parameter],
-    sliced: int = 0,
-) -> _Division:
-    """Divide ``budget`` beside the parameters ``staying``, for the sake of slices of ``sliced``
-    bytes if there are any; see [Note: the least pool]."""
-    least = config.min_paged_bytes or _least_for(model, optimizer, budget)
-    page = config.page_bytes or _page_for(model, budget, least, slices=config.slices)
-    if sliced:
-        page = min(page, sliced & -sliced)  # the largest power of two that divides it
-        least = config.min_paged_bytes or min(least, sliced)
-    alone = sole_owners(model.parameters()) if config.slices and may_slice(optimizer) else set()
-    queues = may_queue(config)
-    total = padded = updated = widest = biggest = 0
-    moved: set[int] = set()  # storages that are counted
-    kept = States(optimizer)
-    largest, culprit = 0, ""
-    resident = list(model.buffers())
-    small = 0
-    for name, parameter in model.named_parameters():
-        nbytes = local_bytes(parameter)
-        states, trained = kept.sizes(parameter), is_trained(parameter)
-        beside = sum(states) + (nbytes if trained else 0)
-        total += nbytes + beside
-        if states and trained:
-            small += SCALARS
-        if nbytes < least or not can_move(parameter) or parameter in staying:
-            resident.append(parameter)
-            small += beside
-            continue
-        slices = slices_of(parameter, page, least) if id(parameter) in alone else 1
-        paged = [size for size in states if (size == nbytes if slices > 1 else size >= least)]
-        small += sum(states) - sum(paged)
-        whole, storage = _padded(nbytes, page), _padded(moved_bytes(parameter), page)
-        own = local(parameter).untyped_storage()._cdata
-        padded += 0 if own in moved else storage
-        moved.add(own)
-        changes = sum(_padded(size, page) for size in paged)
-        if trained:
-            changes += whole
-            if slices > 1:  # gradients that wait, and one slice of zeros
-                padded += whole + whole // slices
-            if paged:
-                updated += changes
-                widest = max(widest, changes // slices)
-        padded += changes
-        biggest = max(biggest, storage // slices)
-        update = update_bytes(parameter, states, page, least, slices=slices, queues=queues)
-        if update > largest:
-            largest, culprit = update, name
-    storages = [part.untyped_storage() for tensor in resident for part in parts_of(tensor)]
-    small += sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-    saved = budget // 32
-    most = budget // 32
-    if config.backend == ACCELERATOR:  # whose chunks leave for host memory
-        most = min(most, (total if host is None else host) // _HOST_CHUNKS)
-    chunk = max(page, min(32 * MiB, most // page * page))
-    pool = (budget - small - saved) // page * page
-    reserve = min(max(chunk, biggest), max(0, pool // 8)) // page * page
-    need = largest + 2 * chunk + reserve
-    if pool < need:
-        return _Division(None, need + small + saved, largest, culprit)
-    sizing = Sizing(
-        budget=budget,
-        pool_bytes=pool,
-        least_bytes=need,
-        page_bytes=page,
-        min_paged_bytes=least,
-        min_moved_bytes=min(16 * KiB, max(256, budget // 4096)),
-        kept_bytes=saved,
-        small_bytes=small,
-        chunk_bytes=chunk,
-        reserve_bytes=reserve,
-        spill_bytes=padded + _twins(optimizer, config, updated, widest, biggest),
-        states_bytes=total,
-    )
-    return _Division(sizing, need + small + saved, largest, culprit)
+    def _divide(self, whole_budget: int, sliced: int = 0) -> _Division:
+        """Divide a budget, for the sake of slices of ``sliced`` bytes if there are any; see
+        [Note: the least pool]."""
+        model, optimizer, config = self.model, self.optimizer, self.config
+        budget = whole_budget - self.buckets
+        least = config.min_paged_bytes or _least_for(model, optimizer, budget)
+        page = config.page_bytes or _page_for(model, budget, least, slices=config.slices)
+        if sliced:
+            page = min(page, sliced & -sliced)  # the largest power of two that divides it
+            least = config.min_paged_bytes or min(least, sliced)
+        alone = sole_owners(model.parameters()) if config.slices and may_slice(optimizer) else set()
+        queues = may_queue(config)
+        total = spilled = updated = widest = biggest = 0
+        moved: set[int] = set()  # storages that are counted
+        kept = States(optimizer)
+        largest, culprit = 0, ""
+        resident = list(model.buffers())
+        small = 0
+        for name, parameter in model.named_parameters():
+            nbytes = local_bytes(parameter)
+            states, trained = kept.sizes(parameter), is_trained(parameter)
+            beside = sum(states) + (nbytes if trained else 0)
+            total += nbytes + beside
+            if states and trained:
+                small += SCALARS
+            if nbytes < least or not can_move(parameter) or parameter in self.staying:
+                resident.append(parameter)
+                small += beside
+                continue
+            slices = slices_of(parameter, page, least) if id(parameter) in alone else 1
+            paged = kept.paged(parameter, least, slices)
+            small += sum(states) - sum(paged)
+            whole, storage = padded(nbytes, page), padded(moved_bytes(parameter), page)
+            own = local(parameter).untyped_storage()._cdata
+            spilled += 0 if own in moved else storage
+            moved.add(own)
+            changes = sum(padded(size, page) for size in paged)
+            if trained:
+                changes += whole
+                if slices > 1:  # gradients that wait, and one slice of zeros
+                    spilled += whole + whole // slices
+                if paged:
+                    updated += changes
+                    widest = max(widest, changes // slices)
+            spilled += changes
+            biggest = max(biggest, storage // slices)
+            update = kept.update_bytes(parameter, page, least, slices=slices, queues=queues)
+            if update > largest:
+                largest, culprit = update, name
+        storages = [part.untyped_storage() for tensor in resident for part in parts_of(tensor)]
+        small += sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+        saved = budget // 32
+        most = budget // 32
+        if config.backend == ACCELERATOR:  # whose chunks leave for host memory
+            most = min(most, (total if self.host is None else self.host) // _HOST_CHUNKS)
+        chunk = max(page, min(32 * MiB, most // page * page))
+        pool = (budget - small - saved) // page * page
+        reserve = min(max(chunk, biggest), max(0, pool // 8)) // page * page
+        need = largest + 2 * chunk + reserve
+        lowest = need + small + saved + self.buckets
+        if pool < need:
+            return _Division(None, lowest, largest, culprit)
+        sizing = Sizing(
+            budget=whole_budget,
+            pool_bytes=pool,
+            least_bytes=need,
+            page_bytes=page,
+            min_paged_bytes=least,
+            min_moved_bytes=min(16 * KiB, max(256, budget // 4096)),
+            kept_bytes=saved,
+            small_bytes=small,
+            chunk_bytes=chunk,
+            reserve_bytes=reserve,
+            spill_bytes=spilled + _twins(optimizer, config, updated, widest, biggest),
+            states_bytes=total,
+            bucket_bytes=self.buckets,
+        )
+        return _Division(sizing, lowest, largest, culprit)
 
 
 def _defers(config: OffloadConfig) -> bool:

@@ -19,8 +19,7 @@ import torch
 
 from dynoffload.memory.accelerator.rows import Row
 from dynoffload.runtime.adoption.slicing import ends_evenly
-from dynoffload.runtime.operators import effects_of
-from dynoffload.runtime.touching import unwrapped
+from dynoffload.runtime.operators import effects_of, unwrapped
 
 _aten = torch.ops.aten
 

@@ -1,8 +1,8 @@
 """Hides the session's own operators from what counts the user's.
 
 Packing, moving and adopting tensors is done inside the user's forward, backward and step. Dispatch
-and function modes of the user's, such as the one of `torch.utils.flop_counter.FlopCounterMode`, and
-torch's profiler see the operators of the loop alone. Modes that see to residency stay on.
+and function modes of users, such as that of `torch.utils.flop_counter.FlopCounterMode`, and torch's
+profiler see the operators of the loop alone. Modes that see to residency stay on.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def modes_of_residency() -> list[Any]:
 
 
 def is_watched() -> bool:
-    """Return whether a mode or a profiler of the user's sees the operators of this thread. A
+    """Return whether a user's mode or profiler sees the operators of this thread. A
     default device on the CPU is none."""
     dispatching, functions = _count_dispatching(), _count_functions()
     if _profiled() or (dispatching and len(modes_of_residency()) < dispatching):
@@ -70,7 +70,7 @@ def _unrecorded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def hidden() -> Iterator[None]:
-    """Have no mode and no profiler of the user's see what this thread does."""
+    """Have no user's mode or profiler see what this thread does."""
     with contextlib.ExitStack() as undo:
         if _count_dispatching():
             ours = modes_of_residency()
@@ -85,7 +85,7 @@ def hidden() -> Iterator[None]:
 
 
 def unseen(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Have no mode and no profiler of the user's see what ``function`` does."""
+    """Have no user's mode or profiler see what ``function`` does."""
 
     @functools.wraps(function)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:

@@ -1,7 +1,8 @@
-"""A step of a divided transformer with experts on a cluster: slow wires, uneven experts, parts.
+"""Steps of a divided transformer with experts on a cluster: slow wires, uneven experts, parts.
 
-The step of `moe_cluster` on ranks that need not do the same, with collectives of a `cluster` and
-its expert layers in parts (`pipeline`). Of remote memory only what strategies S1 to S3 copy counts.
+The step of `moe_cluster` on `ranks` that need not do the same, with its expert layers in parts: the
+schedule of MPipeMoE (Zhang et al., IPDPS 2023), and four ways to restore in backward what parts
+overwrite in buffers that they share. Of remote memory only what strategies S1 to S3 copy counts.
 
 [Note: the step]  Forward, the head, and backward, with all but the experts recomputed just before a
 layer's backward. Attention, dense layers and the head are even, and their collectives end on all
@@ -9,20 +10,219 @@ ranks at once; so do exchanges of tokens. A step is therefore the sum of its blo
 which the slowest rank decides. Inside a block only the parts of experts overlap with anything.
 Experts keep what backward needs, or restore it by a strategy, and are not recomputed as a whole.
 Sums of gradients over groups count as in `movement`, after each layer's backward; updates do not.
+
+[Note: the tasks of a part]  Products are counted in units of rows x width x inner multiply-adds.
+Forward: S (dispatch), first product, second product, R (combination); a strategy that offloads
+copies the dispatched input once it is there, and the middle once the first product has made it.
+Backward: the exchange of the output's gradient; the input comes back by a copy or by one more S,
+the middle by a copy or by one more first product; then two products make the gradients of the
+second matrix and of the middle, two those of the first matrix and of the input, and R takes that to
+its ranks. Per part these are the published volumes [products, exchanges, copies], with an inner
+width of four times the width.
+
+[Note: shared buffers]  Under S1 to S4 parts take turns on two buffers for inputs, two for outputs
+and one for the middle. What writes one waits for what used it last: two parts before, or one.
+Every part's input and middle are restored, also those that are still in their buffers, as the
+published volumes have it. Without a strategy every part has buffers of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 
+import numpy as np
+
 from dynoffload.planning.strategies import Strategy
-from dynoffload.simulation.cluster import Cluster
 from dynoffload.simulation.moe_cluster import MoeShard
-from dynoffload.simulation.pipeline import Cost, Elements, Layer, cost_of, elements, part_of
+from dynoffload.simulation.ranks import Cluster, Floats, Resource, Routing, Timeline
 from dynoffload.simulation.roofline import Accelerator, Operator, work
-from dynoffload.simulation.routing import Routing, Spread
+
+COMPUTE, LINK, COPY = Resource.COMPUTE, Resource.LINK, Resource.COPY
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Dimensions of an expert-parallel layer, as one rank holds it.
+
+    Attributes:
+        width: of a row.
+        inner: of an expert, or of the slice of one.
+        element: bytes of one.
+        activation, activation_backward: seconds of a row between the products, if they count.
+    """
+
+    width: int
+    inner: int
+    element: int = 2
+    activation: float = 0.0
+    activation_backward: float = 0.0
+
+    def kept(self, rows: float, parts: int = 1, *, shared: bool = True) -> tuple[float, float]:
+        """Return the elements of activations, from forward to backward, and of backward's buffers,
+        by the published formula.
+
+        What sharing saves is printed once for both, and passes the buffers themselves beyond 8
+        parts with an inner width of four times the width: they are 0 there.
+
+        Args:
+            rows: of the batch.
+            parts: of the batch.
+            shared: parts share buffers; see [Note: shared buffers].
+        """
+        saved = 0.0
+        if shared and parts > 1:
+            saved = 2 * self.width * (parts - 2) / parts + self.inner * (parts - 1) / parts
+        activations, buffers = 4 * self.width + self.inner, self.width + self.inner
+        return rows * (activations - saved), rows * max(0.0, buffers - saved)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Seconds of one part's units, alone.
+
+    Attributes:
+        product: one matrix product, on each rank.
+        dispatch, combine: one all-to-all, to the experts and back.
+        copy_input, copy_middle: one copy, on each rank.
+        activation, activation_backward: between the products, on each rank.
+    """
+
+    product: Floats
+    dispatch: float
+    combine: float
+    copy_input: Floats
+    copy_middle: Floats
+    activation: Floats
+    activation_backward: Floats
+
+
+def part_of(layer: Layer, routing: Routing, device: Accelerator, cluster: Cluster) -> Part:
+    """Return what a part takes.
+
+    A product takes its arithmetic, or its traffic if that takes longer: all matrices that the rank
+    holds, whatever part of the batch it is for, and the rows. Copies go to the remote memory.
+
+    Args:
+        layer: its dimensions.
+        routing: of the part.
+        device: every rank.
+        cluster: of the ranks; its exchanges follow from who sends what to whom.
+    """
+    sent = routing.sent()
+    received: Floats = sent.sum(axis=0)
+    macs = received * (layer.width * layer.inner)
+    held = routing.rows.shape[1] / routing.groups * layer.width * layer.inner
+    traffic = layer.element * (held + received * (layer.width + layer.inner))
+    product = np.maximum(2 * macs / device.flops_per_s, traffic / device.local_bytes_per_s)
+    copied = received * layer.element / device.remote.share
+    row = layer.width * layer.element
+    return Part(
+        product=np.where(received > 0, product, 0.0),
+        dispatch=cluster.all_to_all(sent * row),
+        combine=cluster.all_to_all(sent.T * row),
+        copy_input=layer.width * copied,
+        copy_middle=layer.inner * copied,
+        activation=received * layer.activation,
+        activation_backward=received * layer.activation_backward,
+    )
+
+
+def forward(part: Part, parts: int, strategy: Strategy = Strategy.NONE) -> Timeline:
+    """Return forward's tasks for ``parts`` parts; see [Note: the tasks of a part]."""
+    tasks, shares = Timeline(len(part.product)), strategy.reuses
+    sent, copied, first, emptied, combined = (list[Floats]() for _ in range(5))
+
+    def dispatch(k: int) -> None:
+        free = [*first[k - 2 : k - 1], *copied[k - 2 : k - 1]] if shares and k >= 2 else []
+        sent.append(tasks.add(LINK, part.dispatch, free))
+
+    dispatch(0)
+    for k in range(parts):
+        if strategy.offloads_rows:
+            copied.append(tasks.add(COPY, part.copy_input, [sent[k]]))
+        if k + 1 < parts:
+            dispatch(k + 1)
+        product = part.product + part.activation
+        first.append(tasks.add(COMPUTE, product, [sent[k], *emptied[-1:]]))
+        if strategy.offloads_middle:
+            emptied.append(tasks.add(COPY, part.copy_middle, [first[k]]))
+        free = combined[k - 2 : k - 1] if shares and k >= 2 else []
+        second = tasks.add(COMPUTE, part.product, [first[k], *free])
+        combined.append(tasks.add(LINK, part.combine, [second]))
+    return tasks
+
+
+def backward(part: Part, parts: int, strategy: Strategy = Strategy.NONE) -> Timeline:
+    """Return backward's tasks for ``parts`` parts; see [Note: the tasks of a part]."""
+    tasks, shares = Timeline(len(part.product)), strategy.reuses
+    inputs, gradients, outer, inner, returned = (list[Floats]() for _ in range(5))
+
+    def before(ends: list[Floats], k: int, count: int = 2) -> list[Floats]:
+        return ends[k - count : k - count + 1] if shares and k >= count else []
+
+    def arrive(k: int) -> None:
+        if strategy.offloads_rows:
+            inputs.append(tasks.add(COPY, part.copy_input, before(inner, k)))
+        elif shares:
+            inputs.append(tasks.add(LINK, part.dispatch, before(inner, k)))
+        gradients.append(tasks.add(LINK, part.dispatch, before(outer, k)))
+
+    arrive(0)
+    for k in range(parts):
+        middle: list[Floats] = []
+        if strategy.offloads_middle:
+            middle = [tasks.add(COPY, part.copy_middle, before(outer, k, 1))]
+        if k + 1 < parts:
+            arrive(k + 1)
+        if strategy.computes_again:
+            middle = [tasks.add(COMPUTE, part.product + part.activation, inputs[k : k + 1])]
+        product = 2 * part.product + part.activation_backward
+        outer.append(tasks.add(COMPUTE, product, [gradients[k], *middle]))
+        waits = [outer[k], *inputs[k : k + 1], *before(returned, k)]
+        inner.append(tasks.add(COMPUTE, 2 * part.product, waits))
+        returned.append(tasks.add(LINK, part.combine, [inner[k]]))
+    return tasks
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One pass of a layer, or several in a row.
+
+    Attributes:
+        seconds: of it.
+        compute_s: of the rank that computes longest.
+        even_s: of compute, the mean over ranks.
+        link_s: that exchanges run.
+        copy_s: of the rank that copies longest.
+    """
+
+    seconds: float = 0.0
+    compute_s: float = 0.0
+    even_s: float = 0.0
+    link_s: float = 0.0
+    copy_s: float = 0.0
+
+    @staticmethod
+    def of(timeline: Timeline) -> Cost:
+        """Return what ``timeline`` shows."""
+        compute, link, copy = (timeline.busy[resource] for resource in (COMPUTE, LINK, COPY))
+        most = float(compute.max()), float(compute.mean()), float(link.max()), float(copy.max())
+        return Cost(timeline.seconds, *most)
+
+    @property
+    def bound(self) -> float:
+        """The published cost, which leaves out what a pipeline takes to fill and to drain."""
+        return max(self.compute_s, self.link_s, self.copy_s)
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+def cost_of(part: Part, parts: int, strategy: Strategy = Strategy.NONE) -> Cost:
+    """Return what both passes of ``parts`` such parts cost."""
+    return Cost.of(forward(part, parts, strategy)) + Cost.of(backward(part, parts, strategy))
 
 
 @dataclass(frozen=True)
@@ -57,7 +257,7 @@ class StepCost:
 
 @dataclass(frozen=True)
 class MoeSteps:
-    """Steps of ``shard`` on ``cluster``.
+    """Steps of ``shard`` on ``cluster``; see [Note: the step].
 
     Attributes:
         shard: what a rank does, were all alike.
@@ -68,12 +268,6 @@ class MoeSteps:
     shard: MoeShard
     device: Accelerator
     cluster: Cluster
-
-    @property
-    def spread(self) -> Spread:
-        """Where experts lie."""
-        cut = self.shard.division
-        return Spread(self.cluster.ranks, cut.expert, cut.slices)
 
     @property
     def layer(self) -> Layer:
@@ -93,67 +287,49 @@ class MoeSteps:
             parts: of the batch, in expert layers.
             strategy: how what parts overwrite is restored.
         """
-        layer = self.layer
         each = [
             cost_of(
-                part_of(layer, routing.part(parts), self.spread, self.device, self.cluster),
-                parts,
-                strategy,
+                part_of(self.layer, routing.part(parts), self.device, self.cluster), parts, strategy
             )
             for routing in routings
         ]
-        experts = sum(each, _NOTHING)
         if len(each) == 1:
-            experts = sum(each * self.shard.model.moe_layers, _NOTHING)
-        return StepCost(experts, self._even, self._collectives)
+            each *= self.shard.model.moe_layers
+        return StepCost(sum(each, Cost()), self._even, self._collectives)
 
-    def kept(self, routings: Sequence[Routing], parts: int, strategy: Strategy) -> Elements:
-        """Return what the rank with most rows holds of all expert layers, in elements.
-
-        Activations are those of all layers, and buffers of one; states are left out.
-        """
-        layer, count = self.layer, self.shard.model.moe_layers
-        most = max(float(routing.received(self.spread).max()) for routing in routings)
-        shared = strategy.reuses
-        one = elements(most, layer.width, layer.inner, 0, parts, shared=shared)
-        return Elements(0.0, count * one.activations, one.buffers)
+    def kept_bytes(self, routings: Sequence[Routing], parts: int, strategy: Strategy) -> float:
+        """Return what the rank with most rows holds: activations of all expert layers, and buffers
+        of one."""
+        most = max(float(routing.sent().sum(axis=0).max()) for routing in routings)
+        activations, buffers = self.layer.kept(most, parts, shared=strategy.reuses)
+        return self.layer.element * (self.shard.model.moe_layers * activations + buffers)
 
     @cached_property
     def _even(self) -> float:
         """Return the seconds of what all ranks do alike."""
-        shard = self.shard
-        blocks = shard.attention, shard.feed_forward, shard.around_experts
-        counts = self._counts()
-        operators: list[Operator] = []
-        for block, times in zip(blocks, counts, strict=True):
+        shard, model = self.shard, self.shard.model
+        operators: list[Operator] = [*shard.head.forward, *shard.head.backward]
+        for block, times in (
+            (shard.attention, model.layers),
+            (shard.feed_forward, model.layers - model.moe_layers),
+            (shard.around_experts, model.moe_layers),
+        ):
             operators += (*block.forward, *block.forward, *block.backward) * times
-        operators += (*shard.head.forward, *shard.head.backward)
         done = work(operators, self.device)
         return done.compute_s + done.local_s
-
-    def _counts(self) -> tuple[int, int, int]:
-        """Return how many layers have attention, a dense feed-forward, and experts."""
-        model = self.shard.model
-        return model.layers, model.layers - model.moe_layers, model.moe_layers
 
     @cached_property
     def _collectives(self) -> float:
         """Return the seconds of gathers and sums outside of expert layers."""
         shard, cut, element = self.shard, self.shard.division, self.shard.precision.element
-        layers, dense, _ = self._counts()
-        tensor = self.cluster.rings(cut.tensor)
-        ring = self.cluster.all_gather(shard.gathered, tensor)
+        blocks = 2 * shard.model.layers - shard.model.moe_layers
+        ring = self.cluster.all_gather(shard.gathered, self.cluster.rings(cut.tensor))
         # Each block gathers and scatters in forward and once more when it is recomputed, and
         # thrice in backward; the head gathers once, and twice in backward.
-        found = (2 + 2 + 3) * ring * (layers + dense)
-        if shard.model.vocabulary:
-            found += 3 * ring
+        found = ((2 + 2 + 3) * blocks + 3 * bool(shard.model.vocabulary)) * ring
         groups = self.cluster.rings(cut.data, cut.tensor)
         copies = self.cluster.rings(cut.replicas, cut.expert * cut.slices)
         for one in (*shard.layers, shard.head):
             found += self.cluster.all_gather(element * one.dense, groups)
             found += self.cluster.all_gather(element * one.expert, copies)
         return found
-
-
-_NOTHING = Cost(0.0, 0.0, 0.0, 0.0, 0.0)

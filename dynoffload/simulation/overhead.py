@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 
 @dataclass(frozen=True)
@@ -31,25 +32,6 @@ class Division:
     draft_share: float = 0.5
 
 
-@dataclass
-class Counts:
-    """How much of its own work the runtime has done; see `RuntimeOverhead`."""
-
-    visits: int = 0
-    saves: int = 0
-    asks: int = 0
-    updates: int = 0
-    drafts: int = 0
-    settled: int = 0
-    planned: int = 0
-    copied: int = 0
-
-    def add(self, more: Counts) -> None:
-        """Count ``more`` too."""
-        for name, value in vars(more).items():
-            setattr(self, name, getattr(self, name) + value)
-
-
 @dataclass(frozen=True)
 class Phase:
     """What a phase of a simulated step took.
@@ -57,14 +39,14 @@ class Phase:
     Attributes:
         name: ``"forward"``, ``"backward"`` or ``"optimizer"``.
         seconds: in all.
-        counts: of the runtime's own work.
+        counts: how often the runtime did what takes each of `COSTS`.
         faults: accesses that waited for a transfer.
         beside_s: seconds of work that was done beside transfers.
     """
 
     name: str
     seconds: float
-    counts: Counts
+    counts: Counter[str]
     faults: int
     beside_s: float
 
@@ -98,26 +80,16 @@ class RuntimeOverhead:
 
     def times(self, factor: float) -> RuntimeOverhead:
         """Return the same where all but moving pages takes ``factor`` times as long."""
-        return replace(self, **{name: factor * getattr(self, name) for name in COSTS.values()})
+        return replace(self, **{name: factor * getattr(self, name) for name in COSTS})
 
-    def seconds(self, done: Counts) -> float:
-        """Return what ``done`` takes."""
-        own = ((getattr(done, count), getattr(self, cost)) for count, cost in COSTS.items())
-        return float(sum(count * cost for count, cost in own))
+    def seconds(self, done: Mapping[str, float]) -> float:
+        """Return what ``done`` takes, counts by the names of `COSTS`."""
+        return float(sum(count * getattr(self, cost) for cost, count in done.items()))
 
     def move_s(self, page_bytes: int) -> float:
         """Return the seconds of moving a page of a pool with such pages."""
         return self.moves[page_bytes] if self.moves else 0.0
 
 
-COSTS = {
-    "visits": "visit_s",
-    "saves": "save_s",
-    "asks": "ask_s",
-    "updates": "update_s",
-    "drafts": "draft_s",
-    "settled": "settle_s",
-    "planned": "plan_s",
-    "copied": "copy_s",
-}
-"""What each of `Counts` takes, as a field of `RuntimeOverhead`."""
+COSTS = tuple(one.name for one in fields(RuntimeOverhead) if one.name != "moves")
+"""What is fitted of `RuntimeOverhead`."""

@@ -10,6 +10,7 @@ parameters that are paged by slices or have external references.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -28,7 +29,7 @@ from dynoffload.planning.schedule import Schedule
 from dynoffload.simulation.chunks import Chunks
 from dynoffload.simulation.execution import StepResult
 from dynoffload.simulation.machine import Machine
-from dynoffload.simulation.overhead import Counts, Division, Phase, RuntimeOverhead
+from dynoffload.simulation.overhead import Division, Phase, RuntimeOverhead
 from dynoffload.simulation.pager import SimulatedPager
 from dynoffload.simulation.recorded import Network, Piece, Recorded
 
@@ -139,7 +140,7 @@ class Training:
         self._in_backward = False
         self._update_rate = 0.0  # seconds per byte of a parameter
         self.phases: list[Phase] = []
-        self._counts = Counts()
+        self._counts = Counter[str]()
 
     def _adopt(self, number: int, nbytes: int, *, trained: bool) -> None:
         region = self.pager.allocate(nbytes)
@@ -158,7 +159,7 @@ class Training:
             predicted: paths of the units that forward is expected to visit; None: as the last one.
         """
         began, result = self.pager.now, self.pager.begin_step()
-        self._counts, self.phases = Counts(), []
+        self._counts, self.phases = Counter(), []
         completed = step.completed
         updated = sum(slot.nbytes for number, slot in self._slots.items() if number in completed)
         self._update_rate = step.update_s / max(1, updated)
@@ -184,7 +185,7 @@ class Training:
             result.faults - sum(one.faults for one in before),
             result.beside_s - sum(one.beside_s for one in before),
         )
-        self._counts = Counts()
+        self._counts = Counter()
         self.phases.append(phase)
 
     def _begin_forward(self, predicted: Sequence[str] | None) -> None:
@@ -218,7 +219,7 @@ class Training:
             nbytes = step.saved[storage]
             whole = step.whole.get(storage, nbytes)
             copied = self.chunks.save(storage, nbytes, whole, own=owner is not None)
-            self._work(Counts(saves=1, copied=copied))
+            self._work(save_s=1, copy_s=copied)
         self._access(piece.parameters, ())
         self.pager.work(piece.seconds)
 
@@ -226,7 +227,7 @@ class Training:
         self._close_visit()
         self._visits.append((unit, []))
         self._anchor(self.reference.forward.get(unit.index))
-        self._work(Counts(visits=1))
+        self._work(visit_s=1)
         for slot in unit.slots:
             if slot in self._pending:
                 self._update(slot)
@@ -255,7 +256,7 @@ class Training:
         chunks = []
         for storage in piece.reads:
             region = self.chunks.ask(storage)
-            self._work(Counts(asks=1))
+            self._work(ask_s=1)
             if region is not None:
                 chunks.append(region)
         self._access(piece.parameters, tuple(dict.fromkeys(chunks)))
@@ -277,7 +278,7 @@ class Training:
                 self._follow(reference)
         self._anchor(self.reference.backward.get(slot.region))
         self.pager.touch([slot.region])
-        self._work(Counts(asks=1))
+        self._work(ask_s=1)
 
     def _collect(self, slot: Slot) -> None:
         """The gradient is complete: it moves into its region, and the update may be drafted."""
@@ -285,7 +286,7 @@ class Training:
         self.chunks.settle()
         self.pager.acquire([slot.gradient])
         slot.has_gradient = True
-        self._work(Counts(copied=slot.nbytes))
+        self._work(copy_s=slot.nbytes)
         if slot in self._chosen and slot not in self._pending:
             self._draft(slot)
 
@@ -294,7 +295,7 @@ class Training:
             if not slot.has_gradient:
                 continue
             slot.has_gradient = False
-            self._work(Counts(settled=1))
+            self._work(settle_s=1)
             if slot in self._drafted:
                 regions = drafted_regions(slot)
                 twins = [self.pager.twin(region) for region in regions]
@@ -320,14 +321,14 @@ class Training:
         regions = slot.update_regions()
         pager.unlock(regions)
         pager.acquire(regions, pin=True)
-        self._work(Counts(updates=1))
+        self._work(update_s=1)
         pager.work(slot.nbytes * self._update_rate)
         pager.unpin(regions)
         for key, nbytes in step.states.get(slot.number, {}).items():
             if key not in slot.states and nbytes >= min(self.division.min_paged_bytes, slot.nbytes):
                 slot.states[key] = pager.allocate(nbytes)
                 pager.acquire([slot.states[key]])
-                self._work(Counts(copied=nbytes))
+                self._work(copy_s=nbytes)
         assert slot.gradient is not None
         pager.discard(slot.gradient)
 
@@ -357,15 +358,15 @@ class Training:
         made = [*twins.values()]
         pinned = list({*copied, slot.gradient, *made})
         pager.acquire(pinned, pin=True)
-        self._work(Counts(drafts=1, copied=sum(map(pager.size, copied))))
+        self._work(draft_s=1, copy_s=sum(map(pager.size, copied)))
         pager.work(slot.nbytes * self._update_rate)
         pager.unpin(pinned)
         pager.withdraw([slot.region, *states, slot.gradient])
         self._drafted[slot] = None
 
-    def _work(self, done: Counts) -> None:
-        """Do work of the runtime's own."""
-        self._counts.add(done)
+    def _work(self, **done: int) -> None:
+        """Do work of the runtime's own: so often what takes each of `COSTS`."""
+        self._counts.update(done)
         self.pager.work(self.work.seconds(done), own=True)
 
     # Plans
@@ -379,7 +380,7 @@ class Training:
             schedule = LookAhead().plan(reference.uses, sizes, self._capacity, resident, resident)
         except (BudgetError, ValueError):  # a plan is advice: such a step runs on demand
             schedule = Schedule(())
-        self._work(Counts(planned=len(reference.uses)))
+        self._work(plan_s=len(reference.uses))
         self.pager.follow(reference.uses, schedule)
         self.reference, self._position = reference, 0
 

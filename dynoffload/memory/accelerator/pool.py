@@ -24,10 +24,10 @@ from dynoffload.memory.accelerator.region import DeviceRegion, State
 from dynoffload.memory.accelerator.rows import Rows, bytes_of, unseen
 from dynoffload.memory.accelerator.run_ahead import RunAhead
 from dynoffload.memory.accelerator.streams import Streams, TimedEvent
-from dynoffload.memory.accelerator.tally import StreamTally
 from dynoffload.memory.accelerator.workspace import WorkspaceEstimate
 from dynoffload.memory.device import Cause, EventKind, called
 from dynoffload.memory.spill import NoFile, SpillFile
+from dynoffload.memory.tally import Tally
 from dynoffload.planning.cursor import PlanCursor
 from dynoffload.units import KiB, format_bytes
 
@@ -97,7 +97,7 @@ class RegionPool(Rows):
         except BaseException:
             spill.close()
             raise
-        self._tally, self._run_ahead = StreamTally(), RunAhead(streams)
+        self._tally, self._run_ahead = Tally(), RunAhead(streams)
         self._leaving: list[DeviceRegion] = []  # in order
         self._clock = 0
         self._used = self._peak = 0
@@ -123,7 +123,7 @@ class RegionPool(Rows):
             wait = self._arrive(cell)
             if late:
                 self._tally.stalls += 1
-                self._tally.begun(wait, EventKind.STALL, Cause.FAULT, cell.region, cell.nbytes)
+                self._tally.begun(wait.span, EventKind.STALL, Cause.FAULT, cell.region, cell.nbytes)
 
     # In
 
@@ -205,7 +205,7 @@ class RegionPool(Rows):
         cell.ready = cell.copied = copy = self._streams.copy_in(cell.storage, content, [now])
         cell.here = True
         self._tally.bytes_in += cell.nbytes
-        self._tally.begun(copy, EventKind.FETCH, cause, cell.region, cell.nbytes)
+        self._tally.begun(copy.span, EventKind.FETCH, cause, cell.region, cell.nbytes)
         if cause is Cause.PLAN:
             cell.prefetched = True
             self._tally.prefetched_bytes += cell.nbytes
@@ -277,7 +277,7 @@ class RegionPool(Rows):
         cell.state, cell.in_host = State.LEAVING, True
         self._leaving.append(cell)
         self._tally.bytes_out += cell.nbytes
-        self._tally.begun(copy, EventKind.EVICT, cause, cell.region, cell.nbytes)
+        self._tally.begun(copy.span, EventKind.EVICT, cause, cell.region, cell.nbytes)
         return True
 
     def _end(self, cell: DeviceRegion) -> None:

@@ -388,29 +388,16 @@ API void pager_states(struct pager *p, uint8_t *states, uint32_t *pins, uint32_t
     pthread_mutex_unlock(&p->mutex);
 }
 
-API uint64_t pager_in_use(struct pager *p)
-{
-    pthread_mutex_lock(&p->mutex);
-    uint64_t pages = p->counters.pages_in_use;
-    pthread_mutex_unlock(&p->mutex);
-    return pages;
-}
-
-/* Pages that the process has for the pool, in use or empty. */
-API uint64_t pager_taken(struct pager *p)
-{
-    pthread_mutex_lock(&p->mutex);
-    uint64_t pages = p->populated;
-    pthread_mutex_unlock(&p->mutex);
-    return pages;
-}
-
-API void pager_counters(struct pager *p, struct counters *counters)
+/* The totals. If `anew` the peak begins anew, and an error is told, which it is once. */
+API void pager_counters(struct pager *p, struct counters *counters, int anew)
 {
     pthread_mutex_lock(&p->mutex);
     *counters = p->counters;
-    p->counters.peak_pages = p->counters.pages_in_use;
-    p->counters.error = 0; /* told once */
+    counters->pages_taken = p->populated;
+    if (anew) {
+        p->counters.peak_pages = p->counters.pages_in_use;
+        p->counters.error = 0;
+    }
     pthread_mutex_unlock(&p->mutex);
 }
 

@@ -133,7 +133,7 @@ struct counters {
     uint64_t prefetched_bytes, used_bytes, wasted_bytes;
     uint64_t faults, stalls;
     double stall_s;
-    uint64_t pages_in_use, peak_pages, events_lost;
+    uint64_t pages_in_use, pages_taken, peak_pages, events_lost; /* taken: in use or empty */
     int32_t error;          /* errno of the last failed transfer, 0 if none */
     uint32_t error_region;
     int32_t error_is_write;

@@ -189,12 +189,13 @@ class Adapting:
         choice, timed = self._held.get(size), False
         if choice is None:
             if self.chooser is None:
-                itemsize = tokens.element_size()
+                itemsize, on_cpu = tokens.element_size(), tokens.device.type == "cpu"
+                serve = [one for one in self._strategies if on_cpu or not one.offloads]
                 self.chooser = Chooser(
                     lambda count: self._shape(count, itemsize),
                     limit=self._limit,
                     numbers=self._numbers,
-                    strategies=self._strategies,
+                    strategies=serve or self._strategies,
                 )
             choice, timed = self.chooser.turn(size)
             if not self.chooser.settled_for(size):

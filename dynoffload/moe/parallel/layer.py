@@ -24,7 +24,7 @@ from dynoffload.moe.parallel.exchange import Exchange
 from dynoffload.moe.parallel.memory import Shape, shape_of
 from dynoffload.moe.parallel.pipeline import Call, pipelined
 from dynoffload.moe.parallel.step_timer import TimedStep
-from dynoffload.moe.parallel.tiers import Tier, tier_for
+from dynoffload.moe.parallel.tiers import FileTier
 from dynoffload.planning.strategies import Strategy, strategy_of
 from dynoffload.units import format_bytes, parse_bytes
 
@@ -134,7 +134,7 @@ class ExpertParallel(MoE):
             held=experts // exchange.world,
         )
         self._spill_dir = spill_dir
-        self._tier: Tier | None = None
+        self._tier: FileTier | None = None
         self.set_pipeline(parts, strategy, memory)
 
     def set_pipeline(
@@ -344,8 +344,14 @@ class ExpertParallel(MoE):
             need_gates=grads and gates.requires_grad,
         )
         offloads = grads and choice.strategy.offloads
+        if offloads and tokens.device.type != "cpu":
+            raise ConfigError(
+                f"layer {self.exchange.name!r} has strategy={choice.strategy.value!r}, which "
+                f"offloads to a file from the CPU alone, and its tokens are on {tokens.device}: "
+                "take 'none' or 'S4'"
+            )
         if offloads and self._tier is None:
-            self._tier = tier_for(tokens.device, self._spill_dir, self.exchange.timeout)
+            self._tier = FileTier(self._spill_dir, timeout=self.exchange.timeout)
         tier = self._tier if offloads else None
         return Call(self.exchange, sent, self.activation, choice.strategy, tier, step)
 

@@ -33,7 +33,7 @@ from dynoffload.moe.parallel import computation
 from dynoffload.moe.parallel.dispatch import Dispatch, Part
 from dynoffload.moe.parallel.exchange import Exchange, Pending
 from dynoffload.moe.parallel.step_timer import TimedStep
-from dynoffload.moe.parallel.tiers import Copying, Stored, Tier
+from dynoffload.moe.parallel.tiers import Copying, FileTier, Stored
 from dynoffload.planning.strategies import Strategy
 
 
@@ -86,7 +86,7 @@ class Call:
     sent: Dispatch
     activation: Activation
     strategy: Strategy
-    tier: Tier | None
+    tier: FileTier | None
     step: TimedStep | None = None
     rows: list[Stored] = field(default_factory=list)
     middles: list[list[tuple[slice, Stored]]] = field(default_factory=list)

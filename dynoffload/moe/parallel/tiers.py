@@ -1,11 +1,7 @@
-"""Where a part's rows and middle go between forward and backward: the tier below.
-
-`FileTier` takes tensors of the CPU to a disk, by a thread of its own; `PinnedTier` takes those of
-an accelerator to the host, by a stream.
+"""Where a part's rows and middle go between forward and backward: a file, by a thread of its own.
 
 The file has no name and is private, as every spill file of dynoffload; its pages may be in the
 system's page cache, which is no memory of the process and can be taken from it at any time.
-`PinnedTier` has never run.
 """
 
 from __future__ import annotations
@@ -19,7 +15,6 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol
 
 import torch
 
@@ -29,30 +24,6 @@ from dynoffload.planning.extents import Extents
 from dynoffload.units import format_bytes
 
 _MOST = 1 << 62
-
-
-class Copying(Protocol):
-    """A copy on its way."""
-
-    def wait(self) -> None:
-        """Return once it is made."""
-
-
-class Stored(Protocol):
-    """What went below; its room is free again once nobody has this."""
-
-    def wait(self) -> None:
-        """Return once the tensor that was stored may be overwritten."""
-
-    def load(self, into: torch.Tensor) -> Copying:
-        """Begin to fill ``into``."""
-
-
-class Tier(Protocol):
-    """Takes copies of tensors."""
-
-    def store(self, tensor: torch.Tensor) -> Stored:
-        """Begin to copy ``tensor``, which is contiguous."""
 
 
 class _Room:
@@ -83,30 +54,30 @@ class _Room:
             self._back.append((offset, size))
 
 
-class _InFile:
-    """A tensor in the file."""
+class Stored:
+    """A tensor in the file; its room is free again once nobody has this."""
 
     def __init__(self, tier: FileTier, offset: int, size: int, writing: Future[None]) -> None:
         self._tier, self._offset, self._size, self._writing = tier, offset, size, writing
         weakref.finalize(self, tier.room.give_back, offset, size)
 
     def wait(self) -> None:
-        """See `Stored.wait`."""
+        """Return once the tensor that was stored may be overwritten."""
         self._tier.result(self._writing, "written to")
 
     def load(self, into: torch.Tensor) -> Copying:
-        """See `Stored.load`."""
-        return _Reading(self._tier, self._tier.read(into, self._offset), self)
+        """Begin to fill ``into``."""
+        return Copying(self._tier, self._tier.read(into, self._offset), self)
 
 
-class _Reading:
+class Copying:
     """A read on its way; what is read keeps its room until then."""
 
-    def __init__(self, tier: FileTier, reading: Future[None], held: _InFile) -> None:
+    def __init__(self, tier: FileTier, reading: Future[None], held: Stored) -> None:
         self._tier, self._reading, self._held = tier, reading, held
 
     def wait(self) -> None:
-        """See `Copying.wait`."""
+        """Return once it is made."""
         self._tier.result(self._reading, "read from")
 
 
@@ -165,7 +136,7 @@ class FileTier:
         weakref.finalize(self, self._copier.end, self._file.close)  # after all else
 
     def store(self, tensor: torch.Tensor) -> Stored:
-        """See `Tier.store`."""
+        """Begin to copy ``tensor``, which is contiguous."""
         size = tensor.numel() * tensor.element_size()
         offset = self.room.take(size)
         try:
@@ -173,7 +144,7 @@ class FileTier:
         except SpillError:
             self.room.give_back(offset, size)
             raise
-        return _InFile(self, offset, size, self._copier.ask(partial(self._write, tensor, offset)))
+        return Stored(self, offset, size, self._copier.ask(partial(self._write, tensor, offset)))
 
     def read(self, into: torch.Tensor, offset: int) -> Future[None]:
         """Begin to read what lies at ``offset``, after what was asked for before."""
@@ -211,49 +182,3 @@ class FileTier:
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a contiguous tensor on the CPU."""
     return tensor.detach().view(-1).view(torch.uint8)
-
-
-class PinnedTier:
-    """Pinned memory of the host, and the stream that copies. It has never run.
-
-    Args:
-        device: the accelerator.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream: Any = torch.Stream(device)
-        self._device = device
-
-    def store(self, tensor: torch.Tensor) -> Stored:
-        """See `Tier.store`."""
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return _InHost(self, host, self.copy(host, tensor))
-
-    def copy(self, into: torch.Tensor, given: torch.Tensor) -> Any:
-        """Begin a copy after what the current stream has to do; return its event."""
-        self.stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with self.stream:
-            into.copy_(given, non_blocking=True)
-        return self.stream.record_event()
-
-
-class _InHost:
-    """A tensor in pinned memory."""
-
-    def __init__(self, tier: PinnedTier, host: torch.Tensor, event: Any) -> None:
-        self._tier, self._host, self._event = tier, host, event
-
-    def wait(self) -> None:
-        """See `Stored.wait`: the current stream waits."""
-        torch.accelerator.current_stream(self._tier.stream.device).wait_event(self._event)
-
-    def load(self, into: torch.Tensor) -> Copying:
-        """See `Stored.load`."""
-        return _InHost(self._tier, self._host, self._tier.copy(into, self._host))
-
-
-def tier_for(device: torch.device, spill_dir: Path | None, timeout: float) -> Tier:
-    """Return the tier below ``device``."""
-    if device.type == "cpu":
-        return FileTier(spill_dir, timeout=timeout)
-    return PinnedTier(device)

@@ -72,7 +72,7 @@ class FusedStore:
         return view_of(self._device.row_storage(row), fused.like)
 
     @torch.no_grad()
-    def adopt_parameter(self, name: str, parameter: nn.Parameter) -> Fused:
+    def adopt_parameter(self, name: str, parameter: nn.Parameter) -> None:
         """Move ``parameter`` into a row; one on the meta device gets one of zeros."""
         count = int(parameter.shape[0])
         nbytes = parameter.numel() // count * parameter.element_size()
@@ -85,21 +85,20 @@ class FusedStore:
             self._store.own(region, slot.name, slot)
             slots.append(slot)
         fused.slots = tuple(slots)
-        ours = self.view(fused, row)
         if parameter.is_meta:
             self._device.clear(row)
-            put_in_place(parameter, ours)
+            put_in_place(parameter, self.view(fused, row))
         else:
-            self._fill(row, ours, parameter.data)
-            put(parameter, ours)
+            put(parameter, self.filled(fused, row, parameter.data))
         self._store.fused[parameter] = fused
         if parameter.requires_grad:
             fused.gradients.append(self._row(fused, ".grad"))
             self.point(fused, fused.gradients[0])
-        return fused
 
-    def _fill(self, row: Sequence[int], ours: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy a tensor into a row; slices of zeros become clear."""
+    def filled(self, fused: Fused, row: Sequence[int], source: torch.Tensor) -> torch.Tensor:
+        """Return a tensor over ``row`` with the values of ``source``; slices of zeros become
+        clear."""
+        ours = self.view(fused, row)
         zeros = zero_slices(source, at_once=not self._device.serves)
         for number, region in enumerate(row):
             if zeros[number]:
@@ -107,6 +106,12 @@ class FusedStore:
             else:
                 self._device.acquire([region])
                 ours[number].copy_(source[number])
+        return ours
+
+    def may_move(self, fused: Fused, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` could lie over a row, and lies in memory of its own."""
+        outside = self.is_like(fused, tensor) and self._device.owner(tensor) < 0
+        return outside and holders(tensor) <= 1
 
     # Gradients
 
@@ -141,14 +146,6 @@ class FusedStore:
         fused.gradients.append(row)
         return row
 
-    def fill_gradient(
-        self, fused: Fused, row: Sequence[int], gradient: torch.Tensor
-    ) -> torch.Tensor:
-        """Return ``gradient`` in ``row``."""
-        ours = self.view(fused, row)
-        self._fill(row, ours, gradient)
-        return ours
-
     def end_gradient(self, slot: Slot, region: int) -> None:
         """The gradient of a slice was consumed: it is gone, unless somebody holds its row, or
         another gradient lies there by now and an update that waits will read it."""
@@ -169,8 +166,7 @@ class FusedStore:
                 continue
             fused.gradients.remove(row)
             for region in row:
-                self._store.disown(region)
-                self._device.release(region)
+                self._store.release(region)
 
     def is_converted(self, fused: Fused) -> bool:
         """Return whether the user has given the parameter a tensor of another dtype or shape."""
@@ -193,20 +189,12 @@ class FusedStore:
     def adopt_state(self, fused: Fused, state: dict[str, Any]) -> None:
         """Move state tensors of the parameter's form into rows."""
         for key, value in state.items():
-            if (
-                not isinstance(value, torch.Tensor)
-                or not self.is_like(fused, value)
-                or self._device.owner(value) >= 0
-                or holders(value) > 1
-            ):
+            if not isinstance(value, torch.Tensor) or not self.may_move(fused, value):
                 continue
             row = fused.states.get(key)
             if row is not None and self.is_held(row):
                 continue  # somebody keeps the tensor that was there: the new one stays outside
-            row = self.state_row(fused, key)
-            ours = self.view(fused, row)
-            self._fill(row, ours, value)
-            put(value, ours)
+            put(value, self.filled(fused, self.state_row(fused, key), value))
 
     # Whether all is where it was put
 
@@ -260,9 +248,7 @@ class FusedStore:
             or self.is_held(fused.row)
         ):
             return
-        ours = self.view(fused, fused.row)
-        self._fill(fused.row, ours, data)
-        fused.parameter.data = ours
+        fused.parameter.data = self.filled(fused, fused.row, data)
 
     # The end
 

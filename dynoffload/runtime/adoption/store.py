@@ -122,10 +122,6 @@ class Store:
         """Return the slot that owns ``region``."""
         return self._by_region.get(region)
 
-    def regions_under(self, tensor: torch.Tensor) -> list[int]:
-        """Return the regions that have bytes between the first and the last of ``tensor``."""
-        return self._device.owners(tensor)
-
     def name_of(self, region: int) -> str:
         """Return what reports call ``region``."""
         return self.names.get(region, f"region {region}")
@@ -143,9 +139,10 @@ class Store:
         self.names[region] = name
         self._by_region[region] = slot
 
-    def disown(self, region: int) -> None:
-        """``region`` is about to end."""
+    def release(self, region: int) -> None:
+        """End ``region``."""
         self._by_region.pop(region, None)
+        self._device.release(region)
 
     def slots_of(self, parameter: torch.Tensor) -> Sequence[Slot]:
         """Return the slots that hold ``parameter``: none, one, or one for each slice."""
@@ -156,7 +153,7 @@ class Store:
         return () if fused is None else fused.slots
 
     @torch.no_grad()
-    def adopt_parameter(self, name: str, parameter: nn.Parameter) -> Slot:
+    def adopt_parameter(self, name: str, parameter: nn.Parameter) -> None:
         """Move ``parameter`` into a region; one on the meta device gets one of zeros."""
         part = local(parameter)
         nbytes, meta = local_bytes(part), part.is_meta
@@ -185,7 +182,6 @@ class Store:
         self._by_region[region] = slot
         if parameter.requires_grad:
             slot.gradient = self._region(nbytes, f"{name}.grad", slot)
-        return slot
 
     @unseen
     @torch.no_grad()
@@ -210,9 +206,8 @@ class Store:
             return False
         if storage.nbytes() > self._device.nbytes(slot.region):
             region = self._region(storage.nbytes(), slot.name, slot)
-            self._by_region.pop(slot.region, None)
             self._device.discard(slot.region)
-            self._device.release(slot.region)
+            self.release(slot.region)
             slot.region = region
             ours = self._device.storage(region)
         self._device.acquire([slot.region])
@@ -253,7 +248,9 @@ class Store:
         if holders(gradient) > _holders_of_part(slot.parameter, gradient):
             return
         with self._gradients:
-            region = self._gradient_region(slot, gradient)
+            nbytes = gradient.numel() * gradient.element_size()
+            region = self._region_for(slot.gradient, nbytes, f"{slot.name}.grad", slot)
+            slot.gradient = region
             ours = view_of(self._device.storage(region), gradient)
         self._device.acquire([region])
         ours.copy_(gradient)
@@ -269,18 +266,14 @@ class Store:
         if holders(gradient) <= _holders_of_part(parameter, gradient):
             _put_gradient(gradient, gradient.clone())
 
-    def _gradient_region(self, slot: Slot, gradient: torch.Tensor) -> int:
-        nbytes = gradient.numel() * gradient.element_size()
-        region = slot.gradient
-        if region is not None:
-            storage = self._device.storage(region)
-            if users_of(storage) > 1 or self._device.nbytes(region) < nbytes:
-                # Somebody keeps the last gradient: it is theirs, and stays as it is.
-                self._orphans.append(region)
-                region = None
-        if region is None:
-            region = slot.gradient = self._region(nbytes, f"{slot.name}.grad", slot)
-        return region
+    def _region_for(self, known: int | None, nbytes: int, name: str, slot: Slot) -> int:
+        """Return ``known``, or a new region where that is too small, or somebody keeps what was in
+        it: it is theirs, and stays as it is."""
+        if known is not None:
+            if users_of(self._device.storage(known)) <= 1 and self._device.nbytes(known) >= nbytes:
+                return known
+            self._orphans.append(known)
+        return self._region(nbytes, name, slot)
 
     def end_gradient(self, slot: Slot) -> None:
         """The gradient was consumed: forget its bytes unless somebody still holds it."""
@@ -293,8 +286,7 @@ class Store:
         for region in list(self._orphans):
             if users_of(self._device.storage(region)) <= 1:
                 self._orphans.remove(region)
-                self._by_region.pop(region, None)
-                self._device.release(region)
+                self.release(region)
 
     @unseen
     @torch.no_grad()
@@ -307,16 +299,10 @@ class Store:
             if self._device.owner(value.untyped_storage()) >= 0 or holders(value) > 1:
                 continue
             nbytes = value.numel() * value.element_size()
-            region = slot.states.get(key)
-            if region is not None:
-                storage = self._device.storage(region)
-                if users_of(storage) > 1 or self._device.nbytes(region) < nbytes:
-                    self._orphans.append(region)  # somebody keeps the tensor that was there
-                    region = None
-            if region is None:
-                region = self._region(nbytes, f"{slot.name}.{key}", slot)
-                slot.states[key] = region
-                self._left_in_heap += nbytes
+            known = slot.states.get(key)
+            region = self._region_for(known, nbytes, f"{slot.name}.{key}", slot)
+            slot.states[key] = region
+            self._left_in_heap += nbytes * (region != known)
             self._device.acquire([region])
             ours = view_of(self._device.storage(region), value)
             ours.copy_(value)

@@ -23,7 +23,7 @@ import torch
 
 from dynoffload.memory.device import Device
 from dynoffload.runtime.adoption.fused import FusedStore, zero_slices
-from dynoffload.runtime.adoption.held import holders, is_torchs
+from dynoffload.runtime.adoption.held import is_torchs
 from dynoffload.runtime.adoption.slots import Fused, Slot
 from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.placing import put
@@ -144,15 +144,13 @@ class FusedGradients:
         if (
             gradient is None
             or gradient.requires_grad
-            or not self.rows.is_like(fused, gradient)
-            or self._device.owner(gradient) >= 0
-            or holders(gradient) > 1
+            or not self.rows.may_move(fused, gradient)
             or not is_torchs(gradient)
         ):
             return
         row = self.row_for(fused)
         with torch.no_grad():
-            put(gradient, self.rows.fill_gradient(fused, row, gradient))
+            put(gradient, self.rows.filled(fused, row, gradient))
         self.rows.point(fused, row)
 
     @uninterrupted

@@ -1,23 +1,22 @@
-"""What comes next, as far as anybody knows: the last order, a pilot's prediction, or nothing.
+"""The prediction in use: the last order, a pilot's, or none.
 
-The forecast watches which blocks a sample runs, tells the learner, and turns a predicted order of
-blocks into the order of units that the migrator plans by. It never moves a byte. It lives as long
-as the session: what was learned outlasts the times at which paging steps aside.
+It watches which blocks a sample runs, teaches the learner, and turns a predicted order of blocks
+into the order of units that the migrator plans by. It moves no byte. It lives as long as the
+session: what was learned outlasts the times at which paging steps aside.
 
 While a pilot steers, what runs and what the network hints of its decisions correct it within the
-forward (`dynoffload.runtime.migration.steps`); backward meets what ran.
+forward (`dynoffload.runtime.migration.steps`); backward uses what ran.
 
-A pilot steers while it has done better of late than repeating the last order would have, before the
-step or, corrected, within it; one that is learned on the way has to show that before it steers at
-all.
+A pilot steers while it has lately done better than repeating the last order, before the step or,
+corrected, within it; one that is learned on the way has to show that before it steers at all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
@@ -25,7 +24,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from dynoffload.around import Handle, after_call, before_call, choosing
+from dynoffload.around import after_call, before_call, choosing
 from dynoffload.memory.local import local_bytes
 from dynoffload.pilot.evaluate import block_order_accuracy
 from dynoffload.pilot.features import BlockHint
@@ -47,6 +46,7 @@ logger = logging.getLogger(__name__)
 _ZERO = Idioms(0, 0, 0, 0, 0, 0)
 _SHOWN = 4  # steps over which a pilot must have shown what it can
 _LISTEN = 4  # a pilot that does not steer is followed in one of so many steps
+_PILOT, _LAST = "the pilot", "the last order"
 _STEADY = 4  # steps of one and the same order after which there is nothing to learn
 
 
@@ -110,10 +110,8 @@ class Forecast:
         self._sample: InputFeatures | None = None
         self._inside: list[str] = []  # blocks of several units whose calls are under way
         self._step: Step | None = None  # while a forward runs
-        self._chosen: list[int] = []  # what of the rest is fetched ahead
-        self._planned = 0  # blocks that had begun as it was chosen
         self._begun = 0  # samples
-        self._foretold = 0.0  # share of blocks foretold as the one before them ran, of late
+        self._foreseen = 0.0  # share of blocks expected as the one before them ran, of late
         self.asks = False
         self._asked: dict[str, list[Unit]] = {}  # by probe: what it and the next may look at
         self._order: list[int] = []
@@ -121,10 +119,9 @@ class Forecast:
         self.predicted: list[int] | None = None
         self.actual: list[int] = []
         self.accuracy = math.nan
-        self.source = "the last order"
-        self._trials: dict[str, Trial] = {}  # by source
-        self._hooks: list[Hook] = []
-        self._handles: list[Handle] = []
+        self.source = _LAST
+        self._trials = {source: Trial(source) for source in (_PILOT, _LAST)}
+        self._watching = contextlib.ExitStack()
 
     def watch(
         self,
@@ -138,8 +135,8 @@ class Forecast:
         Args:
             units: what the migrator watches.
             on_ask: called with the units that a network's probe may look at, before it does.
-            on_revise: called with the units that the rest of a forward will probably visit,
-                otherwise than was foretold.
+            on_revise: called with the units that the rest of a forward will probably visit, where
+                that was predicted otherwise.
         """
         self._on_ask, self._on_revise = on_ask, on_revise
         self._units = {unit.path: unit for unit in units}
@@ -151,11 +148,7 @@ class Forecast:
 
     def unwatch(self) -> None:
         """See nothing until `watch` is called again."""
-        for hook in self._hooks:
-            hook.end()
-        for handle in self._handles:
-            handle.remove()
-        self._hooks, self._handles = [], []
+        self._watching.close()
         self._asked.clear()
 
     def close(self) -> None:
@@ -167,7 +160,7 @@ class Forecast:
         """A sample begins: return the order of units it will probably visit, or None."""
         self._order, self._inside = [], []
         self._sample, following = None, None
-        self.predicted, self.source = self._last if self._repeats else None, "the last order"
+        self.predicted, self.source = self._last if self._repeats else None, _LAST
         blocks: list[int] = []
         confidence = None
         predictor = self._learner if self._learner is not None else self._predictor
@@ -179,19 +172,17 @@ class Forecast:
                 blocks = list(prediction.blocks)
                 confidence = getattr(prediction, "confidence", None)
                 if self._may_steer():
-                    self.predicted, self.source = blocks, "the pilot"
+                    self.predicted, self.source = blocks, _PILOT
                 elif self._begun % _LISTEN:
                     blocks = []  # it is followed now and then, to see whether it does better
-                if blocks and self._learner is not None and self._trial("the pilot").prefetch:
+                if blocks and self._learner is not None and self._trials[_PILOT].prefetch:
                     following = self._learner.tracker
         self._begun += 1
-        self._step = Step(following, blocks)
-        if self.predicted is None:
-            return None
-        self._chosen, self._planned = self.predicted, 0
-        if following is not None and self.source == "the pilot":
-            self._chosen = likely(self.predicted, confidence)
-        return self._units_of(self._chosen)
+        chosen = self.predicted
+        if chosen is not None and following is not None and self.source == _PILOT:
+            chosen = likely(chosen, confidence)
+        self._step = Step(following, blocks, chosen or ())
+        return None if chosen is None else self._units_of(chosen)
 
     def _compare(self, sample: InputFeatures) -> None:
         """At the first sample, say so if it is not of the kind that the pilot was trained on."""
@@ -211,7 +202,7 @@ class Forecast:
         standing = self._learner.standing
         if standing.steps < _SHOWN:
             return not self._grows
-        return max(standing.pilot, self._foretold) >= standing.last_order
+        return max(standing.pilot, self._foreseen) >= standing.last_order
 
     def visit(self, unit: Unit) -> None:
         """Slices of a module are used, which no hook of a module tells."""
@@ -228,7 +219,9 @@ class Forecast:
         self._step.ran(index)
         self._revise([index])
 
-    def _ask(self, probes: Sequence[RoutingProbe], args: tuple[Any, ...]) -> None:
+    def _ask(
+        self, probes: Sequence[RoutingProbe], _: nn.Module, args: tuple[Any, ...], kwargs: Any
+    ) -> None:
         """A probe is called: it tells, as does the one after it."""
         step = self._step
         if step is None or self.asks or not (step.follows or self._grows):
@@ -249,15 +242,11 @@ class Forecast:
     def _revise(self, begun: list[int]) -> None:
         """Have the rest planned anew if it is another than was thought; ``begun`` runs first."""
         assert self._step is not None
-        revised = self._step.revise()
-        if revised is None or self.source != "the pilot":
-            return
-        start = perf_counter()
-        chosen = likely(*revised)
-        if chosen != _less(self._chosen, self._order[self._planned :]):
-            self._chosen, self._planned = chosen, len(self._order)
+        chosen = self._step.choose(self._order)
+        if chosen is not None and self.source == _PILOT:
+            start = perf_counter()
             self._on_revise(self._units_of([*begun, *chosen]))
-        self._step.account(start)
+            self._step.account(start)
 
     def drop(self) -> None:
         """The forward under way, if there is one, will not go on."""
@@ -268,13 +257,12 @@ class Forecast:
         """The sample's forward is over: learn from what ran, unless an error has ended it."""
         self.actual, self._order = self._order, []
         step, self._step = self._step, None
+        self.accuracy = math.nan
         if not whole:
-            self.accuracy = math.nan
             return
         if step is not None and step.follows and self.actual:
-            share = step.foretold / len(self.actual)
-            self._foretold += (AVERAGE if self._foretold else 1.0) * (share - self._foretold)
-        self.accuracy = math.nan
+            share = step.foreseen / len(self.actual)
+            self._foreseen += (AVERAGE if self._foreseen else 1.0) * (share - self._foreseen)
         if self.predicted is not None:
             self.accuracy = block_order_accuracy(self.predicted, self.actual)
         if self._learner is not None and self._sample is not None:
@@ -288,22 +276,18 @@ class Forecast:
     @property
     def pays(self) -> bool:
         """Whether to prefetch by what steers the sample; see `Trial`."""
-        return self._repeats and self._trial(self.source).prefetch
+        return self._repeats and self._trials[self.source].prefetch
 
     def judge(self, step: StepStats) -> None:
         """Take note of what the step cost that this order steered."""
         if self._repeats:
-            self._trial(self.source).observe(step)
-
-    def _trial(self, source: str) -> Trial:
-        return self._trials.setdefault(source, Trial(source))
+            self._trials[self.source].observe(step)
 
     def names(self, blocks: Sequence[int] | None) -> tuple[str, ...] | None:
         """Return the names of ``blocks`` as reports show them."""
-        if blocks is None:
-            return None
         known = self.vocabulary.blocks
-        return tuple(known[b].name if 0 <= b < len(known) else "(unseen)" for b in blocks)
+        names = (known[b].name if 0 <= b < len(known) else "(unseen)" for b in blocks or ())
+        return None if blocks is None else tuple(names)
 
     def _learn(self) -> None:
         if self._thread is not None and self._thread.is_alive():
@@ -313,40 +297,40 @@ class Forecast:
 
         def work() -> None:
             try:
-                pilot = learner.learn()
+                learner.learn()
             except Exception:
                 self._learns = False  # once is enough: training goes on with what there is
                 logger.exception("no pilot can be learned from the steps so far")
             else:
-                logger.info("a pilot (%s) was learned from the steps so far", pilot.kind)
-                self._trials.pop("the pilot", None)  # of the one before
+                logger.info("a pilot was learned from the steps so far")
+                self._trials[_PILOT] = Trial(_PILOT)  # not of the one before
 
         self._thread = threading.Thread(target=work, name="dynoffload-learner", daemon=True)
         self._thread.start()
 
     def _units_of(self, blocks: Sequence[int]) -> list[Unit]:
-        known = self.vocabulary.blocks
-        found = []
-        for block in blocks:
-            if 0 <= block < len(known):
-                for path in known[block].visits:
-                    unit = self._units.get(path)
-                    if unit is not None:
-                        found.append(unit)
-        return found
+        known, units = self.vocabulary.blocks, self._units
+        paths = (path for b in blocks if 0 <= b < len(known) for path in known[b].visits)
+        return [units[path] for path in paths if path in units]
 
     def _install(self) -> None:
         modules, self._unseen = dict(self._model.named_modules()), choosing(self._model)
-        for path in dict.fromkeys(block.path for block in self.vocabulary.blocks):
+        blocks = self.vocabulary.blocks
+        for path in dict.fromkeys(block.path for block in blocks):
             module = modules.get(path)
             if module is not None:
-                nests = any(b.path == path and b.visits != (path,) for b in self.vocabulary.blocks)
-                self._handles.append(self._hook(module, path, nests))
+                nests = any(b.path == path and b.visits != (path,) for b in blocks)
+                self._before(module, partial(self._enter, path, nests))
                 if nests:
                     out = Hook(partial(self._out, path))  # not ended: it leaves what was entered
-                    self._handles.append(after_call(module, out, self._unseen))
+                    self._watching.callback(after_call(module, out, self._unseen).remove)
         if self._learner is not None:
             self._install_probes(modules)
+
+    def _before(self, module: nn.Module, call: Callable[..., None]) -> None:
+        hook = Hook(call)
+        self._watching.callback(before_call(module, hook, self._unseen).remove)
+        self._watching.callback(hook.end)
 
     def _install_probes(self, modules: Mapping[str, nn.Module]) -> None:
         try:
@@ -365,29 +349,17 @@ class Forecast:
                 if any(unit.path == head[:-1] or unit.path.startswith(head) for head in heads)
                 and not any(unit.path == b or unit.path.startswith(_below(b)) for b in decided)
             ]
+            self._before(modules[path], partial(self._ask, probes))
 
-            def call(
-                _: nn.Module, args: tuple[Any, ...], kwargs: Any, told: tuple[RoutingProbe, ...]
-            ) -> None:
-                self._ask(told, args)
-
-            hook = Hook(partial(call, told=probes))
-            self._hooks.append(hook)
-            self._handles.append(before_call(modules[path], hook, self._unseen))
-
-    def _hook(self, module: nn.Module, path: str, nests: bool) -> Handle:
-        index_of, repeated = self.vocabulary.index_of, path in self.vocabulary.repeated
-
-        def call(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not self._inside:
-                index = index_of(path, shape_key(args, kwargs) if repeated else "")
-                self._ran(index if index >= 0 else UNSEEN)
-            if nests:
-                self._inside.append(path)
-
-        hook = Hook(call)
-        self._hooks.append(hook)
-        return before_call(module, hook, self._unseen)
+    def _enter(
+        self, path: str, nests: bool, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if not self._inside:
+            repeated = path in self.vocabulary.repeated
+            index = self.vocabulary.index_of(path, shape_key(args, kwargs) if repeated else "")
+            self._ran(index if index >= 0 else UNSEEN)
+        if nests:
+            self._inside.append(path)
 
     def _out(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         """A call of a block of several units ends. Its beginning was not seen if an earlier hook
@@ -395,18 +367,6 @@ class Forecast:
         if path in self._inside:
             while self._inside.pop() != path:
                 pass
-
-
-def _less(blocks: Sequence[int], begun: Sequence[int]) -> list[int]:
-    """Return ``blocks`` without those that have begun, each as often as it has."""
-    gone = Counter(begun)
-    left: list[int] = []
-    for block in blocks:
-        if gone[block]:
-            gone[block] -= 1
-        else:
-            left.append(block)
-    return left
 
 
 def _below(path: str) -> str:

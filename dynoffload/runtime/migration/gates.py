@@ -1,12 +1,13 @@
 """When prefetching pays: for a source of predictions as a whole, and for each block of an order.
 
-`Trial` judges "the last order" or "the pilot". When its steps wait long, or fetch much in vain, a
-few run on demand, and what waits less from then on is done. A poor prediction that still saves time
-is kept. `likely` leaves out of a predicted order what is not likely enough to run.
+`Trial` judges "the last order" or "the pilot". When its steps stall long, or waste much of what
+they prefetch, a few run on demand, and what stalls less is done from then on. A poor
+prediction that still saves time is kept. `likely` leaves out of a predicted order what is not
+likely enough to run.
 
-A fetch that is used saves the wait for its bytes. One in vain moves them as well, sends out what
-lay there, and that has to come back: it costs some `VAIN` times as much. So a block is worth
-fetching ahead where p > `VAIN` (1 - p). The chances that pilots give follow what runs of late.
+A fetch that is used saves the stall for its bytes. A wasted one moves them as well and evicts what
+lay there, which has to come back: it costs some `WASTED` times as much. So a block is worth
+fetching ahead where p > `WASTED` (1 - p). The chances that pilots give follow what runs of late.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ GROWTH = 4
 WAITING = 0.1
 """Seconds waited per second worked above which prefetch is put on trial."""
 WASTE = 0.5
-"""Share of prefetched bytes fetched in vain above which it is."""
-VAIN = 3.0
-"""What a byte fetched in vain costs, in bytes fetched in time."""
+"""Share of prefetched bytes wasted above which it is."""
+WASTED = 3.0
+"""What a wasted byte costs, in bytes fetched in time."""
 
 
 class Trial:
@@ -100,7 +101,7 @@ def likely(blocks: Sequence[int], confidence: npt.NDArray[np.float32] | None) ->
     """
     if confidence is None:
         return list(blocks)
-    least = VAIN / (1 + VAIN)
+    least = WASTED / (1 + WASTED)
     return [b for b, p in zip(blocks, confidence.tolist(), strict=True) if p >= least]
 
 

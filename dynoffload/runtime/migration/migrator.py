@@ -18,7 +18,7 @@ from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
 from dynoffload.planning.lookahead import LookAhead
 from dynoffload.planning.reference import Reference, Saved, Visit, completing, visits_made
-from dynoffload.planning.schedule import Policy, Schedule
+from dynoffload.planning.schedule import Schedule
 from dynoffload.runtime.adoption.slots import Slot
 from dynoffload.runtime.adoption.units import Unit
 from dynoffload.runtime.passes.activations import Activations
@@ -59,7 +59,7 @@ class Migrator:
         self._updates = updates
         self._activations = activations
         self._reserve = reserve_bytes
-        self.policy: Policy = LookAhead()
+        self.policy = LookAhead()
         self.prefetch = False  # until `set_prefetch`: every use is on demand
         self.phase = Phase.IDLE
         self.position = 0
@@ -89,7 +89,7 @@ class Migrator:
             self._follow(reference)
 
     def revise(self, rest: Sequence[Unit]) -> None:
-        """The forward under way will go on with ``rest``, otherwise than was foretold.
+        """The forward under way will go on with ``rest``, otherwise than was predicted.
 
         The plan ends with this sample's backward, and holds no drafts: the one made as backward
         begins looks further.

@@ -7,11 +7,13 @@ hints: as long as that took no more than `SHARE` of the forward so far.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from time import perf_counter
 
 from dynoffload.pilot.features import BlockHint, Floats
 from dynoffload.pilot.tracking import StepTracker
+from dynoffload.runtime.migration.gates import likely
 
 SHARE = 0.2
 """Of a forward's time so far, the share that predicting its rest anew may have taken."""
@@ -21,27 +23,31 @@ class Step:
     """One forward pass.
 
     Args:
-        following: is told, and asked; None: hints are only kept.
-        expected: the order foretold before it.
+        following: observes, and predicts; None: hints are only kept.
+        expected: the order predicted before it.
+        chosen: what of that is fetched ahead.
 
     Attributes:
         hints: what the network hinted, for pilots to learn from.
-        foretold: how many blocks were expected as the one before them ran.
-        revisions: how often the rest was foretold anew.
+        foreseen: how many blocks were expected as the one before them ran.
+        revisions: how often the rest was predicted anew.
     """
 
-    def __init__(self, following: StepTracker | None, expected: Sequence[int]) -> None:
+    def __init__(
+        self, following: StepTracker | None, expected: Sequence[int], chosen: Sequence[int] = ()
+    ) -> None:
         self.hints: list[BlockHint] = []
-        self.foretold = self.revisions = 0
+        self.foreseen = self.revisions = 0
         self._following = following
         self._expected, self._at = list(expected), 0
+        self._chosen, self._planned = list(chosen), 0  # the blocks that had begun as it was chosen
         self._departed = False
         self._begun = perf_counter()
         self._spent = 0.0
 
     @property
     def follows(self) -> bool:
-        """Whether a pilot is told of what runs."""
+        """Whether a pilot observes what runs."""
         return self._following is not None
 
     def ran(self, block: int) -> None:
@@ -51,7 +57,7 @@ class Step:
         self._following.observe(block)
         if self._expected[self._at : self._at + 1] == [block]:
             self._at += 1
-            self.foretold += 1
+            self.foreseen += 1
         else:
             self._departed = True
 
@@ -78,6 +84,33 @@ class Step:
         self.account(begun)
         return rest, chances
 
+    def choose(self, ran: Sequence[int]) -> list[int] | None:
+        """Return what of the rest to fetch ahead, if that is another than what was chosen before.
+
+        Args:
+            ran: the blocks that have begun.
+        """
+        revised = self.revise()
+        if revised is None:
+            return None
+        chosen = likely(*revised)
+        if chosen == _less(self._chosen, ran[self._planned :]):
+            return None
+        self._chosen, self._planned = chosen, len(ran)
+        return chosen
+
     def account(self, begun: float) -> None:
-        """Foretelling, or planning by it, has taken the time since ``begun`` (`perf_counter`)."""
+        """Predicting, or planning by it, has taken the time since ``begun`` (`perf_counter`)."""
         self._spent += perf_counter() - begun
+
+
+def _less(blocks: Sequence[int], begun: Sequence[int]) -> list[int]:
+    """Return ``blocks`` without those that have begun, each as often as it has."""
+    gone = Counter(begun)
+    left: list[int] = []
+    for block in blocks:
+        if gone[block]:
+            gone[block] -= 1
+        else:
+            left.append(block)
+    return left

@@ -43,9 +43,9 @@ from dynoffload.runtime.updates.pending import PendingUpdates
 from dynoffload.runtime.updates.runner import UpdateRunner
 from dynoffload.runtime.updates.speculative import SpeculativeUpdates
 from dynoffload.runtime.updates.step_commit import StepCommit
-from dynoffload.runtime.updates.torch_context import TorchContext, may_wait
+from dynoffload.runtime.updates.torch_context import as_of_step, may_wait
 from dynoffload.runtime.updates.undo_log import UndoLog
-from dynoffload.runtime.updates.update import Group, can_split, check_optimizer
+from dynoffload.runtime.updates.update import Group, PagedOptimizer, can_split, check_optimizer
 from dynoffload.runtime.updates.whole_steps import (
     WholeSteps,
     closure_of,
@@ -107,30 +107,19 @@ class DeferredOptimizer:
         self._defer = defer and device.guarded
         self._hear, self._check, self._on_step = hear, check, on_step
         self._groups: list[Group] | None = None
-        self.runner = UpdateRunner(optimizer, store, rows, device)
-        self.pending = PendingUpdates(self.runner, store, device, failure, locks=self._defer)
+        paged = PagedOptimizer(optimizer, store, rows, device, failure)
+        self.runner = UpdateRunner(paged)
+        self.pending = PendingUpdates(self.runner, paged, locks=self._defer)
         self.speculative: SpeculativeUpdates | None = None
         self.splits = can_split(optimizer)
         if log is not None:
             self.runner.undo_log, failure.undo = log, self._undo
         elif self._defer and isinstance(device, Pager) and self.splits:
             self.speculative = SpeculativeUpdates(
-                optimizer,
-                store,
-                rows,
-                device,
-                capacity=capacity,
-                share=share,
-                run=self.runner.run_on,
+                paged, capacity=capacity, share=share, run=self.runner.run_on
             )
         self._commit = StepCommit(
-            optimizer,
-            store,
-            device,
-            self.runner,
-            self.pending,
-            self.speculative,
-            defer=self._defer,
+            paged, self.runner, self.pending, self.speculative, defer=self._defer
         )
         self._signature = inspect.signature(self.runner.step)
         self._observe()
@@ -177,7 +166,8 @@ class DeferredOptimizer:
         log, failure = self.runner.undo_log, self.pending.failure
         if log is None or failure.within or not log.any():
             return False
-        with self.pending.mutex, TorchContext.now().again(self._device.device.type):
+        kind = self._device.device.type
+        with self.pending.mutex, as_of_step(torch.get_num_threads(), kind):
             self.pending.forget()
             try:
                 log.undo()
@@ -295,7 +285,7 @@ class DeferredOptimizer:
 
         See `SpeculativeUpdates`.
         """
-        if self.speculative is None or not may_wait(self.optimizer, self._device.device.type):
+        if self.speculative is None or not may_wait(self.optimizer):
             return
         with self.pending.mutex:
             if slot not in self.pending.by_slot:

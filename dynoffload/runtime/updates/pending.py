@@ -16,14 +16,13 @@ from collections.abc import Iterator
 
 import torch
 
-from dynoffload.memory.device import Device
 from dynoffload.runtime.adoption.slots import Slot
-from dynoffload.runtime.adoption.store import Store
 from dynoffload.runtime.interrupts import uninterrupted
-from dynoffload.runtime.updates.failure import StepFailure, note_lost
+from dynoffload.runtime.updates.failure import note_lost
 from dynoffload.runtime.updates.runner import UpdateRunner
 from dynoffload.runtime.updates.slices import SliceUpdate
-from dynoffload.runtime.updates.update import Update
+from dynoffload.runtime.updates.torch_context import as_of_step
+from dynoffload.runtime.updates.update import PagedOptimizer, Update
 
 
 class PendingUpdates:
@@ -31,31 +30,22 @@ class PendingUpdates:
 
     Args:
         runner: makes them.
-        store: its parameters' slots.
-        device: holds their regions.
-        failure: where a step that was cut off is noted.
+        paged: the optimizer and its tensors.
         locks: whether the device holds accesses back; else nothing waits beyond ``step()``.
 
     Attributes:
         by_slot: the updates, in the order in which they were deferred.
         mutex: held by whoever makes or defers updates.
-        failure: the one given.
+        failure: where a step that was cut off is noted.
     """
 
-    def __init__(
-        self,
-        runner: UpdateRunner,
-        store: Store,
-        device: Device,
-        failure: StepFailure,
-        *,
-        locks: bool,
-    ) -> None:
-        self._runner, self._store, self._device, self._locks = runner, store, device, locks
+    def __init__(self, runner: UpdateRunner, paged: PagedOptimizer, *, locks: bool) -> None:
+        self._runner, self._store, self._device = runner, paged.store, paged.device
+        self._locks = locks
         self._making: Slot | None = None
         self.by_slot: dict[Slot, Update | SliceUpdate] = {}
         self.mutex = threading.RLock()
-        self.failure = failure
+        self.failure = paged.failure
         self._in_child: BaseException | None = None
 
     def any(self) -> bool:
@@ -101,7 +91,7 @@ class PendingUpdates:
             if self._locks:
                 self._device.unlock(update.regions)
             try:
-                with update.context.again(self._device.device.type):
+                with as_of_step(update.threads, self._device.device.type):
                     self._runner.make(slot, update)
             except BaseException as error:
                 if update.begun:

@@ -16,20 +16,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from dynoffload.distributed.sharded import spread_like
 from dynoffload.host_optimizer import HostOptimizer
-from dynoffload.memory.device import Device
 from dynoffload.memory.local import local
 from dynoffload.memory.pager import Pager
-from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.slots import Slot
-from dynoffload.runtime.adoption.store import Store, offset_of, view_of
+from dynoffload.runtime.adoption.store import offset_of, view_of
 from dynoffload.runtime.unseen import unseen
 from dynoffload.runtime.updates.slices import SliceUpdate, SliceUpdates
+from dynoffload.runtime.updates.torch_context import as_of_step
 from dynoffload.runtime.updates.undo_log import UndoLog
-from dynoffload.runtime.updates.update import Group, Update, neighbours
+from dynoffload.runtime.updates.update import Group, PagedOptimizer, Update, neighbours
 
 OF_SCALER = ("grad_scale", "found_inf")
 """What a `GradScaler` gives an optimizer for one step."""
@@ -39,10 +37,7 @@ class UpdateRunner:
     """Makes updates of one optimizer, now.
 
     Args:
-        optimizer: the user's.
-        store: its parameters' slots.
-        rows: the rows of those that are paged by slices.
-        device: holds their regions.
+        paged: the optimizer and its tensors.
 
     Attributes:
         slices: makes those of slices.
@@ -51,14 +46,12 @@ class UpdateRunner:
         step: the optimizer's own ``step``, without hooks.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, store: Store, rows: FusedStore, device: Device
-    ) -> None:
-        self._optimizer, self._store, self._device = optimizer, store, device
-        self.slices = SliceUpdates(optimizer, store, rows, device, self.run)
+    def __init__(self, paged: PagedOptimizer) -> None:
+        self._optimizer, self._store, self._device = paged.optimizer, paged.store, paged.device
+        self.slices = SliceUpdates(paged, self.run)
         self.undo_log: UndoLog | None = None
         self.scaled = False
-        step = type(optimizer).step
+        step = type(paged.optimizer).step
         self.step: Callable[..., Any] = (
             step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
         )
@@ -95,12 +88,11 @@ class UpdateRunner:
     def make_behind(self, slot: Slot, update: Update | SliceUpdate) -> None:
         """Make an update whose regions are locked, under other addresses; their own stay absent.
         The gradient's end is left to the caller."""
-        update.context.check_behind(self._optimizer)
         assert isinstance(self._device, Pager)
         shown = self._device.show(update.regions)
         try:
             storages = dict(zip(update.regions, shown, strict=True))
-            with update.context.again(self._device.device.type, guard=True):
+            with as_of_step(update.threads, self._device.device.type, guard=True):
                 self._apply(slot, update, storages)
         finally:
             storages.clear()

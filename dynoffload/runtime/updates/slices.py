@@ -23,18 +23,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dynoffload.memory.device import Device
 from dynoffload.memory.pager import Pager
-from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.slicing import keeps_bits
 from dynoffload.runtime.adoption.slots import Fused, Slot
-from dynoffload.runtime.adoption.store import Store, view_of
-from dynoffload.runtime.updates.torch_context import TorchContext
+from dynoffload.runtime.adoption.store import view_of
+from dynoffload.runtime.updates.torch_context import as_of_step
 from dynoffload.runtime.updates.undo_log import UndoLog
-from dynoffload.runtime.updates.update import Group, copied
+from dynoffload.runtime.updates.update import Group, PagedOptimizer, copied
 
 MOST_STEPS = 256
 """Steps that a slice may lag behind: what waits is bounded, and so is the time to catch up. Some
@@ -51,13 +48,13 @@ class Step:
         group: the hyperparameters at the time of ``step()``, without parameters.
         small: the state that is not of the parameter's form, as it was; None before the first step.
         zero: the gradient is zero.
-        context: the settings of torch at that time.
+        threads: of one operator at that time.
     """
 
     group: Group
     small: dict[str, Any] | None
     zero: bool
-    context: TorchContext
+    threads: int
 
 
 @dataclass(eq=False)
@@ -77,27 +74,22 @@ class SliceUpdate:
     begun: bool = False
 
     @property
-    def context(self) -> TorchContext:
-        """The settings of the first step."""
-        return self.steps[0].context
+    def threads(self) -> int:
+        """Those of the first step."""
+        return self.steps[0].threads
 
 
 class SliceUpdates:
     """Makes and queues the updates of one optimizer's fused parameters.
 
     Args:
-        optimizer: the user's.
-        store: knows all slots.
-        rows: the fused parameters' rows.
-        device: holds them.
+        paged: the optimizer and its tensors.
         run: runs the optimizer's own code over groups, with a given state.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, store: Store, rows: FusedStore, device: Device, run: Run
-    ) -> None:
-        self._optimizer, self._store, self.rows = optimizer, store, rows
-        self._device, self._run = device, run
+    def __init__(self, paged: PagedOptimizer, run: Run) -> None:
+        self._optimizer, self._store, self.rows = paged.optimizer, paged.store, paged.rows
+        self._device, self._run = paged.device, run
         self._zeros: dict[int, int] = {}  # bytes -> a region that holds zeros
 
     def _state_of(self, fused: Fused) -> dict[str, Any] | None:
@@ -121,8 +113,8 @@ class SliceUpdates:
         assert row is not None
         self.rows.point(fused, row)  # the user may have put a gradient there that was made for him
         clear = self._device.is_clear(row)
-        context = TorchContext.now()
-        zero, other = Step(group, small, True, context), Step(group, small, False, context)
+        threads = torch.get_num_threads()
+        zero, other = Step(group, small, True, threads), Step(group, small, False, threads)
         torch.autograd.graph.increment_version(fused.parameter)
         return [
             (slot, zero if is_clear and not writes else other)
@@ -211,9 +203,9 @@ class SliceUpdates:
                 region = zeros if step.zero else update.gradient
                 assert region is not None
                 update.begun = True
-                others = step.context != update.context
+                others = step.threads != update.threads
                 kind, guard = self._device.device.type, bool(storages)
-                with step.context.again(kind, guard=guard) if others else nullcontext():
+                with as_of_step(step.threads, kind, guard=guard) if others else nullcontext():
                     self._make(data, tensor(region), states, step)
         finally:
             if zeros is not None:

@@ -28,19 +28,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from dynoffload.errors import BudgetError, SpillError, StepLostError
 from dynoffload.memory.local import is_spread, local
 from dynoffload.memory.pager import Pager
 from dynoffload.planning.reference import choose_drafts, drafted_regions
-from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.slicing import keeps_bits, may_slice
 from dynoffload.runtime.adoption.slots import Slot
-from dynoffload.runtime.adoption.store import Store, bytes_of, offset_of, view_of
-from dynoffload.runtime.updates.torch_context import TorchContext, may_wait
+from dynoffload.runtime.adoption.store import bytes_of, offset_of, view_of
+from dynoffload.runtime.updates.torch_context import may_wait
 from dynoffload.runtime.updates.update import (
     Group,
+    PagedOptimizer,
     Update,
     copied,
     same,
@@ -60,7 +59,7 @@ class _Draft:
     """An update made on twins, and what it was made from."""
 
     group: Group
-    context: TorchContext
+    threads: int
     gradient: torch.Tensor | None  # the user's; None for a slice: it is known by its region
     places: list[tuple[Any, ...]]  # where the tensors lie, how, and at which version
     state: dict[str, Any]
@@ -75,27 +74,16 @@ class SpeculativeUpdates:
     """The drafts of one optimizer's updates.
 
     Args:
-        optimizer: the user's.
-        store: its parameters' slots.
-        rows: the rows of those that are paged by slices.
-        device: holds their regions.
+        paged: the optimizer and its tensors, on a pager.
         capacity: bytes of the pool that plans may use.
         share: of the parameters' bytes, 0 to 1, evenly over the network.
         run: makes an update on other memory, and returns the state it was given and left.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        store: Store,
-        rows: FusedStore,
-        device: Pager,
-        *,
-        capacity: int,
-        share: float,
-        run: Run,
-    ) -> None:
-        self._optimizer, self._store, self._rows, self._device = optimizer, store, rows, device
+    def __init__(self, paged: PagedOptimizer, *, capacity: int, share: float, run: Run) -> None:
+        assert isinstance(paged.device, Pager)
+        self._optimizer, self._store, self._rows = paged.optimizer, paged.store, paged.rows
+        self._device = paged.device
         self._capacity, self._share, self._run = capacity, share, run
         self._groups: dict[torch.Tensor, Group] = {}
         self._chosen: dict[Slot, dict[int, int]] = {}
@@ -192,7 +180,7 @@ class SpeculativeUpdates:
         if not whole:
             data = self._part(slot, slot.region)
             own |= {key: self._part(slot, region) for key, region in slot.states.items()}
-        group, context = snapshot(self._groups[parameter]), TorchContext.now()
+        group, threads = snapshot(self._groups[parameter]), torch.get_num_threads()
         duplicated = [slot.region]  # its pages are in use; those of the state are lent
         if not device.lend(states, [twins[region] for region in states]):
             if not set(states) <= set(device.resident()):
@@ -200,7 +188,7 @@ class SpeculativeUpdates:
             duplicated += states  # modified since they were read, by an update made in step()
         given_gradient = view_of(device.storage(slot.gradient), gradient, offset_of(gradient))
         version = given_gradient._version
-        update = Update(group, data, given_gradient, own, [], context, self._optimizer.state)
+        update = Update(group, data, given_gradient, own, [], threads, self._optimizer.state)
         pinned = list({*duplicated, slot.gradient, *twins.values()})
         device.acquire(pinned, pin=True)
         try:
@@ -220,7 +208,7 @@ class SpeculativeUpdates:
         watched = [*regions, slot.gradient]
         draft = _Draft(
             group=group,
-            context=context,
+            threads=threads,
             gradient=theirs if whole else None,
             places=_places(slot, theirs if whole else None, state),
             state=dict(state),
@@ -282,8 +270,8 @@ class SpeculativeUpdates:
             and all(state.get(key) is value for key, value in draft.state.items())
             and _places(slot, draft.gradient, state) == draft.places
             and same(group, draft.group)
-            and draft.context == TorchContext.now()
-            and may_wait(self._optimizer, self._device.device.type)
+            and draft.threads == torch.get_num_threads()
+            and may_wait(self._optimizer)
             and same({key: local(state[key]) for key in draft.before}, draft.before)
             and self._device.visits(draft.watched) == draft.visits
         )

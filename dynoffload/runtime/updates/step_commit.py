@@ -12,24 +12,28 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from dynoffload.memory.device import Device
 from dynoffload.memory.local import is_spread, local
 from dynoffload.runtime.adoption.held import are_shared, references
 from dynoffload.runtime.adoption.slicing import may_slice
 from dynoffload.runtime.adoption.slots import Fused, Slot
-from dynoffload.runtime.adoption.store import Store
 from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.unseen import unseen
-from dynoffload.runtime.updates.failure import is_changed, marks_of, note_lost, note_undone
+from dynoffload.runtime.updates.failure import note_lost, note_undone
 from dynoffload.runtime.updates.observed_state import Order
 from dynoffload.runtime.updates.pending import PendingUpdates
 from dynoffload.runtime.updates.runner import OF_SCALER, UpdateRunner
 from dynoffload.runtime.updates.slices import SliceUpdate
 from dynoffload.runtime.updates.speculative import SpeculativeUpdates
-from dynoffload.runtime.updates.torch_context import TorchContext, depends_on_dtype, may_wait
-from dynoffload.runtime.updates.update import FIRST_TIMERS, Group, Update, first_timers, snapshot
+from dynoffload.runtime.updates.torch_context import may_wait
+from dynoffload.runtime.updates.update import (
+    FIRST_TIMERS,
+    Group,
+    PagedOptimizer,
+    Update,
+    first_timers,
+    snapshot,
+)
 
 _OF_ENTRY = 2  # references to an entry of the state: of `ObservedState`, and of what it stands for
 
@@ -70,9 +74,7 @@ class StepCommit:
     """Commits the steps of one optimizer, parameter by parameter.
 
     Args:
-        optimizer: the user's.
-        store: its parameters' slots.
-        device: holds their regions.
+        paged: the optimizer and its tensors.
         runner: makes updates.
         pending: takes those that wait.
         speculative: the updates made in backward, or None.
@@ -84,16 +86,14 @@ class StepCommit:
 
     def __init__(
         self,
-        optimizer: Optimizer,
-        store: Store,
-        device: Device,
+        paged: PagedOptimizer,
         runner: UpdateRunner,
         pending: PendingUpdates,
         speculative: SpeculativeUpdates | None,
         *,
         defer: bool,
     ) -> None:
-        self._optimizer, self._store, self._device = optimizer, store, device
+        self._optimizer, self._store, self._device = paged.optimizer, paged.store, paged.device
         self._runner, self._pending, self._defer = runner, pending, defer
         self._slices = runner.slices
         self.order = Order()
@@ -229,18 +229,23 @@ class StepCommit:
         if log is not None:
             for parameter in parameters:
                 log.keep(parameter)
-        before = [marks_of(self._optimizer, parameter) for parameter in parameters]
+        before = self._writes(parameters)
         try:
             self._runner.run(groups, self._optimizer.state)
         except BaseException:
-            after = [marks_of(self._optimizer, parameter) for parameter in parameters]
-            undoes = log is not None and before != after
-            self._begun = self._begun or any(map(is_changed, before, after)) or undoes
+            self._begun = self._begun or self._writes(parameters) > before
             raise
+
+    def _writes(self, parameters: Iterable[nn.Parameter]) -> int:
+        """Return how often parameters and tensors of their state were written: not those that the
+        optimizer has made and not written yet."""
+        states = self._optimizer.state
+        values = (v for p in parameters for v in (p, *dict.get(states, p, {}).values()))
+        return sum(value._version for value in values if isinstance(value, torch.Tensor))
 
     def _update_paged(self, paged: Iterable[tuple[Slot, Group]]) -> None:
         waiting = []
-        context, states = TorchContext.now(), self._optimizer.state
+        threads, states = torch.get_num_threads(), self._optimizer.state
         self._begun = True
         for slot, group in paged:
             parameter, gradient = slot.parameter, slot.parameter.grad
@@ -248,9 +253,11 @@ class StepCommit:
             copy = states.get(parameter)
             copy = None if copy is None else dict(copy)  # no local holds the entry: it is counted
             data, part, regions = _data_of(parameter), local(gradient), slot.update_regions()
-            update = Update(group, data, part, copy, regions, context, states)
+            update = Update(group, data, part, copy, regions, threads, states)
             torch.autograd.graph.increment_version(parameter)
-            if self._may_wait(first=not copy) and (not self._defer or self._guards(slot, gradient)):
+            if may_wait(self._optimizer, first=not copy) and (
+                not self._defer or self._guards(slot, gradient)
+            ):
                 waiting.append((slot, update))
             else:
                 self._runner.make(slot, update)
@@ -260,7 +267,7 @@ class StepCommit:
     def _update_slices(self, fused: Fused, group: Group) -> None:
         self._begun = True
         taken = {slot for slot in fused.slots if self._takes_over(slot, group)}
-        waits = self._may_wait(first=False)
+        waits = may_wait(self._optimizer)
         for slot, step in self._slices.steps(fused, group):
             if slot in taken:
                 continue
@@ -275,14 +282,6 @@ class StepCommit:
                 self._pending.add(slot, update)
             else:
                 self._runner.make(slot, update)
-
-    def _may_wait(self, *, first: bool) -> bool:
-        """Return whether an update has the bits of now whenever it is made. The guard's thread
-        changes no default dtype; without one, who makes the update has the step's."""
-        served = self._defer and self._device.serves
-        if served and depends_on_dtype(self._optimizer, first=first):
-            return False
-        return may_wait(self._optimizer, self._device.device.type)
 
     def _guards(self, slot: Slot, gradient: torch.Tensor) -> bool:
         """Return whether the device sees every access to what the update reads and writes."""

@@ -23,7 +23,9 @@ from dynoffload.errors import ConfigError
 from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.device import Device
 from dynoffload.memory.local import is_spread
-from dynoffload.runtime.updates.torch_context import TorchContext
+from dynoffload.runtime.adoption.fused import FusedStore
+from dynoffload.runtime.adoption.store import Store
+from dynoffload.runtime.updates.failure import StepFailure
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,25 @@ _REFUSED = {
 }
 
 
+@dataclass(frozen=True, eq=False)
+class PagedOptimizer:
+    """An optimizer, and where its tensors are.
+
+    Attributes:
+        optimizer: the user's.
+        store: its parameters' slots.
+        rows: the rows of those that are paged by slices.
+        device: holds their regions.
+        failure: where a step that was cut off is noted.
+    """
+
+    optimizer: Optimizer
+    store: Store
+    rows: FusedStore
+    device: Device
+    failure: StepFailure
+
+
 @dataclass(eq=False)
 class Update:
     """An update that is still to be made.
@@ -48,7 +69,7 @@ class Update:
         gradient: what it will consume.
         state: the tensors of its optimizer state at that time, None before the first step.
         regions: what it will read and write, locked until then.
-        context: the settings of torch at that time.
+        threads: of one operator at that time.
         states: the optimizer's mapping of states at that time, which takes up what is new; the user
             may have put another in its place since.
         begun: whether the optimizer's code has started on it.
@@ -59,7 +80,7 @@ class Update:
     gradient: torch.Tensor
     state: dict[str, Any] | None
     regions: list[int]
-    context: TorchContext
+    threads: int
     states: MutableMapping[torch.Tensor, Any]
     begun: bool = False
 

@@ -1,0 +1,138 @@
+"""Gradients of paged parameters go into regions as backward completes them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+import torch
+from torch import nn
+
+from dynoffload.distributed.replicas import as_backward_ends
+from dynoffload.runtime.adoption.fused import FusedStore
+from dynoffload.runtime.adoption.slots import Fused, Slot
+from dynoffload.runtime.adoption.store import Store
+from dynoffload.runtime.experts.gradients import FusedGradients
+from dynoffload.runtime.interrupts import uninterrupted
+from dynoffload.runtime.passes.activations import Activations
+from dynoffload.runtime.updates.deferred_optimizer import DeferredOptimizer
+
+logger = logging.getLogger(__name__)
+
+
+class Collector:
+    """Adopts gradients.
+
+    Args:
+        store: what is paged whole.
+        rows: what is paged by slices.
+        gradients: of those.
+        activations: are settled first, as backward goes on.
+        updates: may be made at once; None without an optimizer.
+        replicated: gradients are changed as backward ends; see `dynoffload.distributed.replicas`.
+        on_gradient: called after each.
+
+    Attributes:
+        last: the name of the parameter whose gradient was made last.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rows: FusedStore,
+        gradients: FusedGradients,
+        activations: Activations,
+        updates: DeferredOptimizer | None,
+        *,
+        replicated: bool,
+        on_gradient: Callable[[], None],
+    ) -> None:
+        self._store, self._rows, self._gradients = store, rows, gradients
+        self._activations, self._updates = activations, updates
+        self._replicated, self._on_gradient = replicated, on_gradient
+        self._awaits_end = self._ended = False
+        self._said: set[str] = set()
+        self.last = ""
+
+    def hooks(
+        self, shards: Iterable[nn.Parameter]
+    ) -> Iterator[tuple[nn.Parameter, Callable[[torch.Tensor], None]]]:
+        """Yield each parameter with what is called when its gradient is complete; of ``shards``,
+        those that are not paged lend their gradients a place."""
+        for slot in self._store.slots.values():
+            yield slot.parameter, partial(self._collect, slot)
+        for fused in self._rows:
+            yield fused.parameter, partial(self._collect_fused, fused)
+        for part in shards:
+            if part not in self._store.slots:
+                yield part, partial(self._collect_part, part)
+
+    def begin_forward(self) -> None:
+        """No backward is under way any more."""
+        self._awaits_end = False
+
+    def end(self) -> None:
+        """Adopt nothing any more."""
+        self._ended = True
+
+    def adopt_all(self, between: Callable[[], None] = lambda: None) -> None:
+        """Adopt all gradients that there are; ``between`` is called before each."""
+        for slot in self._store.slots.values():
+            between()
+            self._store.adopt_gradient(slot)
+        for fused in self._rows:
+            between()
+            self._gradients.adopt(fused)
+
+    @uninterrupted
+    def adopt_reduced(self) -> None:
+        """Backward has ended, or had nothing to do here: adopt gradients of what other ranks alone
+        have used."""
+        self._awaits_end = False
+        if self._replicated and not self._ended:
+            self.adopt_all()
+
+    @uninterrupted
+    def _collect(self, slot: Slot, parameter: torch.Tensor) -> None:
+        self._activations.settle()
+        self._store.adopt_gradient(slot)
+        self._note(slot.name)
+        gradient = parameter.grad
+        if gradient is not None and gradient.requires_grad:
+            self._say(
+                f"backward(create_graph=True) made the gradient of {slot.name!r}: gradients with a "
+                "graph, and what that graph saves, stay in memory beside the budget; use "
+                "torch.autograd.grad(..., create_graph=True) for the term that needs it, and plain "
+                "backward() for gradients",
+                once="graphs",
+            )
+        if self._updates is not None:
+            self._updates.speculate(slot)
+
+    @uninterrupted
+    def _collect_fused(self, fused: Fused, parameter: torch.Tensor) -> None:
+        self._activations.settle()
+        self._gradients.adopt(fused)
+        self._note(fused.name)
+
+    def _collect_part(self, part: nn.Parameter, parameter: torch.Tensor) -> None:
+        self._store.part_gradient(part)
+
+    def _note(self, name: str) -> None:
+        self.last = name
+        self._on_gradient()
+        if self._updates is None:
+            self._say(
+                "gradients are made, but offload() was given no optimizer: its state is not under "
+                "the budget, and no step is recorded; pass offload(model, optimizer, ...)",
+                once="no optimizer",
+            )
+        if self._replicated and not self._awaits_end:
+            self._awaits_end = True
+            as_backward_ends(self.adopt_reduced)
+
+    def _say(self, text: str, *, once: str) -> None:
+        if once not in self._said:
+            self._said.add(once)
+            logger.warning(text)

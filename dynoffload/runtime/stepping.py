@@ -1,0 +1,270 @@
+"""What happens in a training step while a model is paged: what hooks report is planned for, fetched
+and recorded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from dynoffload.distributed.sharded import Gathered, groups_of
+from dynoffload.memory.device import Device
+from dynoffload.runtime.adopting import Adoption
+from dynoffload.runtime.adoption.units import Unit, units_of
+from dynoffload.runtime.collecting import Collector
+from dynoffload.runtime.counting import storages_outside
+from dynoffload.runtime.experts import calls
+from dynoffload.runtime.experts.gradients import FusedGradients
+from dynoffload.runtime.experts.parts import Parts
+from dynoffload.runtime.interrupts import uninterrupted
+from dynoffload.runtime.migration.forecast import Forecast
+from dynoffload.runtime.migration.migrator import Migrator
+from dynoffload.runtime.passes.activations import Activations, tensors_in
+from dynoffload.runtime.passes.hooks import Hooks
+from dynoffload.runtime.passes.saved import Chunk
+from dynoffload.runtime.recording import Recording
+from dynoffload.runtime.sizing import Sizing
+from dynoffload.runtime.unseen import unseen
+from dynoffload.runtime.updates.deferred_optimizer import DeferredOptimizer
+from dynoffload.runtime.updates.failure import StepFailure
+from dynoffload.telemetry import StepStats
+
+
+class Stepping:
+    """The steps of one device's life.
+
+    Args:
+        model: the root.
+        device: holds what is paged.
+        adoption: knows what lies there.
+        sizing: how the budget is divided.
+        loss: of a step; raises where one was lost.
+        forecast: what will probably run.
+        recording: is told of phases, steps and memory.
+        enough: returns a budget that has room for one more region.
+        on_step: called with the numbers of each optimizer step.
+
+    Attributes:
+        activations: what autograd saves.
+        migrator: follows the step, and moves ahead of it; from `begin` on.
+        updates: of the optimizer, or None.
+    """
+
+    migrator: Migrator
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: Device,
+        adoption: Adoption,
+        sizing: Sizing,
+        loss: StepFailure,
+        forecast: Forecast,
+        recording: Recording,
+        *,
+        enough: Callable[[int], int],
+        on_step: Callable[[StepStats], None],
+    ) -> None:
+        self._model, self._device, self._adoption, self._loss = model, device, adoption, loss
+        self._store, self._reserve = adoption.store, sizing.reserve_bytes
+        self._forecast, self._recording, self._on_step = forecast, recording, on_step
+        self.updates: DeferredOptimizer | None = None
+        self._watching = contextlib.ExitStack()  # what sees what runs
+        self.activations = Activations(
+            device,
+            sizing.chunk_bytes,
+            sizing.min_moved_bytes,
+            sizing.kept_bytes,
+            on_borrowed=self._backward_use,
+            on_chunk=self._reach_chunk,
+            on_open=self._open_chunk,
+            site=lambda: self.migrator.site,
+            enough=enough,
+            region_of=self._region_of,
+            names=self._store.names,
+        )
+
+    def begin(self, updates: DeferredOptimizer | None) -> None:
+        """All is adopted: steps may come."""
+        self.updates = updates
+        self.migrator = Migrator(
+            self._device, updates, self.activations, reserve_bytes=self._reserve
+        )
+
+    def watch(
+        self, collector: Collector, gradients: FusedGradients, on_read: Callable[[], None]
+    ) -> None:
+        """See what runs, until `unwatch`.
+
+        Args:
+            collector: takes gradients.
+            gradients: of what is paged by slices.
+            on_read: called before the whole of the model, or of a module, is read.
+        """
+        model, store, rows, watching = self._model, self._store, self._adoption.rows, self._watching
+        groups = groups_of(model)
+        units = units_of(model, store.slots, store.fused, groups)
+        self.activations.gathered = Gathered(groups) if groups else None
+        watching.callback(self._forecast.unwatch)
+        self._forecast.watch(units, on_ask=self._make_ready, on_revise=self._revise)
+        shards = [parameter for group in groups for parameter in group.parameters]
+        collectors = collector.hooks(shards)
+        hooks = Hooks(model, units, collectors, on_visit=self._visit, on_read=on_read)
+        watching.callback(hooks.remove)
+        for fused in rows:
+            if fused.parameter.requires_grad:
+                watching.callback(gradients.watch(fused))
+        slices: dict[nn.Module, dict[int, Unit]] = {}
+        for unit in units:
+            if unit.number is not None:
+                slices.setdefault(unit.module, {})[unit.number] = unit
+        for module, numbered in slices.items():
+            parts = partial(self._parts_of, module, numbered, gradients)
+            watching.callback(calls.watch(module, parts))
+        self.activations.kept.counted_elsewhere(storages_outside(model, self._device))
+
+    def unwatch(self) -> None:
+        """Take all hooks off."""
+        self._watching.close()
+
+    # A forward
+
+    def begin_sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See `Mode.begin_sample`."""
+        self._recording.phase("forward")
+        order = self._forecast.begin(args, kwargs)  # by user code, which takes its time
+        self._begin_forward(args, kwargs, order)
+
+    @uninterrupted
+    @unseen
+    def _begin_forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], order: list[Unit] | None
+    ) -> None:
+        if self.updates is not None and self.updates.speculative is not None:
+            self.updates.speculative.begin_forward()
+        self.activations.begin_forward(tensors_in((args, kwargs), depth=4))
+        self.migrator.set_prefetch(self._forecast.pays)
+        self.migrator.begin_forward(order)
+
+    @uninterrupted
+    @unseen
+    def drop_forward(self) -> None:
+        """See `Mode.drop_forward`."""
+        self._forecast.drop()
+        self.migrator.drop_forward()
+
+    @uninterrupted
+    @unseen
+    def end_sample(self, *, whole: bool) -> None:
+        """See `Mode.end_sample`."""
+        self.activations.end_forward()
+        self.migrator.end_forward()
+        self._forecast.end(whole=whole)
+        if self.updates is not None:
+            self.updates.restore_groups()
+
+    # What the hooks call
+
+    @uninterrupted
+    @unseen
+    def _visit(self, unit: Unit, *_: object) -> None:
+        """The forward of a unit begins."""
+        if self._loss:
+            self._loss.check()
+        self.note_progress()
+        if not self._forecast.asks:
+            self.migrator.visit(unit)
+        self._make_ready([unit])
+        for slot in unit.slots:
+            self._store.adopt_data(slot)
+
+    def _parts_of(
+        self, module: nn.Module, units: dict[int, Unit], gradients: FusedGradients
+    ) -> dict[str, Parts]:
+        """Return what stands for the fused parameters of ``module`` in one call."""
+        seen: set[int] = set()
+
+        def use(number: int) -> None:
+            if number not in seen:
+                seen.add(number)
+                self._forecast.visit(units[number])
+                self._visit(units[number])
+
+        known = self._store.fused
+        return {
+            name: Parts(parameter, known[parameter], gradients, use)
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter in known
+        }
+
+    @uninterrupted
+    @unseen
+    def _make_ready(self, units: Sequence[Unit]) -> None:
+        """What is put off for these units is made, and they are in fast memory."""
+        if self.updates is not None and self.updates.pending.by_slot:
+            for unit in units:
+                for slot in unit.slots:
+                    self.updates.pending.flush(slot)
+        self._device.touch([region for unit in units for region in unit.regions])
+
+    @uninterrupted
+    def _revise(self, rest: Sequence[Unit]) -> None:
+        """The forward goes on otherwise than was predicted."""
+        self.migrator.revise(rest)
+
+    def note_progress(self) -> None:
+        """Something has happened."""
+        self._recording.sample(self._device, self.activations.kept_bytes)
+
+    def _look_at_heap(self) -> None:
+        self._recording.look_at_heap(self._device, self.activations.kept_bytes)
+
+    def _open_chunk(self, chunk: Chunk) -> None:
+        self._look_at_heap()
+        self.migrator.open_chunk(chunk)
+
+    @unseen
+    def _reach_chunk(self, region: int) -> None:
+        self._look_at_heap()
+        self._device.touch([region])
+
+    def _region_of(self, parameter: nn.Parameter) -> int:
+        slot = self._store.slots.get(parameter)
+        return -1 if slot is None else slot.region
+
+    @uninterrupted
+    def _backward_use(self, region: int) -> None:
+        if self.migrator.backward_use(region):
+            self._recording.phase("backward")
+        self.note_progress()
+
+    # What the optimizer's step calls
+
+    @uninterrupted
+    def begin_whole_step(self) -> None:
+        """The optimizer steps over all parameters at once: nothing is planned."""
+        self.migrator.end_plan()
+
+    def end_step(self) -> None:
+        """The optimizer has stepped."""
+        self.activations.sweep()
+        self._adoption.buffers.sweep()
+        self._adoption.adopt_whole_state()
+        self.migrator.end_step()
+        self._record_step()
+
+    @unseen
+    def _record_step(self) -> None:
+        forecast = self._forecast
+        stats = self._recording.end_step(
+            self._device,
+            self._store,
+            self.activations.kept.take_peak(),
+            forecast.names(forecast.predicted),
+            forecast.names(forecast.actual) or (),
+            forecast.accuracy,
+        )
+        self._on_step(stats)
