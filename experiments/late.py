@@ -1,11 +1,10 @@
 """Streams that are late at random, over memory that is poisoned: races become wrong results.
 
-What it is: `Late`, a wrapper around the queues of any accelerator. Before some copies it puts
-others, of scratch memory, on the same queue; before some moments of the compute queue it puts work
-there. Memory is filled with `POISON` as it is given and as it is taken back, in the order of the
-compute queue, and host memory as well. Whoever reads too early or too late, or has memory given to
-two at once, computes with poison. What it is not: a proof; what is late is drawn from a seed, and a
-race that changes nothing is not seen (the emulated accelerator of the tests finds those).
+`Late` wraps the queues of any accelerator. Before some copies it puts others, of scratch memory, on
+the same queue; before some moments of the compute queue it puts work there. Memory is filled with
+`POISON` as it is given and as it is taken back, in the order of the compute queue, and host memory
+as well. Whoever reads too early or too late, or has memory given to two at once, computes with
+poison. What is late is drawn from a seed, and a race that changes nothing is not seen.
 """
 
 from __future__ import annotations
