@@ -1,7 +1,6 @@
 """The bytes of tensors that operators make, followed while they live.
 
-What it is: `Allocations`, a mode that sees every operator's results. What it is not: what an
-operator allocates inside itself and frees again, or memory that the allocator keeps.
+What an operator allocates inside itself and frees again is not seen, nor what the allocator keeps.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""What budget a case of exactness is trained within.
-
-What it is: `budget_of`, a share of what training keeps, or the least that is accepted. What it is
-not: a search for what trains fast.
-"""
+"""What budget a case of exactness is trained within: a share of all, or the least accepted."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Comparison of two states of training, bit for bit.
-
-What it is: `state_of`, all that training leaves behind, and `first_difference` between two of them.
-Bits are compared, not values: -0 is not +0, and a NaN equals itself.
-"""
+"""Comparison of two states of training, bit for bit: -0 is not +0, and a NaN equals itself."""
 
 from __future__ import annotations
 

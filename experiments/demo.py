@@ -8,8 +8,8 @@ the runs follow one another in one process.
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import logging
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from dynoffload.experiments import make_room
 from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.harness import Experiment, Row, option
 from dynoffload.experiments.trainer import finite
@@ -26,11 +27,8 @@ from dynoffload.pilot.progress import Report
 from dynoffload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from dynoffload.experiments.zoo.building import ZooSample
     from dynoffload.reporting.tables import ComparisonRow
     from dynoffload.telemetry import RunLog
-
-logger = logging.getLogger(__name__)
 
 NETWORK = "moe"
 SHARE = 8
@@ -51,6 +49,15 @@ class Params:
     spill_dir: Path | None = option(None, "where the spill files lie", place=True)
 
 
+WAYS: dict[str, tuple[str | None, str]] = {
+    "plain": (None, "with plain PyTorch, in all the memory it takes"),
+    "on-demand": ("on-demand", "under the budget, without prefetch"),
+    "repeat-last": ("repeat", "under the budget, with prefetch by the order of the step before"),
+    "pilot": ("pilot", "under the budget, with prefetch by the pilot"),
+}
+"""Name of a training -> the policy of its block, and how it is told."""
+
+
 class Demo(Experiment[Params]):
     """The one case is all of it."""
 
@@ -58,82 +65,63 @@ class Demo(Experiment[Params]):
     resumes = False
 
     def cases(self) -> Mapping[str, None]:
+        make_room(self.params.out, "--out")
         return {"demo": None}
 
     def run(self, case: None) -> Row:
-        return demonstrate(self.params, self.report)
+        from rich.console import Console
+
+        from dynoffload.reporting import ComparisonRow, comparison_table, write_run
+
+        own, begin = self.params, time.perf_counter()
+        _say("six phases, which take two to three minutes on two cores without other work")
+        with tempfile.TemporaryDirectory() as scratch:
+            _say(
+                f"1/6 recording {own.profiled} plain steps of a language model of routed experts, "
+                "and training a pilot on them"
+            )
+            pilot, footprint_bytes, accuracy = _pilot(Path(scratch), own, self.report)
+            budget = footprint_bytes // SHARE
+            _say(
+                f"a step takes {format_bytes(footprint_bytes)} (parameters, gradients, optimizer "
+                f"state and activations); the budget is one eighth: {format_bytes(budget)}"
+            )
+            rows: list[ComparisonRow] = []
+            for number, (name, (policy, how)) in enumerate(WAYS.items(), 2):
+                _say(f"{number}/6 training {own.steps} steps {how}")
+                steers = pilot if policy == "pilot" else None
+                found, seconds, log = _trained(name, own, policy, budget, steers, self.report)
+                if log is None:
+                    losses, step_s = found, median(seconds[_WARMUP:])
+                    rows.append(ComparisonRow(name, step_s, peak_fast_bytes=footprint_bytes))
+                else:
+                    equal = found == losses
+                    rows.append(ComparisonRow.of(name, log, losses_equal=equal, warmup=_WARMUP))
+        assert log is not None
+        _say("6/6 writing the report")
+        files = write_run(log, own.out)
+        title = f"MoE {own.preset}, {own.tokens} tokens a step"
+        Console().print(comparison_table(rows, title=title, budget=budget))
+        took = time.perf_counter() - begin
+        for line in _told(rows, log, budget, own.steps):
+            _say(line)
+        _say(
+            f"Look at {files.page} in a browser, at {files.perfetto} in ui.perfetto.dev, and at "
+            "the README for the 15 lines that train a network of yours."
+        )
+        _say(f"(all of it took {format_seconds(took)})")
+        return {
+            "footprint_bytes": footprint_bytes,
+            "budget_bytes": budget,
+            "pilot_held_out_accuracy": finite(accuracy),
+            "losses_equal": all(row.losses_equal for row in rows[1:]),
+            "seconds": took,
+            "report": str(files.page),
+            "runs": {row.name.replace("-", "_"): _numbers(row) for row in rows},
+        }
 
     def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
         return []
-
-
-def demonstrate(params: Params, report: Report) -> Row:
-    """Run the demonstration."""
-    from dynoffload.experiments import make_room
-    from dynoffload.reporting import ComparisonRow, comparison_table, write_run
-
-    preset, tokens, steps, lr = params.preset, params.tokens, params.steps, params.lr
-    out, spill_dir = params.out, params.spill_dir
-    make_room(out, "--out")
-    begin = time.perf_counter()
-    _say("six phases, which take two to three minutes on two cores without other work")
-    with tempfile.TemporaryDirectory() as scratch:
-        _say(
-            f"1/6 recording {params.profiled} plain steps of a language model of routed experts, "
-            "and training a pilot on them"
-        )
-        pilot, footprint_bytes, accuracy = _pilot(
-            Path(scratch), preset, tokens, params.profiled, lr, report
-        )
-        budget = footprint_bytes // SHARE
-        _say(
-            f"a step takes {format_bytes(footprint_bytes)} (parameters, gradients, optimizer state "
-            f"and activations); the budget is one eighth: {format_bytes(budget)}"
-        )
-        samples = _samples(tokens, steps, data_seed=1)
-        _say(f"2/6 training {steps} steps with plain PyTorch, in all the memory it takes")
-        losses, seconds = _plain(preset, samples, lr, report)
-        rows = [ComparisonRow("plain", median(seconds[_WARMUP:]), peak_fast_bytes=footprint_bytes)]
-        logs: dict[str, RunLog] = {}
-        equal: dict[str, bool] = {}
-        for number, (name, policy, steers, how) in enumerate(
-            (
-                ("on-demand", "on-demand", None, "without prefetch"),
-                ("repeat-last", "repeat", None, "with prefetch by the order of the step before"),
-                ("pilot", "pilot", pilot, "with prefetch by the pilot"),
-            ),
-            3,
-        ):
-            _say(f"{number}/6 training the same steps under the budget, {how}")
-            found, log = _offloaded(
-                name, preset, samples, lr, budget, policy, steers, spill_dir, report
-            )
-            logs[name], equal[name] = log, found == losses
-            rows.append(ComparisonRow.of(name, log, losses_equal=equal[name], warmup=_WARMUP))
-        _say("6/6 writing the report")
-        title = f"MoE {preset}, {tokens} tokens a step"
-        files = write_run(logs["pilot"], out)
-    _print(comparison_table(rows, title=title, budget=budget))
-    took = time.perf_counter() - begin
-    for line in _told(rows, logs["pilot"], budget, steps):
-        _say(line)
-    _say(
-        f"Look at {files.page} in a browser, at {files.perfetto} in ui.perfetto.dev, and at the "
-        "README for the 15 lines that train a network of yours."
-    )
-    _say(f"(all of it took {format_seconds(took)})")
-    return {
-        "preset": preset,
-        "tokens": tokens,
-        "steps": steps,
-        "footprint_bytes": footprint_bytes,
-        "budget_bytes": budget,
-        "pilot_held_out_accuracy": finite(accuracy),
-        "losses_equal": all(equal.values()),
-        "seconds": took,
-        "report": str(files.page),
-        "runs": {row.name.replace(" ", "_").replace("-", "_"): _numbers(row) for row in rows},
-    }
 
 
 def _told(rows: Sequence[ComparisonRow], log: RunLog, budget: int, steps: int) -> Iterator[str]:
@@ -156,9 +144,7 @@ def _told(rows: Sequence[ComparisonRow], log: RunLog, budget: int, steps: int) -
     )
 
 
-def _pilot(
-    folder: Path, preset: str, tokens: int, profiled: int, lr: float, report: Report
-) -> tuple[Path, int, float]:
+def _pilot(folder: Path, params: Params, report: Report) -> tuple[Path, int, float]:
     """Return the path of a trained pilot, the footprint of a step, and the pilot's accuracy."""
     from dynoffload.experiments.pilot_cases import Case
     from dynoffload.experiments.pilot_recording import recorded
@@ -166,8 +152,9 @@ def _pilot(
     from dynoffload.planning.footprint import footprint
     from dynoffload.profiler import load_trace, trace_files
 
-    case = Case("profile", NETWORK, preset, {"length": tokens})
-    with recorded(case, profiled, lr, report, keep=folder / "traces") as traces:
+    case = Case("profile", NETWORK, params.preset, {"length": params.tokens})
+    keep = folder / "traces"
+    with recorded(case, params.profiled, params.lr, report, keep=keep) as traces:
         report("pilot: learning")
         trained = train_pilot(traces, progress=False)
         path = folder / "demo.pilot"
@@ -176,87 +163,58 @@ def _pilot(
         total = max(footprint(load_trace(trace)).total for trace in paths[-8:])
     score = trained.evaluation.pilot.block_order_accuracy
     _say(
-        f"recorded {profiled} steps; a pilot learned from "
+        f"recorded {params.profiled} steps; a pilot learned from "
         f"{trained.train_samples} of them and scores {score:.1%} on files it has not seen"
     )
     return path, total, score
 
 
-def _samples(tokens: int, steps: int, data_seed: int) -> list[ZooSample]:
-    from dynoffload.experiments import zoo
-
-    return list(islice(zoo.samples(NETWORK, "held-out", seed=data_seed, length=tokens), steps))
-
-
-def _train(
-    name: str, model: Any, optimizer: Any, samples: list[ZooSample], report: Report
-) -> tuple[list[float], list[float]]:
-    """Make a step of each sample; return the losses and the seconds."""
-    losses: list[float] = []
-    seconds: list[float] = []
-    for number, sample in enumerate(samples):
-        report(f"training: {name}", number, len(samples))
-        begin = time.perf_counter()
-        loss = model(*sample.args).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        seconds.append(time.perf_counter() - begin)
-    return losses, seconds
-
-
-def _network(preset: str, lr: float) -> tuple[Any, Any]:
+def _trained(
+    name: str,
+    params: Params,
+    policy: str | None,
+    budget: int,
+    pilot: Path | None,
+    report: Report,
+) -> tuple[list[float], list[float], RunLog | None]:
+    """Train; return the losses, the seconds, and the log of the block if there is one."""
     import torch
 
+    import dynoffload
     from dynoffload.experiments import zoo
 
     gc.collect()
-    model = zoo.build(NETWORK, preset)
-    return model, torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
-
-
-def _plain(
-    preset: str, samples: list[ZooSample], lr: float, report: Report
-) -> tuple[list[float], list[float]]:
-    model, optimizer = _network(preset, lr)
-    return _train("plain PyTorch", model, optimizer, samples, report)
-
-
-def _offloaded(
-    name: str,
-    preset: str,
-    samples: list[ZooSample],
-    lr: float,
-    budget: int,
-    policy: str,
-    pilot: Path | None,
-    spill_dir: Path | None,
-    report: Report,
-) -> tuple[list[float], RunLog]:
-    import dynoffload
-
-    model, optimizer = _network(preset, lr)
-    with dynoffload.offload(
-        model,
-        optimizer,
-        budget=budget,
-        pilot=pilot,
-        spill_dir=spill_dir,
-        config={"policy": policy},
-    ) as session:
-        losses, _ = _train(name, model, optimizer, samples, report)
-        return losses, session.log
+    model = zoo.build(NETWORK, params.preset)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=params.lr, fused=True)
+    samples = zoo.samples(NETWORK, "held-out", seed=1, length=params.tokens)
+    losses: list[float] = []
+    seconds: list[float] = []
+    with contextlib.ExitStack() as stack:
+        session: Any = None
+        if policy is not None:
+            block = dynoffload.offload(
+                model,
+                optimizer,
+                budget=budget,
+                pilot=pilot,
+                spill_dir=params.spill_dir,
+                config={"policy": policy},
+            )
+            session = stack.enter_context(block)
+        for number, sample in enumerate(islice(samples, params.steps)):
+            report(f"training: {name}", number, params.steps)
+            begin = time.perf_counter()
+            loss = model(*sample.args).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            seconds.append(time.perf_counter() - begin)
+    return losses, seconds, None if session is None else session.log
 
 
 def _numbers(row: ComparisonRow) -> dict[str, Any]:
     return {key: finite(value) for key, value in vars(row).items() if key != "name"}
-
-
-def _print(table: Any) -> None:
-    from rich.console import Console
-
-    Console().print(table)
 
 
 def _say(line: str) -> None:

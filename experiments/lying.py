@@ -1,8 +1,4 @@
-"""A pilot that says what it is told to say, right or wrong.
-
-What it is: `LyingPilot`, by which tests and checks show that what a pilot says costs time at most.
-What it is not: one that learns.
-"""
+"""A pilot that says what it is told to say: what a pilot says costs time at most."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ import copy
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,9 +25,8 @@ from torch.utils.checkpoint import checkpoint
 from dynoffload.errors import BudgetError
 from dynoffload.experiments import zoo
 from dynoffload.experiments.baselines import DTR, baseline
-from dynoffload.experiments.baselines.dtr.making import Making, _in_order
-from dynoffload.experiments.baselines.dtr.mode import Recompute, _generator_of, _place_of
-from dynoffload.experiments.baselines.dtr.records import Ledger, Operator, Record
+from dynoffload.experiments.baselines.dtr.making import _in_order
+from dynoffload.experiments.baselines.dtr.records import Operator, Record
 from dynoffload.runtime.counting import whole_bytes
 
 SGD_ = partial(SGD, lr=1e-2, momentum=0.9)
@@ -369,7 +367,7 @@ def _graph(sizes: Sequence[int], edges: Sequence[Sequence[int]], seconds: Sequen
     for size, sources, cost in zip(sizes, edges, seconds, strict=True):
         storage = torch.empty(size, dtype=torch.uint8).untyped_storage()
         inputs = tuple(dict.fromkeys(records[s % len(records)] for s in sources if records))
-        operator = Operator(None, (), {}, inputs, (), None, size, cost)
+        operator = Operator(None, (), {}, inputs, None, size, cost)
         record = Record(storage, operator)
         operator.outputs[0] = weakref.ref(record)
         for source in inputs:
@@ -422,39 +420,3 @@ def test_the_lowest_score_leaves_first(data: st.DataObject) -> None:
         record.leave()
     assert not left
     del storages
-
-
-# Other devices, as far as that shows without one
-
-
-def test_random_numbers_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what a call names, else by where its tensors are."""
-    x, cuda = torch.zeros(2), torch.device("cuda", 0)
-    assert _place_of({}, (x, 0.5)).type == "cpu"
-    assert _place_of({}, ([x], 0.5)).type == "cpu"
-    assert _place_of({"device": cuda}, ([2],)) == cuda
-    assert _place_of({"device": None}, ([2],)).type == "cpu"
-    assert _generator_of(torch.device("cpu")) is torch.default_generator
-    generators = tuple(torch.Generator() for _ in range(2))
-    module = SimpleNamespace(default_generators=generators, current_device=lambda: 1)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    assert _generator_of(cuda) is generators[0]
-    assert _generator_of(torch.device("cuda")) is generators[1]
-
-
-def test_tensors_of_other_devices_are_neither_counted_nor_dropped() -> None:
-    """Those of a device that the mode is not for; here the CPU's."""
-    counted = {}
-    for kind in ("cpu", "cuda"):
-        ledger = Ledger()
-        mode = Recompute(ledger, Making(ledger, 1 << 20, kind), kind)
-        mode.records = True
-        with mode:
-            made = torch.zeros(1024) + 1
-            with torch.autograd.graph.saved_tensors_hooks(mode.pack, mode.unpack):
-                product = made.requires_grad_() * made
-            counted[kind] = ledger.live
-            product.sum().backward()
-        assert torch.equal(made.grad, 2 * made)  # type: ignore[arg-type]
-    assert counted["cuda"] == 0
-    assert counted["cpu"] >= 8192

@@ -240,6 +240,8 @@ def test_an_experiments_options_are_listed(runner: CliRunner, fake: None) -> Non
     assert "of each run" in text
     assert runner.invoke(app, ["experiment", "fake", "--help"]).stdout == text
     assert "--options" in runner.invoke(app, ["experiment", "--help"]).stdout
+    of_all = runner.invoke(app, ["experiment", "all", "--help"]).stdout
+    assert "dynoffload experiment step-time --calibration docs/results/simulation.json" in of_all
 
 
 def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(

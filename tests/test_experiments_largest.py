@@ -84,12 +84,6 @@ def test_what_is_too_slow_when_small_is_tried_larger(monkeypatch: pytest.MonkeyP
     assert [one["size"] for one in row["tries"]] == [1, 2, 4, 8, 10, 11, 12, 16]
 
 
-def test_far_up_it_is_found_to_a_sixteenth(monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome = _holding({"plain": 3, "repeat": 777})
-    row = _measured(monkeypatch, outcome, ways=("repeat",), most=4096)["repeat"]
-    assert 777 * 15 / 16 <= row["largest"] <= 777
-
-
 def test_what_has_no_end_ends_at_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = _holding({"plain": 3, "repeat": 10**9})
     row = _measured(monkeypatch, outcome, ways=("repeat",), most=32)["repeat"]

@@ -1,9 +1,7 @@
-"""The published figures are met, and what is committed is what the code computes."""
+"""The published figures of the paper are met, and what is varied begins where they are."""
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,7 @@ from dynoffload.experiments.memory_expansion import (
     MemoryExpansion,
     computed,
 )
-from dynoffload.reporting import canvas
 
-ROOT = Path(__file__).resolve().parent.parent
-NUMBERS = ROOT / "docs" / "results" / "memory-expansion.json"
 TOLERANCE = {key: 0.04 if key.startswith("ratio") else 0.03 for key in PUBLISHED}
 
 
@@ -28,26 +23,13 @@ def result() -> dict[str, Any]:
     return computed(SETTING)
 
 
-@pytest.mark.parametrize("key", PUBLISHED)
-def test_published_figures(result: dict[str, Any], key: str) -> None:
-    assert abs(result["published"][key]["deviation"]) <= TOLERANCE[key]
-
-
-def test_published_orders(result: dict[str, Any]) -> None:
+def test_published_figures_and_orders(result: dict[str, Any]) -> None:
+    for key, tolerance in TOLERANCE.items():
+        assert abs(result["published"][key]["deviation"]) <= tolerance, key
     conservative, aggressive = result["order_conservative"], result["order_aggressive"]
     assert conservative[0] == aggressive[0] == 4
     assert conservative.index(2) < conservative.index(3)
     assert aggressive.index(3) < aggressive.index(2)
-
-
-def test_segments_add_up(result: dict[str, Any]) -> None:
-    for design in result["designs"].values():
-        for strategy in ("conservative", "aggressive"):
-            for bar in design[strategy].values():
-                parts = [value for key, value in bar.items() if key != "seconds"]
-                assert len(parts) == 4
-                assert min(parts) >= 0
-                assert sum(parts) == pytest.approx(bar["seconds"])
 
 
 def test_ahead_is_faster_and_takes_more_local_memory(result: dict[str, Any]) -> None:
@@ -75,19 +57,6 @@ def test_sensitivity_begins_where_the_result_is(result: dict[str, Any]) -> None:
     assert ratios == sorted(ratios, reverse=True)
 
 
-def test_planned_updates_begin_where_planned_movement_is(result: dict[str, Any]) -> None:
-    none, gradients, _, on_device = result["planned_update"]
-    for strategy in ("conservative", "aggressive"):
-        for number, design in result["designs"].items():
-            planned = design[strategy]["planned"]["seconds"]
-            assert none[strategy]["seconds"][number] == planned
-            assert planned < gradients[strategy]["seconds"][number]
-        assert none[strategy]["hbm_gb"] == result["schedules"]["planned"]["hbm_gb"][strategy]
-        # A second area for the state of a layer with experts.
-        state = result["areas_gb"][strategy]["local"]["a layer's optimizer state"]
-        assert on_device[strategy]["hbm_gb"] > none[strategy]["hbm_gb"] + 0.99 * state
-
-
 def test_pools_slow_down_with_their_sharers(result: dict[str, Any]) -> None:
     private = result["designs"]["2"]
     for strategy in ("conservative", "aggressive"):
@@ -102,29 +71,6 @@ def test_pools_slow_down_with_their_sharers(result: dict[str, Any]) -> None:
             assert in_turns <= at_once * (1 + 1e-9)
 
 
-def check_equal(found: Any, expected: Any, where: str = "") -> None:
-    """Compare what JSON holds; versions of Python differ in how they round a sum of floats."""
-    assert type(found) is type(expected), where
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), where
-        for key, value in expected.items():
-            check_equal(found[key], value, f"{where}.{key}")
-    elif isinstance(expected, list):
-        assert len(found) == len(expected), where
-        for place, value in enumerate(expected):
-            check_equal(found[place], value, f"{where}[{place}]")
-    elif isinstance(expected, float):
-        assert found == pytest.approx(expected, rel=1e-12, abs=1e-15), where
-    else:
-        assert found == expected, where
-
-
-@pytest.mark.skipif(not NUMBERS.is_file(), reason="not a checkout")
-def test_committed_numbers_are_computed_ones(result: dict[str, Any]) -> None:
-    (committed,) = json.loads(NUMBERS.read_text(encoding="utf-8"))["rows"]
-    check_equal({"case": "setting", **json.loads(json.dumps(result))}, committed)
-
-
 def test_the_command_writes_tables_and_a_figure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,10 +81,3 @@ def test_the_command_writes_tables_and_a_figure(
     assert "+0.5%" in printed
     for words in ("exposed remote", "(3) integrated, network by CPU"):
         assert words in drawn
-
-
-def test_figures_in_files_have_the_colours_of_the_light_page() -> None:
-    page = Path(canvas.__file__).parent / "templates" / "report.html.j2"
-    css = page.read_text(encoding="utf-8")
-    light = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", css[: css.index("prefers-color-scheme")]))
-    assert {name: light[name] for name in canvas.PAPER} == canvas.PAPER

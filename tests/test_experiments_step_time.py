@@ -15,11 +15,9 @@ import pytest
 from exactness import needs_pager
 from torch.optim import AdamW
 
-from dynoffload import config
 from dynoffload.errors import ConfigError
 from dynoffload.estimation.calibration import Fitted
 from dynoffload.experiments import zoo
-from dynoffload.experiments.baselines import BASELINES
 from dynoffload.experiments.baselines.cgroup import why_unavailable
 from dynoffload.experiments.contest import Contestant, Side, Turns, Way, measure
 from dynoffload.experiments.harness import carry_out, rendered
@@ -35,7 +33,7 @@ from dynoffload.experiments.step_time_policies import (
     simulated,
 )
 from dynoffload.experiments.trainer import Spec
-from dynoffload.experiments.workers import WorkerError, worker
+from dynoffload.experiments.workers import WorkerError
 from dynoffload.profiler import Trace, load_trace, profile
 from dynoffload.simulation import Link, Machine
 from dynoffload.simulation.overhead import Division, RuntimeOverhead
@@ -229,17 +227,6 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> tuple[Material, list[
     return Material(network, steps, (None,) * 4, 5 << 20), traces
 
 
-def test_operators_take_what_plain_steps_take(recording: tuple[Material, list[Trace]]) -> None:
-    material, traces = recording
-    work = replayed(material, traces)
-    for step in work.steps:
-        spans = [step.uses[start:stop] for start, stop in step.phases.values()]
-        taken = [sum(use.seconds for use in span) for span in spans]
-        assert taken == pytest.approx([0.02, 0.03, 0.01])
-        assert min(use.seconds for use in step.uses) >= 0
-    assert material.steps[0].seconds == pytest.approx((0.02, 0.03, 0.01))
-
-
 def test_policies_that_are_simulated_by_operators(
     recording: tuple[Material, list[Trace]],
 ) -> None:
@@ -296,15 +283,6 @@ def test_a_simulation_without_an_end_is_stopped(
     assert simulated("dtr", material, work, 32 << 20, None, "", FIT, [2, 3], patience=500).seconds
 
 
-def test_a_budget_that_the_runtime_refuses_is_not_simulated(
-    recording: tuple[Material, list[Trace]],
-) -> None:
-    material, traces = recording
-    work = replayed(material, traces)
-    side = simulated("repeat", material, work, 1000, None, "needs more", FIT, [2, 3])
-    assert (side.seconds, side.why) == (None, "needs more")
-
-
 def test_what_the_simulation_does_not_know_is_not_called_infeasible(
     recording: tuple[Material, list[Trace]],
 ) -> None:
@@ -319,25 +297,6 @@ def test_what_the_simulation_does_not_know_is_not_called_infeasible(
 
 
 # The measured side
-
-
-def test_all_policies_and_baselines_are_measured() -> None:
-    runs = {key for key, one in POLICIES.items() if one.runs}
-    assert runs == {*config.POLICIES, *BASELINES, SYSTEM}
-
-
-def test_steps_that_count_come_after_warm_up_and_after_a_wait() -> None:
-    turns = Turns(rounds=2)
-    assert (turns.steps, turns.counted) == (10, [3, 4, 5, 7, 8, 9])
-
-
-def test_a_worker_that_does_not_answer_is_ended() -> None:
-    spec = Spec("moe", "tiny", shape={"length": 16})
-    with (
-        pytest.raises(WorkerError, match=r"'slow' gave no answer within 50\.0 ms"),
-        worker("slow", spec, patience=0.05),
-    ):
-        pass
 
 
 def test_who_fails_in_the_middle_leaves_the_turns() -> None:
@@ -370,14 +329,6 @@ def test_paging_by_the_system_is_plain_training_in_a_group_with_swap() -> None:
     assert found[SYSTEM].losses_equal is True
     assert not list(where.glob(f".dynoffload-swap-{os.getpid()}-*"))
     assert f"dynoffload-swap-{os.getpid()}" not in Path("/proc/swaps").read_text()
-
-
-def test_where_nothing_can_be_limited_the_row_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    spec = Spec("moe", "tiny", shape={"length": 16})
-    turns = Turns(rounds=1, warmup=1, per_turn=1)
-    _, found, _ = measure(spec, {SYSTEM: Way(spec, 1 << 30, 1 << 20)}, turns, lambda _: None)
-    assert "are set by root alone" in found[SYSTEM].why
 
 
 @pytest.mark.parametrize(

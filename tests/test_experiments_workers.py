@@ -10,7 +10,6 @@ import pytest
 
 from dynoffload.experiments.trainer import BUDGETED, Spec
 from dynoffload.experiments.workers import (
-    Worker,
     WorkerError,
     losses_equal,
     worker,
@@ -57,16 +56,3 @@ def test_a_worker_that_cannot_start_says_why() -> None:
         worker("small", replace(TINY, mode=BUDGETED, budget=1000)) as small,
     ):
         small.wait_ready()
-
-
-def test_a_worker_that_is_killed_is_named() -> None:
-    with worker("victim", TINY) as victim:
-        victim.wait_ready()
-        victim.kill()
-        with pytest.raises(WorkerError, match="'victim' was killed by signal 9"):
-            victim.step()
-
-
-def test_a_network_that_does_not_exist_is_an_error_at_once() -> None:
-    with pytest.raises(WorkerError, match="no network"):
-        Worker("none", replace(TINY, network="none"))

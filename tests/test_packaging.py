@@ -76,24 +76,20 @@ def _modules(folder: Path) -> set[str]:
 def test_a_wheel_holds_every_module_once_and_nothing_else_at_the_top(
     copy: Path, tmp_path: Path
 ) -> None:
-    wheel, _ = _build("wheel", copy, tmp_path / "out")
+    """With its templates, and its pager where there is a compiler."""
+    (copy / "dynoffload" / "reporting" / "probe.html.j2").touch()
+    wheel, said = _build("wheel", copy, tmp_path / "out")
     names = zipfile.ZipFile(wheel).namelist()
     assert len(names) == len(set(names))
     tops = {name.split("/")[0] for name in names}
     assert tops == {"dynoffload", f"dynoffload-{wheel.name.split('-')[1]}.dist-info"}
     assert {name for name in names if name.endswith(".py")} == _modules(copy)
-    assert "dynoffload/py.typed" in names
+    assert {"dynoffload/py.typed", "dynoffload/reporting/probe.html.j2"} <= set(names)
     assert "dynoffload/datasets/__init__.py" not in names
-
-
-def test_templates_are_part_of_a_wheel(copy: Path, tmp_path: Path) -> None:
-    (copy / "dynoffload" / "reporting" / "probe.html.j2").touch()
-    (copy / "dynoffload" / "reporting" / "templates").mkdir(exist_ok=True)
-    (copy / "dynoffload" / "reporting" / "templates" / "probe.html").touch()
-    wheel, _ = _build("wheel", copy, tmp_path / "out")
-    names = set(zipfile.ZipFile(wheel).namelist())
-    assert "dynoffload/reporting/probe.html.j2" in names
-    assert "dynoffload/reporting/templates/probe.html" in names
+    if sys.platform.startswith("linux") and shutil.which("cc") is not None:
+        built = [name for name in names if re.fullmatch(r"dynoffload/memory/_pager\..*so", name)]
+        assert len(built) == 1
+        assert not re.search(r"\.[ch]:\d+.*warning", said)
 
 
 def test_a_wheel_can_be_built_from_an_sdist_which_has_no_links(copy: Path, tmp_path: Path) -> None:
@@ -108,16 +104,6 @@ def test_a_wheel_can_be_built_from_an_sdist_which_has_no_links(copy: Path, tmp_p
     code = "import dynoffload.pilot as p, dynoffload.datasets.text; print(p.__file__)"
     done = _run(sys.executable, "-P", "-c", code, cwd=tmp_path, PYTHONPATH=str(unpacked))
     assert Path(done.stdout.strip()) == unpacked / "pilot" / "__init__.py"
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the pager is Linux's")
-@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
-def test_the_pager_is_compiled_and_shipped(copy: Path, tmp_path: Path) -> None:
-    wheel, said = _build("wheel", copy, tmp_path / "out")
-    names = zipfile.ZipFile(wheel).namelist()
-    built = [name for name in names if re.fullmatch(r"dynoffload/memory/_pager\..*so", name)]
-    assert len(built) == 1
-    assert not re.search(r"\.[ch]:\d+.*warning", said)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the pager is Linux's")
@@ -139,14 +125,13 @@ def test_setup_refuses_an_old_python_in_one_line() -> None:
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make")
-@pytest.mark.parametrize("target", ["demo", "test", "test-here"])
-def test_make_refuses_an_old_python_in_one_line(copy: Path, tmp_path: Path, target: str) -> None:
+def test_make_refuses_an_old_python_in_one_line(copy: Path, tmp_path: Path) -> None:
     old = tmp_path / "oldpython"
     old.write_text(
         f'#!/bin/sh\nexec "{sys.executable}" -c "import sys; sys.version_info = (3, 9, 2); $2"\n'
     )
     old.chmod(0o755)
-    done = _run("make", target, f"PY={old}", "VENV=none", cwd=copy, code=2)
+    done = _run("make", "test", f"PY={old}", "VENV=none", cwd=copy, code=2)
     lines = [line for line in done.stderr.splitlines() if not line.startswith("make")]
     assert lines == [
         f"dynoffload needs Python 3.11 or newer; {old} is Python 3.9. "

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import resource
+import subprocess
 import sys
 import textwrap
 import threading
@@ -20,7 +21,7 @@ from torch.autograd.profiler import profile
 
 import dynoffload
 from dynoffload.experiments.allocations import Allocations
-from dynoffload.experiments.baselines.cgroup import run_limited, why_unavailable
+from dynoffload.experiments.baselines.cgroup import memory_group, why_unavailable
 from dynoffload.memory import reused as module
 from dynoffload.memory.reused import Blocks, reused
 from dynoffload.moe import MoE
@@ -140,8 +141,10 @@ def test_what_came_back_is_there_for_whoever_needs_it(keeps: bool) -> None:
         assert bool((again[::1024] == 3).all())
         assert not any(BLOCKS.idle.values()), "another block was made"
     """
-    done = run_limited([sys.executable, "-P", "-c", textwrap.dedent(code)], limit, timeout=120)
-    assert (done.usage.oom_kills > 0) is keeps, done
+    with memory_group(limit) as group:
+        command = group.command([sys.executable, "-P", "-c", textwrap.dedent(code)])
+        done = subprocess.run(command, timeout=120, check=False)
+        assert (group.usage().oom_kills > 0) is keeps, done
     assert (done.returncode == 0) is not keeps, done
 
 

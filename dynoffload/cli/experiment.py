@@ -189,4 +189,5 @@ def _list_bench(bench: Mapping[str, str]) -> None:
         highlight=False,
     )
     for stem, words in bench.items():
-        stdout().print(f"  dynoffload experiment {words or stem}", highlight=False, markup=False)
+        command = (words or stem).format(folder="docs/results")
+        stdout().print(f"  dynoffload experiment {command}", highlight=False, markup=False)

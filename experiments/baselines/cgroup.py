@@ -1,12 +1,9 @@
 """Real limits on memory: processes in a memory cgroup of their own, with or without swap.
 
-What it is: `memory_group` makes a cgroup (version 1 or 2) with a hard limit and reads what the
-kernel counted in it, `swap_file` adds swap for as long as it is needed, `run_limited` runs one
-command under both. Where the system does not let a process do this, `why_unavailable` says why, and
-nothing is measured.
-
-Experiments start their workers in such groups. Groups and swap files carry the number of the
-process that made them, so that what a killed one left is cleared away by the next.
+`memory_group` makes a cgroup (version 1 or 2) with a hard limit and reads what the kernel counted
+in it, `swap_file` adds swap for as long as it is needed. Where the system does not let a process do
+this, `why_unavailable` says why, and nothing is measured. Groups and swap files carry the number of
+the process that made them, so that what a killed one left is cleared away by the next.
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from dynoffload.errors import DynOffloadError
 from dynoffload.termination import ended_by_signal
@@ -43,8 +41,7 @@ class LimitError(DynOffloadError, RuntimeError):
     """This system does not let a memory limit, or swap under one, be set."""
 
 
-@dataclass(frozen=True)
-class _Files:
+class _Files(NamedTuple):
     """The names of one version's files; "" where it has no such file."""
 
     limit: str
@@ -53,13 +50,9 @@ class _Files:
     swappiness: str
 
 
+_V1 = ("limit_in_bytes", "max_usage_in_bytes", "memsw.limit_in_bytes", "swappiness")
 _FILES = {
-    1: _Files(
-        "memory.limit_in_bytes",
-        "memory.max_usage_in_bytes",
-        "memory.memsw.limit_in_bytes",
-        "memory.swappiness",
-    ),
+    1: _Files(*(f"memory.{name}" for name in _V1)),
     2: _Files("memory.max", "memory.peak", "memory.swap.max", ""),
 }
 
@@ -255,49 +248,6 @@ def swap_file(directory: Path, nbytes: int) -> Iterator[Path]:
             yield Path(name)
         finally:
             _end_swap(Path(name), on)
-
-
-@dataclass(frozen=True)
-class Limited:
-    """How a limited command ended.
-
-    Attributes:
-        returncode: its exit code; negative for the signal that killed it.
-        usage: what the kernel counted.
-    """
-
-    returncode: int
-    usage: Usage
-
-
-def run_limited(
-    command: Sequence[str],
-    limit_bytes: int,
-    swap_file_bytes: int | None = None,
-    *,
-    swap_dir: Path | None = None,
-    timeout: float | None = None,
-) -> Limited:
-    """Run ``command`` with at most ``limit_bytes`` of memory and wait for it.
-
-    Args:
-        command: program and arguments.
-        limit_bytes: the hard limit.
-        swap_file_bytes: size of a swap file to page to; None for no swap at all.
-        swap_dir: where that file lies; the directory for temporary files by default.
-        timeout: seconds after which it is killed.
-
-    Raises:
-        LimitError: the system does not allow it; says why.
-        subprocess.TimeoutExpired: it took longer than ``timeout``.
-    """
-    with contextlib.ExitStack() as stack:
-        if swap_file_bytes is not None:
-            directory = swap_dir or Path(tempfile.gettempdir())
-            stack.enter_context(swap_file(directory, swap_file_bytes))
-        group = stack.enter_context(memory_group(limit_bytes, swap=swap_file_bytes is not None))
-        done = subprocess.run(group.command(command), timeout=timeout, check=False)
-        return Limited(done.returncode, group.usage())
 
 
 def swapped_bytes() -> tuple[int, int]:

@@ -7,7 +7,7 @@ s since it was last used. The lowest leaves first.
 
 [Note: the same bits]  An operator is called with what it was called with: the same overload below
 autograd and autocast, tensors of the same bits, strides and alignment, and the generator in the
-state in which it was. What it wrote into is copied first, unless it was made for it alone.
+state in which it was. Operators that write in place are not called again.
 
 [Note: chains]  What is made only on the way to something else is let go of as soon as that is made,
 and may be dropped before. A chain may be as long as the network is deep, so it is walked without
@@ -29,7 +29,6 @@ import torch
 from dynoffload.errors import BudgetError
 from dynoffload.experiments.baselines.dtr.records import Ledger, Operator, Record, Saved, View
 from dynoffload.memory.region_allocator import users_of
-from dynoffload.runtime.adoption.store import bytes_of
 from dynoffload.runtime.operators import replaced, tensors_of
 from dynoffload.units import format_bytes
 
@@ -173,47 +172,24 @@ class Making:
     def _call(self, frame: _Frame) -> torch.UntypedStorage:
         """Call the operator of ``frame`` again, and return the storage of its record."""
         operator, ledger = frame.operator, self._ledger
-        copied = [record for record in operator.written if not self._is_ours(record)]
-        self.room(operator.need + sum(record.nbytes for record in copied))
-        storages = dict(frame.held)
-        for record in operator.written:
-            if record in copied:
-                storages[record] = bytes_of(storages[record]).clone().untyped_storage()
-                ledger.count(storages[record])
-            else:
-                record.leave()  # its storage is what will be written
+        self.room(operator.need)
         now = time.perf_counter()
         for record in operator.inputs:
             record.used_at = now
         with _state_of(operator):
-            results = _called(operator, storages)
+            results = _called(operator, frame.held)
         self.operators += 1
-        made: list[tuple[Record, torch.UntypedStorage]] = []
+        made: dict[Record, torch.UntypedStorage] = {}
         for number, reference in operator.outputs.items():
-            storage = results[number].untyped_storage()
-            ledger.count(storage)
-            made += [(one, storage) for one in (reference(),) if one is not None]
-        for before, reference in operator.contents.items():
-            made += [(one, storages[before]) for one in (reference(),) if one is not None]
-        for record, storage in made:
-            if record.here() is None:
-                record.place(storage)
-                record.used_at = now
-                ledger.count(storage).holds(record)
-        storage = next(storage for record, storage in made if record is frame.record)
+            storage, one = results[number].untyped_storage(), reference()
+            known = ledger.count(storage)
+            if one is not None:
+                made[one] = storage
+                if one.here() is None:
+                    one.place(storage)
+                    one.used_at, known.record_of = now, weakref.ref(one)
         self.room(0)
-        return storage
-
-    def _is_ours(self, record: Record) -> bool:
-        """Return whether a record was made for the operator that runs now, and for nobody else."""
-        storage = record.here()
-        return (
-            storage is not None
-            and record.operator is not None
-            and record.saver() is None
-            and self._locked[record] == 1
-            and users_of(storage) == 1
-        )
+        return made[frame.record]
 
 
 def _called(

@@ -3,9 +3,9 @@
 The dispatch mode sees every ATen call of its thread below autograd and autocast; `pack` and
 `unpack` stand between autograd and what it saves.
 
-[Note: writes]  A write into what a recorded operator has made begins another content (see [Note:
-contents] in ``records``). A root has one record for good: before it is written, what was made from
-it is made to stay, and an operator that writes into one is not recorded.
+[Note: writes]  An operator that writes in place is not recorded, and what it has written is a root
+(see [Note: contents] in ``records``). What was made by an operator can be made again with the
+content before. A root cannot: before it is written, what was made from it is made to stay.
 
 [Note: sizes]  An operator's own meta kernel says what it will make, once for each set of shapes.
 Where shapes depend on values, the bytes of the first argument are taken. What has no meta kernel is
@@ -88,21 +88,19 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         need = self._need(func, args, kwargs, key) if makes else 0
         self._making.room(need)
         operator = None
-        if self.records and (makes or written):
-            operator = self._begin(func, args, kwargs, written, need)
+        if self.records and makes and not written:
+            operator = self._begin(func, args, kwargs, need)
         self._before_write(written)
         began = time.perf_counter()
         try:
             result = func(*args, **kwargs)
         except BaseException:
-            self._forget_contents(written)  # half of it may be written
+            self._after_write(written)  # half of it may be written
             raise
         ended = time.perf_counter()
-        if operator is None:
-            self._forget_contents(written)
-        else:
+        self._after_write(written)
+        if operator is not None:
             operator.seconds = ended - began
-            self._record_writes(operator, written, ended)
         made = self._count(result, operator, ended) if makes or written else 0
         if made > need:
             self._sizes[key] = made
@@ -129,16 +127,12 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         func: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        written: list[torch.Tensor],
         need: int,
     ) -> Operator | None:
         """Return the record of a call, None if it cannot be followed."""
         effects = effects_of(func)
         tensors = [*tensors_of(args), *tensors_of(kwargs)]
         if not effects.known or not all(_is_simple(one, self._kind) for one in tensors):
-            return None
-        overwritten = tuple(dict.fromkeys(self._record_of(tensor) for tensor in written))
-        if any(record.operator is None for record in overwritten):
             return None
         inputs: dict[Record, None] = {}
 
@@ -149,7 +143,7 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         state = _state_before(kwargs, args) if effects.draws else None
         args, kwargs = (replaced(given, view, torch.Tensor) for given in (args, kwargs))
-        operator = Operator(func, args, kwargs, tuple(inputs), overwritten, state, need)
+        operator = Operator(func, args, kwargs, tuple(inputs), state, need)
         now = time.perf_counter()
         for record in inputs:
             record.used_at = now
@@ -178,20 +172,8 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # After it
 
-    def _record_writes(self, operator: Operator, written: list[torch.Tensor], now: float) -> None:
-        for tensor in written:
-            storage, before = tensor.untyped_storage(), self._known(tensor)
-            if before is None or before in operator.contents or before not in operator.inputs:
-                continue  # two arguments that lie in one storage
-            resized = storage.nbytes() != before.nbytes
-            after = self._ledger.holds(storage, Record(storage, None if resized else operator))
-            after.used_at = now
-            before.become(after)
-            if not resized:
-                operator.contents[before] = weakref.ref(after)
-
-    def _forget_contents(self, written: list[torch.Tensor]) -> None:
-        """What a call that is not recorded has written is a root from now on."""
+    def _after_write(self, written: list[torch.Tensor]) -> None:
+        """What a call has written is a root from now on."""
         for tensor in written:
             if is_plain(tensor, self._kind):
                 before, storage = self._known(tensor), tensor.untyped_storage()

@@ -3,10 +3,10 @@
 The names are those of DTR's simulator: storage, operator, and tensors, which are views.
 
 [Note: contents]  A storage that an operator writes into has another content afterwards, so it gets
-another record: what was made from the content before is made again from that. Views are numbers:
-their operators are not recorded. What no recorded operator has made (parameters, inputs, results of
-operators that cannot be followed) is a *root*; what is made from a root keeps it, and it is never
-dropped.
+another record, which is a *root*. What was made from the content before is made again from the
+record of that. Roots are what no recorded operator has made: parameters, inputs, what was written
+in place, results of operators that cannot be followed. What is made from a root keeps it, and it is
+never dropped. Views are numbers: their operators are not recorded.
 
 [Note: who holds what]  Autograd's handles hold a `Saved`, which holds the storage, or nothing once
 that was dropped. An operator holds the records of its inputs, which hold no storage but roots'.
@@ -15,7 +15,7 @@ that was dropped. An operator holds the records of its inputs, which hold no sto
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,28 +146,24 @@ class Operator:
         args: its arguments, tensors as views.
         kwargs: those by name.
         inputs: the records it reads, each once.
-        written: those of them that it writes into: it is given copies of them.
         state: generator and its state before, for what draws random numbers.
         need: bytes of what it makes.
         seconds: it took.
         outputs: by the number of the flattened result, what it made anew.
-        contents: by the record it wrote into, the record of the content after that.
     """
 
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: tuple[Record, ...]
-    written: tuple[Record, ...]
     state: tuple[torch.Generator, torch.Tensor] | None
     need: int
     seconds: float = 0.0
     outputs: dict[int, weakref.ref[Record]] = field(default_factory=dict)
-    contents: dict[Record, weakref.ref[Record]] = field(default_factory=dict)
 
     def made(self) -> Iterator[Record]:
         """Yield those of the records it made that somebody still refers to."""
-        for reference in (*self.outputs.values(), *self.contents.values()):
+        for reference in self.outputs.values():
             record = reference()
             if record is not None:
                 yield record
@@ -180,21 +176,17 @@ class Known:
     a result which outlives its graph keeps nothing of it.
     """
 
-    __slots__ = ("_record", "held", "nbytes")
+    __slots__ = ("held", "nbytes", "record_of")
 
     def __init__(self) -> None:
         self.nbytes = 0
         self.held: Record | None = None
-        self._record: weakref.ref[Record] | None = None
+        self.record_of: Callable[[], Record | None] = lambda: None
 
     @property
     def record(self) -> Record | None:
         """The record of what it holds now."""
-        return None if self._record is None else self._record()
-
-    def holds(self, record: Record) -> None:
-        """From now on it holds this content."""
-        self._record = weakref.ref(record)
+        return self.record_of()
 
 
 class Ledger:
@@ -242,8 +234,7 @@ class Ledger:
     def holds(self, storage: torch.UntypedStorage, record: Record) -> Record:
         """Note that the content of ``storage`` is ``record`` from now on, and return that."""
         known = self.know(storage)
-        known.holds(record)
-        known.held = record
+        known.held, known.record_of = record, weakref.ref(record)
         self._recent.append(known)
         return record
 
