@@ -69,8 +69,11 @@ class Held:
     def span(self) -> tuple[int, int] | None:
         """The first and the last index along the dimension that this process is to write; None
         for none, and for a tensor that is whole."""
-        length = local(self.tensor).shape[self.extent.dim] if self.extent else 0
-        if self.extent is None or not self.extent.writes or not length:
+        if self.extent is None or not self.extent.writes:
+            return None
+        shape = local(self.tensor).shape
+        length = shape[self.extent.dim] if shape else 1
+        if not length:
             return None
         return self.extent.begin, self.extent.begin + length
 
@@ -117,11 +120,9 @@ def extents_of(model: nn.Module) -> Extents:
 
 def agreed_extents(model: nn.Module, peers: Peers) -> Extents:
     """Return the extents of a model that is to be saved: of the ranks that have the same rows, the
-    first writes. All ranks call it if one has rows of experts."""
+    first writes. All ranks call it."""
     names: dict[torch.Tensor, str] = {one: name for name, one in model.named_parameters()}
     found = extents_of(model)
-    if not found:
-        return found
     everyone = peers.share(lambda: {names[one]: extent.begin for one, extent in found.items()})
     for parameter, extent in found.items():
         same = [

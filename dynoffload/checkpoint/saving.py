@@ -187,7 +187,7 @@ class _Layout:
                         "what the first rank has: keep it in the model, or as optimizer state"
                     )
                 spans = sorted(one[stem, name] for one in everyone if (stem, name) in one)
-                whole, end = held.extent.shape[held.extent.dim], 0
+                whole, end = held.extent.shape[held.extent.dim] if held.extent.shape else 1, 0
                 for begin, stop in (*spans, (whole, whole)):
                     if begin != end:
                         raise CheckpointError(

@@ -178,6 +178,10 @@ class StatusStore:
             try:
                 found: dict[str, Any] = json.loads(text)
                 report = Report(**{**found, "status": RankStatus(**found["status"])})
+                numbers = [report.beat, report.block, report.pid, report.born]
+                numbers += [report.status.step, report.status.progress]
+                if not all(isinstance(number, int) for number in numbers):
+                    raise TypeError("a number of another type")
             except (ValueError, TypeError, LookupError) as error:  # such a rank counts as silent
                 if rank not in self._unreadable:
                     self._unreadable.add(rank)

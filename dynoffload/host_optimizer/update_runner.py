@@ -167,6 +167,7 @@ class UpdateRunner:
             if interrupt is not None:
                 for tile in update.tiles:  # also those that were uploaded: it does no harm
                     update.upload(tile)
+            update.finished.put(None)  # Ctrl-C from here on: the next call takes it up
         for state in update.groups:
             state.mark_updated()
         self._under_way = None

@@ -231,11 +231,14 @@ class MappedFile(MappedCache):
         """Follow the plan, in a thread of its own; see [Note: one transfer]."""
         while not self._closed:
             with self._mutex:
-                moved = self._serve_plan()
-                if time.monotonic() - self._inspected > _INSPECT_S:
-                    self._inspect()
-                elif not moved and not self._closed:
-                    self._work.wait(_INSPECT_S)
+                try:
+                    moved = self._serve_plan()
+                    if time.monotonic() - self._inspected > _INSPECT_S:
+                        self._inspect()
+                    elif not moved and not self._closed:
+                        self._work.wait(_INSPECT_S)
+                except OSError as error:  # told to the next caller
+                    self._error = error.errno or errno.EIO, str(error)
             time.sleep(_LET_IN_S)
 
     def _serve_plan(self) -> bool:

@@ -229,19 +229,29 @@ class StepCommit:
         if log is not None:
             for parameter in parameters:
                 log.keep(parameter)
-        before = self._writes(parameters)
+        before = self._versions(parameters)
         try:
             self._runner.run(groups, self._optimizer.state)
         except BaseException:
-            self._begun = self._begun or self._writes(parameters) > before
+            after = self._versions(parameters)
+            changed = (
+                before.get(key, (at, 0)) != (at, version) for key, (at, version) in after.items()
+            )
+            self._begun = self._begun or any(changed)
             raise
 
-    def _writes(self, parameters: Iterable[nn.Parameter]) -> int:
-        """Return how often parameters and tensors of their state were written: not those that the
-        optimizer has made and not written yet."""
+    def _versions(
+        self, parameters: Iterable[nn.Parameter]
+    ) -> dict[tuple[int, str], tuple[int, int]]:
+        """Return which tensors parameters and their state are, and how often each was written. What
+        the optimizer has made and not written yet counts as unchanged, as it is at version 0."""
         states = self._optimizer.state
-        values = (v for p in parameters for v in (p, *dict.get(states, p, {}).values()))
-        return sum(value._version for value in values if isinstance(value, torch.Tensor))
+        return {
+            (id(parameter), key): (id(value), value._version)
+            for parameter in parameters
+            for key, value in (("", parameter), *dict.get(states, parameter, {}).items())
+            if isinstance(value, torch.Tensor)
+        }
 
     def _update_paged(self, paged: Iterable[tuple[Slot, Group]]) -> None:
         waiting = []
