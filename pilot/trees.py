@@ -92,7 +92,8 @@ class Trees:
         trees = len(value)
         if dimensions != [1, 1, 1, 2, 2] or not 0 < trees <= MAX_TREES:
             raise ValueError("no trees, or too many")
-        if len(used) != len(edges) or not (edges > 0).all() or edges.sum() != len(thresholds):
+        counted = ((edges > 0) & (edges <= len(thresholds))).all()  # so that no sum overflows
+        if len(used) != len(edges) or not counted or edges.sum() != len(thresholds):
             raise ValueError("trees with thresholds missing")
         if masks.shape != (len(thresholds) + len(used), trees) or value.shape[1] != MAX_LEAVES:
             raise ValueError("trees with leaves missing")
@@ -100,7 +101,12 @@ class Trees:
             raise ValueError("a split on a column that does not exist")
         if not (np.isfinite(thresholds).all() and (np.abs(value) <= LARGEST_LEAF).all()):
             raise ValueError("a threshold or leaf that is not finite, or too large")
-        stops = pairwise([0, *np.cumsum(edges).tolist()])
+        starts = np.cumsum(edges)
+        ascends = np.diff(thresholds) > 0
+        ascends[starts[:-1] - 1] = True  # from one column to the next
+        if not ascends.all():
+            raise ValueError("thresholds in no order")
+        stops = pairwise([0, *starts.tolist()])
         return cls(
             {
                 column: (

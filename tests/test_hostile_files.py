@@ -83,12 +83,6 @@ def _array(name: str, make: Callable[[Any], Any]) -> Change:
     return lambda document, arrays: arrays.update({name: make(arrays[name])})
 
 
-def _wrapped(counts: Any) -> Any:
-    """Return counts far too large, whose sum in 64 bits is what it was."""
-    assert len(counts) >= 4
-    return counts + 2**62 * (np.arange(len(counts)) < 4)
-
-
 HOSTILE: dict[str, tuple[str, Change]] = {
     "a number that is infinite once it is read": (
         "lightgbm",
@@ -127,7 +121,6 @@ HOSTILE: dict[str, tuple[str, Change]] = {
     "a table of another size": ("lightgbm", _array("table", lambda a: a[:-1])),
     "a site that is not there": ("lightgbm", _array("sites", lambda a: a + 1000)),
     "sites of another type": ("lightgbm", _array("sites", lambda a: a.astype(np.float32))),
-    "thresholds whose number overflows": ("lightgbm", _array("tree_edges", _wrapped)),
     "trees with thresholds missing": ("lightgbm", _array("tree_thresholds", lambda a: a[:-1])),
     "a column of less than no thresholds": ("lightgbm", _tree("edges", 0, -1)),
     "a column of no thresholds": ("lightgbm", _tree("edges", 0, 0)),

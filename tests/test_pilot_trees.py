@@ -66,3 +66,14 @@ def test_a_tree_of_one_leaf_is_a_constant() -> None:
     trees = Trees.of_booster(booster)
     assert not trees.bins
     assert np.array_equal(predicted(trees, rows), booster.predict(rows, raw_score=True))
+
+
+@pytest.mark.parametrize("change", ["counts that overflow", "thresholds in another order"])
+def test_thresholds_that_belong_to_no_column_are_refused(change: str) -> None:
+    arrays = Trees.of_booster(trained(0)[0]).arrays()
+    if change == "counts that overflow":  # their sum in 64 bits is what it was
+        arrays["tree_edges"][:4] += 2**62
+    else:
+        arrays["tree_thresholds"] = arrays["tree_thresholds"][::-1].copy()
+    with pytest.raises(ValueError, match="thresholds"):
+        Trees.load(arrays, COLUMNS)
