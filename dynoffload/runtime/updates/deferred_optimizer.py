@@ -43,7 +43,7 @@ from dynoffload.runtime.updates.pending import PendingUpdates
 from dynoffload.runtime.updates.runner import UpdateRunner
 from dynoffload.runtime.updates.speculative import SpeculativeUpdates
 from dynoffload.runtime.updates.step_commit import StepCommit
-from dynoffload.runtime.updates.torch_context import StepSettings, as_of_step, may_wait
+from dynoffload.runtime.updates.torch_context import TorchContext, may_wait
 from dynoffload.runtime.updates.undo_log import UndoLog
 from dynoffload.runtime.updates.update import Group, PagedOptimizer, can_split, check_optimizer
 from dynoffload.runtime.updates.whole_steps import (
@@ -167,7 +167,7 @@ class DeferredOptimizer:
         if log is None or failure.within or not log.any():
             return False
         kind = self._device.device.type
-        with self.pending.mutex, as_of_step(StepSettings.now(), kind):
+        with self.pending.mutex, TorchContext.now().again(kind):
             self.pending.forget()
             try:
                 log.undo()

@@ -21,7 +21,6 @@ from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.updates.failure import note_lost
 from dynoffload.runtime.updates.runner import UpdateRunner
 from dynoffload.runtime.updates.slices import SliceUpdate
-from dynoffload.runtime.updates.torch_context import as_of_step
 from dynoffload.runtime.updates.update import PagedOptimizer, Update
 
 
@@ -91,7 +90,7 @@ class PendingUpdates:
             if self._locks:
                 self._device.unlock(update.regions)
             try:
-                with as_of_step(update.settings, self._device.device.type):
+                with update.context.again(self._device.device.type):
                     self._runner.make(slot, update)
             except BaseException as error:
                 if update.begun:

@@ -25,7 +25,6 @@ from dynoffload.runtime.adoption.slots import Slot
 from dynoffload.runtime.adoption.store import offset_of, view_of
 from dynoffload.runtime.unseen import unseen
 from dynoffload.runtime.updates.slices import SliceUpdate, SliceUpdates
-from dynoffload.runtime.updates.torch_context import as_of_step, check_behind
 from dynoffload.runtime.updates.undo_log import UndoLog
 from dynoffload.runtime.updates.update import Group, PagedOptimizer, Update, neighbours
 
@@ -88,12 +87,12 @@ class UpdateRunner:
     def make_behind(self, slot: Slot, update: Update | SliceUpdate) -> None:
         """Make an update whose regions are locked, under other addresses; their own stay absent.
         The gradient's end is left to the caller."""
-        check_behind(update.settings, self._optimizer)
+        update.context.check_behind(self._optimizer)
         assert isinstance(self._device, Pager)
         shown = self._device.show(update.regions)
         try:
             storages = dict(zip(update.regions, shown, strict=True))
-            with as_of_step(update.settings, self._device.device.type, guard=True):
+            with update.context.again(self._device.device.type, guard=True):
                 self._apply(slot, update, storages)
         finally:
             storages.clear()

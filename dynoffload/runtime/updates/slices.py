@@ -27,7 +27,7 @@ from dynoffload.memory.pager import Pager
 from dynoffload.runtime.adoption.slicing import keeps_bits
 from dynoffload.runtime.adoption.slots import Fused, Slot
 from dynoffload.runtime.adoption.store import view_of
-from dynoffload.runtime.updates.torch_context import StepSettings, as_of_step
+from dynoffload.runtime.updates.torch_context import TorchContext
 from dynoffload.runtime.updates.update import Group, PagedOptimizer, Update, copied
 
 MOST_STEPS = 256
@@ -46,13 +46,13 @@ class Step:
         group: the hyperparameters at the time of ``step()``, without parameters.
         small: the state that is not of the parameter's form, as it was; None before the first step.
         zero: the gradient is zero.
-        settings: of torch at that time.
+        context: of torch at that time.
     """
 
     group: Group
     small: dict[str, Any] | None
     zero: bool
-    settings: StepSettings
+    context: TorchContext
 
 
 @dataclass(eq=False)
@@ -72,9 +72,9 @@ class SliceUpdate:
     begun: bool = False
 
     @property
-    def settings(self) -> StepSettings:
+    def context(self) -> TorchContext:
         """Those of the first step."""
-        return self.steps[0].settings
+        return self.steps[0].context
 
 
 class SliceUpdates:
@@ -111,7 +111,7 @@ class SliceUpdates:
         assert row is not None
         self.rows.point(fused, row)  # the user may have put a gradient there that was made for him
         clear = self._device.is_clear(row)
-        now = StepSettings.now()
+        now = TorchContext.now()
         zero, other = Step(group, small, True, now), Step(group, small, False, now)
         torch.autograd.graph.increment_version(fused.parameter)
         return [
@@ -130,7 +130,7 @@ class SliceUpdates:
             key: torch.zeros_like(one) if key in fused.states else value
             for key, value in (state or {}).items()
         }
-        update = Update(group, one, gradient, small or None, [], StepSettings.now(), {})
+        update = Update(group, one, gradient, small or None, [], TorchContext.now(), {})
         with _disable_current_modes():  # below one, operators over lists leave versions as they are
             _, made = self._run(update, {})
         if made and state is None:
@@ -190,10 +190,10 @@ class SliceUpdates:
                     # The order of keys is the optimizer's own business: it asks for them by name.
                     state = {**states, **{key: copied(value) for key, value in step.small.items()}}
                 data, gradient = tensor(slot.region), tensor(region)
-                one = Update(step.group, data, gradient, state, [], step.settings, {})
+                one = Update(step.group, data, gradient, state, [], step.context, {})
                 kind, guard = self._device.device.type, bool(storages)
-                others = step.settings != update.settings
-                with as_of_step(step.settings, kind, guard=guard) if others else nullcontext():
+                others = step.context != update.context
+                with step.context.again(kind, guard=guard) if others else nullcontext():
                     given, made = self._run(one, storages, None if number else slot)
                 for key in states.keys() & made.keys():
                     if made[key] is not given.get(key):

@@ -36,7 +36,7 @@ from dynoffload.planning.reference import choose_drafts, drafted_regions
 from dynoffload.runtime.adoption.slicing import keeps_bits, may_slice
 from dynoffload.runtime.adoption.slots import Slot
 from dynoffload.runtime.adoption.store import bytes_of, offset_of, view_of
-from dynoffload.runtime.updates.torch_context import StepSettings, may_wait
+from dynoffload.runtime.updates.torch_context import TorchContext, may_wait
 from dynoffload.runtime.updates.update import (
     Group,
     PagedOptimizer,
@@ -59,7 +59,7 @@ class _Draft:
     """An update made on twins, and what it was made from."""
 
     group: Group
-    settings: StepSettings
+    context: TorchContext
     gradient: torch.Tensor | None  # the user's; None for a slice: it is known by its region
     places: list[tuple[Any, ...]]  # where the tensors lie, how, and at which version
     state: dict[str, Any]
@@ -180,7 +180,7 @@ class SpeculativeUpdates:
         if not whole:
             data = self._part(slot, slot.region)
             own |= {key: self._part(slot, region) for key, region in slot.states.items()}
-        group, settings = snapshot(self._groups[parameter]), StepSettings.now()
+        group, context = snapshot(self._groups[parameter]), TorchContext.now()
         duplicated = [slot.region]  # its pages are in use; those of the state are lent
         if not device.lend(states, [twins[region] for region in states]):
             if not set(states) <= set(device.resident()):
@@ -188,7 +188,7 @@ class SpeculativeUpdates:
             duplicated += states  # modified since they were read, by an update made in step()
         given_gradient = view_of(device.storage(slot.gradient), gradient, offset_of(gradient))
         version = given_gradient._version
-        update = Update(group, data, given_gradient, own, [], settings, self._optimizer.state)
+        update = Update(group, data, given_gradient, own, [], context, self._optimizer.state)
         pinned = list({*duplicated, slot.gradient, *twins.values()})
         device.acquire(pinned, pin=True)
         try:
@@ -208,7 +208,7 @@ class SpeculativeUpdates:
         watched = [*regions, slot.gradient]
         draft = _Draft(
             group=group,
-            settings=settings,
+            context=context,
             gradient=theirs if whole else None,
             places=_places(slot, theirs if whole else None, state),
             state=dict(state),
@@ -270,7 +270,7 @@ class SpeculativeUpdates:
             and all(state.get(key) is value for key, value in draft.state.items())
             and _places(slot, draft.gradient, state) == draft.places
             and same(group, draft.group)
-            and draft.settings == StepSettings.now()
+            and draft.context == TorchContext.now()
             and may_wait(self._optimizer, self._device.device.type)
             and same({key: local(state[key]) for key in draft.before}, draft.before)
             and self._device.visits(draft.watched) == draft.visits

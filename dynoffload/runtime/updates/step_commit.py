@@ -25,7 +25,7 @@ from dynoffload.runtime.updates.pending import PendingUpdates
 from dynoffload.runtime.updates.runner import OF_SCALER, UpdateRunner
 from dynoffload.runtime.updates.slices import SliceUpdate
 from dynoffload.runtime.updates.speculative import SpeculativeUpdates
-from dynoffload.runtime.updates.torch_context import StepSettings, may_wait
+from dynoffload.runtime.updates.torch_context import TorchContext, depends_on_dtype, may_wait
 from dynoffload.runtime.updates.update import (
     FIRST_TIMERS,
     Group,
@@ -255,8 +255,7 @@ class StepCommit:
 
     def _update_paged(self, paged: Iterable[tuple[Slot, Group]]) -> None:
         waiting = []
-        settings, states = StepSettings.now(), self._optimizer.state
-        kind = self._device.device.type
+        context, states = TorchContext.now(), self._optimizer.state
         self._begun = True
         for slot, group in paged:
             parameter, gradient = slot.parameter, slot.parameter.grad
@@ -264,11 +263,9 @@ class StepCommit:
             copy = states.get(parameter)
             copy = None if copy is None else dict(copy)  # no local holds the entry: it is counted
             data, part, regions = _data_of(parameter), local(gradient), slot.update_regions()
-            update = Update(group, data, part, copy, regions, settings, states)
+            update = Update(group, data, part, copy, regions, context, states)
             torch.autograd.graph.increment_version(parameter)
-            if may_wait(self._optimizer, kind, first=not copy) and (
-                not self._defer or self._guards(slot, gradient)
-            ):
+            if self._may_wait(first=not copy) and (not self._defer or self._guards(slot, gradient)):
                 waiting.append((slot, update))
             else:
                 self._runner.make(slot, update)
@@ -278,7 +275,7 @@ class StepCommit:
     def _update_slices(self, fused: Fused, group: Group) -> None:
         self._begun = True
         taken = {slot for slot in fused.slots if self._takes_over(slot, group)}
-        waits = may_wait(self._optimizer, self._device.device.type)
+        waits = self._may_wait(first=False)
         for slot, step in self._slices.steps(fused, group):
             if slot in taken:
                 continue
@@ -293,6 +290,14 @@ class StepCommit:
                 self._pending.add(slot, update)
             else:
                 self._runner.make(slot, update)
+
+    def _may_wait(self, *, first: bool) -> bool:
+        """Return whether an update has the bits of now whenever it is made. The guard's thread
+        changes no default dtype; without one, who makes the update has the step's."""
+        served = self._defer and self._device.serves
+        if served and depends_on_dtype(self._optimizer, first=first):
+            return False
+        return may_wait(self._optimizer, self._device.device.type)
 
     def _guards(self, slot: Slot, gradient: torch.Tensor) -> bool:
         """Return whether the device sees every access to what the update reads and writes."""

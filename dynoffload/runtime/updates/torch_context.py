@@ -4,18 +4,17 @@ An update that waits runs inside whatever reads the parameter next, maybe on ano
 made with the settings of its ``step()``, and what is on around it (inference mode, `torch.func`
 transformations, function and dispatch modes, a compiler) must not see it.
 
-[Note: what cannot wait]  The default dtype and autocast may be switched between a step and the
-access that makes its updates. So updates that depend on them are made in ``step()``: first ones,
-which make counts of steps; those of ASGD, which makes tensors of rates; and under autocast those
-of Adafactor and Muon, which multiply matrices. A mode or a profiler of the user's that watches
-operators would miss an update that waits, and no other thread flushes denormals alike.
+[Note: settings of the process]  The default dtype, deterministic algorithms, oneDNN, the flag of a
+compiler and the number of threads that new threads begin with are the process's; all else is a
+thread's own. The guard's thread makes updates while threads of the user's run, so it leaves those
+settings as they are. On the CPU no optimizer of `torch.optim` depends on deterministic algorithms.
+Where it makes updates, what depends on the default dtype does not wait (`depends_on_dtype`), and
+what multiplies matrices is refused there if oneDNN was switched meanwhile.
 
-[Note: settings of the process]  oneDNN, the flag of a compiler and the number of threads that new
-threads begin with are the process's; all else is a thread's own. The guard's thread makes updates
-while threads of the user's run, so it leaves them as they are, and refuses to multiply matrices if
-oneDNN was switched since the step. On the CPU no optimizer of torch depends on deterministic
-algorithms. Autocast is switched off by its flag alone: leaving a block of `torch.autocast` takes a
-lock that the thread may hold which casts the very weight.
+[Note: what cannot wait]  A mode or a profiler of the user's that watches operators would miss an
+update that waits. No other thread flushes denormals alike. Updates that autocast changes are made
+in ``step()``, too; all others are made with autocast off, by its flag alone: leaving a block of
+`torch.autocast` takes a lock that the thread may hold which casts the very weight.
 """
 
 from __future__ import annotations
@@ -24,17 +23,18 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.optim import ASGD, SGD, Adafactor, Muon, Optimizer
+from torch.optim import ASGD, SGD, Muon, Optimizer
 
 from dynoffload.errors import ConfigError
 from dynoffload.runtime.unseen import hidden, is_watched
 
 _LEAST = 5e-324  # the least denormal number
-_MULTIPLY = (Adafactor, Muon)
+_CAST = ("Adafactor", "Muon")
 """Whose operators autocast casts and oneDNN makes; those of the others they do not."""
 _here = threading.local()
 
@@ -44,82 +44,105 @@ def flushes_denormals() -> bool:
     return _LEAST * 1.0 == 0.0
 
 
-def may_wait(optimizer: Optimizer, kind: str, *, first: bool = False) -> bool:
-    """Return whether updates of this moment, or a parameter's ``first``, have the same bits later,
-    on a device of type ``kind``; see [Note: what cannot wait]."""
-    if isinstance(optimizer, ASGD) or (first and not isinstance(optimizer, SGD | Muon)):
-        return False
-    if isinstance(optimizer, _MULTIPLY) and torch.is_autocast_enabled(kind):
-        return False
-    return not (flushes_denormals() or is_watched())
+def may_wait(optimizer: Optimizer, kind: str) -> bool:
+    """Return whether updates of this moment, on a device of type ``kind``, may be made later; see
+    [Note: what cannot wait]."""
+    cast = type(optimizer).__name__ in _CAST and torch.is_autocast_enabled(kind)
+    return not (cast or flushes_denormals() or is_watched())
 
 
-class StepSettings(NamedTuple):
-    """The settings of torch that an update takes along.
+def depends_on_dtype(optimizer: Optimizer, *, first: bool) -> bool:
+    """Return whether an update depends on the default dtype: the first, which makes counts of
+    steps, and each of ASGD, which makes tensors of its rates."""
+    kind = type(optimizer)
+    return kind is ASGD or (first and kind not in (SGD, Muon))
+
+
+@dataclass(frozen=True, slots=True)
+class TorchContext:
+    """The settings that an update takes along.
 
     Attributes:
+        dtype: the default dtype.
+        deterministic: whether deterministic algorithms are asked for.
+        warn_only: whether those that are missing are only warned of.
         threads: of one operator.
         mkldnn: whether oneDNN may multiply matrices.
     """
 
+    dtype: torch.dtype
+    deterministic: bool
+    warn_only: bool
     threads: int
     mkldnn: bool
 
     @classmethod
-    def now(cls) -> StepSettings:
-        """Return those of this moment."""
-        return cls(torch.get_num_threads(), torch._C._get_mkldnn_enabled())
-
-
-def check_behind(settings: StepSettings, optimizer: Optimizer) -> None:
-    """Refuse an update on the guard's thread that needs another setting of the process.
-
-    Raises:
-        ConfigError: oneDNN was switched on or off since ``step()``.
-    """
-    if isinstance(optimizer, _MULTIPLY) and settings.mkldnn != torch._C._get_mkldnn_enabled():
-        raise ConfigError(
-            f"oneDNN was switched {'off' if settings.mkldnn else 'on'} between step() and an "
-            f"access to a parameter, and {type(optimizer).__name__} multiplies matrices by it: "
-            "call session.flush() before it is switched"
+    def now(cls) -> TorchContext:
+        """Return the settings of this moment."""
+        return cls(
+            torch.get_default_dtype(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.get_num_threads(),
+            torch._C._get_mkldnn_enabled(),
         )
 
+    def check_behind(self, optimizer: Optimizer) -> None:
+        """Refuse an update on the guard's thread that needs another setting of the process.
 
-@contextlib.contextmanager
-def as_of_step(settings: StepSettings, kind: str, *, guard: bool = False) -> Iterator[None]:
-    """Have the settings of a step, and nothing of the code around.
+        Raises:
+            ConfigError: oneDNN was switched on or off since ``step()``.
+        """
+        if type(optimizer).__name__ in _CAST and self.mkldnn != torch._C._get_mkldnn_enabled():
+            raise ConfigError(
+                f"oneDNN was switched {'off' if self.mkldnn else 'on'} between step() and an "
+                f"access to a parameter, and {type(optimizer).__name__} multiplies matrices by it: "
+                "call session.flush() before it is switched"
+            )
 
-    Args:
-        settings: of the step.
-        kind: type of the device on which updates are made.
-        guard: this is the guard's thread; see [Note: settings of the process].
-    """
-    with contextlib.ExitStack() as undo:
-        now, threads = StepSettings.now(), settings.threads
-        if now.threads != threads:
-            of_new = _in_a_thread(torch.get_num_threads) if guard else threads
-            if not guard:
-                undo.callback(torch.set_num_threads, now.threads)
-            torch.set_num_threads(threads)
-            if of_new != threads:
+    @contextlib.contextmanager
+    def again(self, kind: str, *, guard: bool = False) -> Iterator[None]:
+        """Have these settings, and nothing of the code around.
+
+        Args:
+            kind: type of the device on which updates are made.
+            guard: this is the guard's thread; see [Note: settings of the process].
+        """
+        with contextlib.ExitStack() as undo:
+            if guard:
+                self._set_threads_of_guard()
+            elif (now := TorchContext.now()) != self:
+                undo.callback(now._set)
+                self._set()
+            if torch.is_autocast_enabled(kind):
+                undo.callback(torch.set_autocast_enabled, kind, True)
+                torch.set_autocast_enabled(kind, False)
+            if flushes_denormals():
+                undo.callback(torch.set_flush_denormal, True)
+                torch.set_flush_denormal(False)
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                undo.enter_context(temporarily_clear_interpreter_stack())
+            undo.enter_context(hidden())
+            if torch.is_inference_mode_enabled():
+                undo.enter_context(torch.inference_mode(False))
+            if torch.compiler.is_compiling():
+                undo.enter_context(_not_compiling_here())
+            yield
+
+    def _set(self) -> None:
+        torch.set_default_dtype(self.dtype)
+        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
+        torch._C._set_mkldnn_enabled(self.mkldnn)
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
+
+    def _set_threads_of_guard(self) -> None:
+        """Set the number of threads, but not the one that new threads begin with."""
+        if torch.get_num_threads() != self.threads:
+            of_new = _in_a_thread(torch.get_num_threads)
+            torch.set_num_threads(self.threads)
+            if of_new != self.threads:
                 _in_a_thread(torch.set_num_threads, of_new)
-        if now.mkldnn != settings.mkldnn and not guard:
-            undo.callback(torch._C._set_mkldnn_enabled, now.mkldnn)
-            torch._C._set_mkldnn_enabled(settings.mkldnn)
-        if torch.is_autocast_enabled(kind):
-            undo.callback(torch.set_autocast_enabled, kind, True)
-            torch.set_autocast_enabled(kind, False)
-        if flushes_denormals():
-            undo.callback(torch.set_flush_denormal, True)
-            torch.set_flush_denormal(False)
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            undo.enter_context(temporarily_clear_interpreter_stack())
-        undo.enter_context(hidden())
-        if torch.is_inference_mode_enabled():
-            undo.enter_context(torch.inference_mode(False))
-        if torch.compiler.is_compiling():
-            undo.enter_context(_not_compiling_here())
-        yield
 
 
 def _in_a_thread(call: Callable[..., Any], *args: Any) -> Any:

@@ -26,7 +26,7 @@ from dynoffload.memory.local import is_spread
 from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.store import Store
 from dynoffload.runtime.updates.failure import StepFailure
-from dynoffload.runtime.updates.torch_context import StepSettings
+from dynoffload.runtime.updates.torch_context import TorchContext
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Update:
         gradient: what it will consume.
         state: the tensors of its optimizer state at that time, None before the first step.
         regions: what it will read and write, locked until then.
-        settings: of torch at that time.
+        context: of torch at that time.
         states: the optimizer's mapping of states at that time, which takes up what is new; the user
             may have put another in its place since.
         begun: whether the optimizer's code has started on it.
@@ -81,7 +81,7 @@ class Update:
     gradient: torch.Tensor
     state: dict[str, Any] | None
     regions: list[int]
-    settings: StepSettings
+    context: TorchContext
     states: MutableMapping[torch.Tensor, Any]
     begun: bool = False
 
