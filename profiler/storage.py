@@ -305,6 +305,7 @@ def _operators(
         for name in ("phase", "call", "idiom", "reads", "writes", "used")
     )
     _require(seconds.shape == phase.shape and seconds.dtype.kind == "f", "it has no times")
+    seconds = seconds.astype(np.float64)
     inside = bool(((seconds >= 0) & (seconds < _LONGEST_S)).all())
     _require(inside, "a time is not a time")
     width = len(Idioms._fields)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -317,6 +318,15 @@ LYING_PARTS: list[Change] = [
 @pytest.mark.parametrize("change", [*LIES.values(), *LYING_PARTS])
 def test_a_trace_that_lies_is_refused(change: Change, path: Path) -> None:
     with pytest.raises(TraceError, match=r"step-000000\.trace.*record it again"):
+        load_trace(_rewrite(path, change, TRACE))
+
+
+def test_times_in_half_precision_are_read_without_a_warning(path: Path) -> None:
+    def change(_: dict[str, Any], arrays: dict[str, Any]) -> None:
+        arrays["operators.seconds"] = arrays["operators.seconds"].astype(np.float16)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         load_trace(_rewrite(path, change, TRACE))
 
 
