@@ -214,7 +214,7 @@ def measure(
         spec: what plain training runs.
         ways: by name.
         turns: how many steps, in which order.
-        on_step: is told who made a step.
+        on_step: called with who made a step.
         describe: all make one step before the others, and plain training describes it.
 
     Returns:

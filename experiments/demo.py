@@ -55,7 +55,7 @@ WAYS: dict[str, tuple[str | None, str]] = {
     "repeat-last": ("repeat", "under the budget, with prefetch by the order of the step before"),
     "pilot": ("pilot", "under the budget, with prefetch by the pilot"),
 }
-"""Name of a training -> the policy of its block, and how it is told."""
+"""Name of a training -> the policy of its block, and its words in the report."""
 
 
 class Demo(Experiment[Params]):

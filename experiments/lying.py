@@ -1,4 +1,4 @@
-"""A pilot that says what it is told to say: what a pilot says costs time at most."""
+"""A pilot that predicts what it was given: a wrong prediction costs time at most."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def resumes(directory: Path, given: Any) -> dict[str, Any]:
 
 
 def faults(directory: Path, budget: str) -> dict[str, Any]:
-    """Save and load where one rank cannot; return what each is told, and how soon."""
+    """Save and load where one rank cannot; return the error of each, and how soon it came."""
     case = Case(network="dense", width=96)
     model = sharded(case)
     optimizer = optimizer_of("AdamW", model)

@@ -1,7 +1,7 @@
 """Hazard: gradients that users read, write, replace and keep between backward and the next one.
 
 The graph: linear layers, whose gradients are accumulated over micro-batches, clipped by norm and by
-value, zeroed in place or set to None, put in by hand, or kept in a buffer of the user's own. Each
+value, zeroed in place or set to None, put in by hand, or kept in a buffer that the user made. Each
 voids what was drafted in backward, and each must come after the update that still waits for the old
 gradient.
 """

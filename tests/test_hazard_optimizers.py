@@ -4,7 +4,7 @@ The graph: a few linear layers, with every optimizer of `torch.optim` in each of
 (for-loop, foreach, fused, capturable, differentiable, amsgrad, maximize, centered, nesterov, and
 rates that are tensors), over an odd-sized and a small parameter too, and for Muon, which takes
 matrices only, wide and tall ones without biases; transformers' Adafactor, whose state is factored;
-optimizers of the user's own; those that are refused; and state that is reset, put away and copied.
+the user's own optimizers; those that are refused; and state that is reset, put away and copied.
 """
 
 from __future__ import annotations

@@ -265,7 +265,7 @@ def test_what_is_no_model_of_transformers_is_refused() -> None:
 
 @pytest.mark.parametrize("noted", [False, True], ids=["not called", "torch's materialize"])
 def test_a_stock_model_without_an_initialiser_is_told_the_call_that_gives_one(noted: bool) -> None:
-    """`reset_parameters()` is no way for a stock model, nor is a function of the user's own."""
+    """`reset_parameters()` is no way for a stock model, nor is a user's function."""
     model = on_meta(ARCHITECTURES["mixtral"])
     if noted:
         dynoffload.materialize(model)

@@ -308,6 +308,28 @@ def behind(backend: str, after: int = 3) -> Iterator[tuple[Twin, Any, list[Any]]
         yield twin, session, expected
 
 
+def test_state_that_was_made_and_not_written_is_undone() -> None:
+    """The optimizer raises between making its state and the first write."""
+    model = Mlp(depth=2)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+
+    def broken(optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            optimizer._init_group(group, *([] for _ in range(6)))
+        raise Broken
+
+    config = {**SMALL_PAGES, "backend": "mapped", "rollback": True}
+    with dynoffload.offload(
+        model, optimizer, budget=footprint_of(model), pilot=None, config=config
+    ) as session:
+        before = state_of(model, optimizer)
+        loss_of(model, 0).backward()
+        session._paging.updates.runner.step = broken  # type: ignore[union-attr]
+        with pytest.raises(Broken):
+            optimizer.step()
+        assert_same(state_of(model, optimizer), before, "undone")
+
+
 def go_on(twin: Twin, expected: list[Any], start: int) -> None:
     """Train to the end from a state that must be that of ``start`` steps."""
     twin.optimizer.zero_grad()
@@ -326,7 +348,7 @@ USES: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
 @guarded
 @pytest.mark.parametrize("use", USES)
 def test_an_update_made_behind_somebodys_back(backend: str, use: str) -> None:
-    """Whoever looks at a weight sees the old value; whoever goes on is told."""
+    """A read of a weight gives the old value; training on raises an error."""
     with behind(backend) as (twin, _, expected):
         with pytest.raises(StepLostError, match="lost and undone"):
             USES[use](twin.model, twin.optimizer)

@@ -1,4 +1,4 @@
-"""Hooks of the user's around a step see what they see plainly, whenever they were registered."""
+"""User hooks around a step see what they see plainly, whenever they were registered."""
 
 from __future__ import annotations
 

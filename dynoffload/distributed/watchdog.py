@@ -9,7 +9,7 @@ group's own timeout is over, raises in the thread that waits in it, and the bloc
 that. Some waits cannot be ended from outside: where one lasts longer than the timeout and a moment
 more, and another rank has done nothing for as long, a warning says what is known. With
 ``rank_timeout`` the process then ends itself; without it nobody has said that it should, and a
-group of the user's own may allow hours. Its spill file has no name, and is gone with it.
+group that the user made may allow hours. Its spill file has no name, and is gone with it.
 
 [Note: the group's timeout]  ``rank_timeout`` is set as the timeout of the process groups for the
 time of the block, so that it is the group that ends a wait.

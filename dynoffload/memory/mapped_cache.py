@@ -215,7 +215,7 @@ class MappedCache(RegionAllocator):
         self._enter(h)
 
     def _evict(self, h: CachedRegion, cause: Cause) -> None:
-        """Write a region back and drop its pages; what cannot be written stays, and is told."""
+        """Write a region back and drop its pages; what cannot be written stays, and is reported."""
         start = time.perf_counter()
         try:
             dirty = min(h.nbytes, self._mapping.modified(h.offset, h.length))

@@ -1,4 +1,4 @@
-"""The guard: a thread that makes a deferred update when somebody else touches its tensors."""
+"""The guard: a thread that makes a deferred update when another thread touches its tensors."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Paging(Mode):
         target: where operators run.
         homes: moves what is not paged there.
         forecast: what will probably run; it watches while paging is at work.
-        recording: is told of phases, steps and memory.
+        recording: notes phases, steps and memory.
         on_step: called with the numbers of each optimizer step.
         replicated: gradients are changed as backward ends; see `dynoffload.distributed.replicas`.
     """

@@ -42,7 +42,7 @@ class Stepping:
         sizing: how the budget is divided.
         loss: of a step; raises where one was lost.
         forecast: what will probably run.
-        recording: is told of phases, steps and memory.
+        recording: notes phases, steps and memory.
         enough: returns a budget that has room for one more region.
         on_step: called with the numbers of each optimizer step.
 

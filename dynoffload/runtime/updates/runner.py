@@ -139,7 +139,7 @@ class UpdateRunner:
         Args:
             update: the update.
             storages: as for `_apply`.
-            changed: what it changes of the user's, for the undo log.
+            changed: the user's tensors that it changes, for the undo log.
 
         Returns:
             The state that the stand-in was given, and what the optimizer left there.

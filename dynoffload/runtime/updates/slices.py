@@ -46,7 +46,7 @@ class Step:
         group: the hyperparameters at the time of ``step()``, without parameters.
         small: the state that is not of the parameter's form, as it was; None before the first step.
         zero: the gradient is zero.
-        context: of torch at that time.
+        context: the settings of torch at that time.
     """
 
     group: Group

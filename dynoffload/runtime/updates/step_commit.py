@@ -237,7 +237,8 @@ class StepCommit:
             changed = (
                 before.get(key, (at, 0)) != (at, version) for key, (at, version) in after.items()
             )
-            self._begun = self._begun or any(changed)
+            undoes = log is not None and before != after  # also state that was only made
+            self._begun = self._begun or any(changed) or undoes
             raise
 
     def _versions(

@@ -70,7 +70,7 @@ class Update:
         gradient: what it will consume.
         state: the tensors of its optimizer state at that time, None before the first step.
         regions: what it will read and write, locked until then.
-        context: of torch at that time.
+        context: the settings of torch at that time.
         states: the optimizer's mapping of states at that time, which takes up what is new; the user
             may have put another in its place since.
         begun: whether the optimizer's code has started on it.
