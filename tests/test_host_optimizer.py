@@ -36,6 +36,29 @@ def test_steps_are_those_of_the_reference(kind: str) -> None:
     pair.assert_same()
 
 
+def test_masters_are_float32_whatever_the_default_dtype() -> None:
+    """As where a script builds a model in half precision by the default dtype."""
+    pair = Pair()
+    for model in (pair.model, pair.reference):
+        half = model is pair.model
+        torch.set_default_dtype(torch.bfloat16 if half else torch.float32)
+        try:
+            cls, values = KINDS["adamw"]
+            optimizer: Any = pair.theirs
+            if half:
+                pair.ours.close()
+                optimizer = pair.ours = HostOptimizer(
+                    model.parameters(), cls, threads=1, tile_bytes=4096, **values
+                )
+            for sample in words(5):
+                model(sample).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        finally:
+            torch.set_default_dtype(torch.float32)
+    pair.assert_same()
+
+
 @pytest.mark.parametrize("how", ["plain", "delayed", "in a file", "accumulated and clipped"])
 def test_queues_that_are_late(how: str, tmp_path: Path) -> None:
     """Nothing is read too early or written too late, whatever copies take."""

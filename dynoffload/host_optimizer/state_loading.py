@@ -84,7 +84,7 @@ def saved_entries(
     """Return what a state that `check_state` has passed says of each parameter, complete."""
     entries: dict[torch.Tensor, dict[str, Any]] = {}
     for state, saved in _pairs(state_dict, groups, states):
-        zero = torch.zeros(())
+        zero = torch.zeros((), dtype=torch.float32, device="cpu")
         entries[state.parameter] = {
             **dict.fromkeys(state.keys, zero.expand(state.parameter.shape)),
             MASTER: state.parameter.detach(),

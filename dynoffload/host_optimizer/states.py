@@ -45,7 +45,9 @@ class ParameterState:
     name: str
     parameter: nn.Parameter
     moments: tuple[str, ...]
-    step: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    step: torch.Tensor = field(
+        default_factory=lambda: torch.zeros((), dtype=torch.float32, device="cpu")
+    )
     lags: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.bool))
     version: int = 0
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -120,7 +122,10 @@ def allocate(states: Sequence[ParameterState]) -> None:
     """
     try:
         for state in states:
-            state.tensors = {key: torch.zeros(state.numel) for key in state.keys}
+            state.tensors = {
+                key: torch.zeros(state.numel, dtype=torch.float32, device="cpu")
+                for key in state.keys
+            }
     except (MemoryError, RuntimeError) as error:
         raise BudgetError(
             f"the host has no {format_bytes(sum(state.nbytes for state in states))} for the "

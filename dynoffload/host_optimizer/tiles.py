@@ -105,7 +105,8 @@ def tiles_of(states: Iterable[ParameterState], tile_bytes: int) -> list[Tile]:
     run: list[Piece] = []
     taken = 0
     for state in states:
-        room = padded(state.numel * ELEMENT_BYTES) // ELEMENT_BYTES
+        in_file = state.file is not None
+        room = padded(state.numel * ELEMENT_BYTES) // ELEMENT_BYTES if in_file else state.numel
         if run and taken + room > most:
             found.append(Tile(tuple(run)))
             run, taken = [], 0

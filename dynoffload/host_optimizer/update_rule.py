@@ -110,7 +110,9 @@ class UpdateRule:
             if not starts:
                 state[stand_in] = dict(one.moments)
             if self.kind is not SGD:
-                state[stand_in]["step"] = torch.full((), one.step)
+                state[stand_in]["step"] = torch.full(
+                    (), one.step, dtype=torch.float32, device="cpu"
+                )
         shadow = object.__new__(self.kind)
         shadow.__dict__.update(
             self._template.__dict__,

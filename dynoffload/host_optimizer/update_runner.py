@@ -112,7 +112,7 @@ class UpdateRunner:
         self._rule, self._workers, self._storage = rule, workers, storage
         self._undelayed, self._steps = undelayed, 0
         self.lost: BaseException | None = None
-        self._scratch = torch.empty(0)
+        self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
         self._under_way: tuple[StepUpdate, Future[None]] | None = None
 
     def run(self, update: StepUpdate) -> None:
@@ -225,7 +225,7 @@ class UpdateRunner:
     ) -> None:
         needed = sum(end - begin for _, begin, end in tile.pieces)
         if len(self._scratch) < needed:
-            self._scratch = torch.empty(needed)
+            self._scratch = torch.empty(needed, dtype=torch.float32, device="cpu")
         slices: list[Slice] = []
         results: list[tuple[torch.Tensor, torch.Tensor]] = []
         taken = 0
