@@ -94,11 +94,15 @@ class OffloadCallback(EventBlock, TrainerCallback):  # type: ignore[misc]
 
     call = "OffloadCallback(budget='8GiB')"
 
-    def __init__(self, budget: int | str | None = None, **options: Any) -> None:
-        super().__init__(budget, **options)
-        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()  # Trainers; see [Note: leaving]
-        self._resumes = False
-        self._readable = ReadableState()
+    _resumes = False
+
+    @functools.cached_property
+    def _watched(self) -> weakref.WeakSet[Any]:  # Trainers; see [Note: leaving]
+        return weakref.WeakSet()
+
+    @functools.cached_property
+    def _readable(self) -> ReadableState:
+        return ReadableState()
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """See to it that the block is left whenever the Trainer's ``train()`` ends, and that the
