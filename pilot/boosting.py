@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from dynoffload.pilot.association import ORDERS, Association, learn_association
-from dynoffload.pilot.codes import load_books, stored_books
 from dynoffload.pilot.features import Floats, Scaler, learn_scaler
 from dynoffload.pilot.sources import source_folds
 from dynoffload.pilot.trees import Masks, Trees
@@ -118,7 +117,7 @@ class BoostedTables:
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return what is stored: tables as float16, trees as they are."""
         return {
-            **stored_books(self.association.books),
+            **{f"book{i}": book for i, book in enumerate(self.association.books)},
             **self.trees.arrays(),
             "table": self.association.table.astype(np.float16),
             "prior": self.prior,
@@ -143,13 +142,15 @@ class BoostedTables:
         count = int(document["books"])
         if not 0 <= count <= ORDERS:
             raise ValueError("the wrong number of code books")
-        books = load_books(arrays, count)
+        books = tuple(checked_integers("book", arrays[f"book{i}"]) for i in range(count))
+        if not all(book.ndim == 1 and (book[1:] > book[:-1]).all() for book in books):
+            raise ValueError("a code book that is not ascending")
         table = checked_weights("table", arrays["table"])
         prior = checked_weights("prior", arrays["prior"])
         described = checked_weights("described", arrays["described"])
         sites = checked_integers("sites", arrays["sites"])
         scaler = Scaler.from_json(document["scaler"])
-        rows = 1 + sum(len(book) - 1 for book in books)
+        rows = 1 + sum(map(len, books))
         if table.shape != (rows, blocks) or prior.shape != (blocks,) or sites.shape != (blocks,):
             raise ValueError("tables of the wrong shape")
         if described.ndim != 2 or len(described) != blocks:
