@@ -90,10 +90,6 @@ class LoopModel:
             return self.how.apply(columns_of(sample.elements))
         return list(self.how)
 
-    def rest(self, sample: InputFeatures, ran: Sequence[int]) -> list[int]:
-        """Return the blocks still to come in this loop once its first ones ran, in order."""
-        return self.predict(sample)[len(ran) :]
-
     def to_json(self) -> dict[str, Any]:
         """Return the model as plain JSON data."""
         if not isinstance(self.how, Rule):
