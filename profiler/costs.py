@@ -24,16 +24,57 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dynoffload.errors import ConfigError, TraceError
-from dynoffload.profiler.trace import Phase, Trace
-from dynoffload.profiler.work import Kind, Work, work_of
+from dynoffload.profiler.trace import Operator, Phase, Trace
 from dynoffload.units import parse_bytes
 
 FORMAT = "dynoffload.costs"
 VERSION = 1
+
+
+class Kind(str, Enum):
+    """What bounds an operator."""
+
+    CALL = "call"
+    """It touches no data, as a view: the call itself."""
+    MEMORY = "memory"
+    """The bytes that it reads and writes."""
+    PRODUCT = "product"
+    """Its arithmetic, or the bytes: matrix products, convolutions, attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one executed operator does, wherever it runs.
+
+    Attributes:
+        name: as `Operator.name`.
+        dtype: as `Operator.dtype`.
+        flops: floating-point operations; None where they are not known.
+        nbytes: bytes that it reads and writes.
+    """
+
+    name: str
+    dtype: str
+    flops: int | None
+    nbytes: int
+
+    @property
+    def kind(self) -> Kind:
+        """What bounds it; FLOPs that are not known count as some."""
+        if self.flops != 0:
+            return Kind.PRODUCT
+        return Kind.MEMORY if self.nbytes else Kind.CALL
+
+
+def work_of(operator: Operator) -> Work:
+    """Return what ``operator`` did."""
+    nbytes = operator.bytes_read + operator.bytes_written
+    return Work(operator.name, operator.dtype, operator.flops, nbytes)
 
 
 class Factors(NamedTuple):
