@@ -255,19 +255,9 @@ def _learn_blend(
     hints: Floats,
     count: int,
 ) -> Floats:
-    """Fit the logistic regressions, without hints and with them, each drawn to one over all
-    sites.
-
-    Args:
-        start: what is blended before a step, ``[steps, blocks, COLUMNS]``.
-        rows: what is blended as each site begins, of the steps followed.
-        followed: the numbers of these.
-        taught: which of these teach.
-        ran: what all steps ran, ``[steps, blocks]``.
-        sites: the number of each block's site.
-        hints: as they were given, ``[steps, blocks, 2]``.
-        count: of sites.
-    """
+    """Fit the logistic regressions, without hints and with them, each drawn to one over all sites:
+    to what is blended before each of the steps ``followed`` that is ``taught``, and as each of its
+    sites begins."""
     steps = followed[taught]
     truth = ran[steps]
 
