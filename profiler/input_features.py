@@ -196,13 +196,11 @@ class _Walk:
         self.values[f"{name}.itemsize"] = float(tensor.element_size())
         if tensor.layout is not torch.strided or tensor.is_meta:
             return
-        if tensor.dtype is torch.bool:
+        integers = tensor.dtype in _INTEGERS
+        if tensor.dtype is torch.bool or (integers and self._seen_codes and count):
             if count <= _SUMMED:
                 self.values[f"{name}.sum"] = float(tensor.detach().sum())
-        elif tensor.dtype in _INTEGERS and self._seen_codes:
-            if 0 < count <= _SUMMED:
-                self.values[f"{name}.sum"] = float(tensor.detach().sum())
-        elif tensor.dtype in _INTEGERS:
+        elif integers and not self._seen_codes:
             self._seen_codes = True
             codes = tensor.detach().reshape(-1)[:MAX_ELEMENTS]
             # The copy keeps the sample apart from a tensor that the loop may overwrite.
