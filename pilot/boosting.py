@@ -13,7 +13,8 @@ predicts. Source: Ke et al., "LightGBM", NeurIPS 2017; Wolpert, "Stacked general
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -89,13 +90,13 @@ class BoostedTables:
     sites: npt.NDArray[np.int64]
     scaler: Scaler
     trees: Trees
-    _by_block: Masks = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        """Look up the columns that no sample changes, once."""
+    @cached_property
+    def _by_block(self) -> Masks:
+        """The leaves that the columns that no sample changes leave possible."""
         masks = self.trees.every_leaf(len(self.prior))
         self._narrow(masks, {PRIOR: self.prior, **dict(enumerate(self.described.T, EVIDENCE))})
-        object.__setattr__(self, "_by_block", masks)
+        return masks
 
     def probabilities(self, sample: InputFeatures) -> Floats:
         """Return P(the block runs) for each optional block, ``[blocks]``."""

@@ -124,7 +124,8 @@ def _by_rules(name: str, func: torch._ops.OpOverload) -> tuple[str, Row]:
     variant = _DIMENSIONS.sub("2d", _LIBRARY.sub("", name))
     if variant in ROWS:
         return f"variant:{variant}", ROWS[variant]
-    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+    full = func.name()  # type: ignore[no-untyped-call]
+    if torch._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd"):
         return "composite", NOTHING
     return "unknown", NOTHING
 

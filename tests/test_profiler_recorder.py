@@ -43,16 +43,12 @@ def _tokens(first: int) -> torch.Tensor:
     return torch.tensor([first, 3, 5])
 
 
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
-    losses = []
-    for step in range(steps):
-        loss = model(_tokens(step))
-        loss.backward()
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool = False) -> None:
+    for step in range(3):
+        model(_tokens(step)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        optimizer.zero_grad(set_to_none=not keep)
 
 
 @contextmanager
@@ -65,10 +61,10 @@ def recording(
         yield made
 
 
-def _record(model: nn.Module, **options: Any) -> list[Trace]:
+def _record(model: nn.Module, *, keep: bool = False, **options: Any) -> list[Trace]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with recording(model, optimizer, **options) as traces:
-        _train(model, optimizer)
+        _train(model, optimizer, keep)
     return traces
 
 
@@ -216,13 +212,13 @@ def test_tied_weights_are_one_region() -> None:
     assert "embedding.weight" in _names(trace, product.reads)
 
 
-def test_state_is_named_in_the_step_that_makes_it() -> None:
-    first, _, later = _record(Branching())
+def test_state_is_named_in_the_step_that_makes_it_and_gradients_that_stay_later() -> None:
+    first, _, later = _record(Branching(), keep=True)
     (momentum,) = [r for r in first.regions if r.name == "blocks.0.bias:momentum_buffer"]
     assert momentum.kind == "state"
     assert momentum.born >= 0
-    (momentum,) = [r for r in later.regions if r.name == "blocks.0.bias:momentum_buffer"]
-    assert momentum.born == -1
+    for name in ("blocks.0.bias:momentum_buffer", "blocks.0.weight:grad"):
+        assert [region.born for region in later.regions if region.name == name] == [-1]
 
 
 def test_bytes_of_a_product() -> None:
@@ -407,19 +403,6 @@ def test_a_recorder_is_used_once_at_a_time() -> None:
     recorder = Recorder(Branching(), on_step=lambda trace: None)
     with recorder, pytest.raises(TraceError, match="already in use"), recorder:
         pass
-
-
-def test_gradients_kept_between_steps_are_known() -> None:
-    model = Branching()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with recording(model, optimizer) as traces:
-        for _ in range(2):
-            model(_tokens(0)).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-    (gradient,) = [r for r in traces[1].regions if r.name == "blocks.0.weight:grad"]
-    assert gradient.kind == "gradient"
-    assert gradient.born == -1
 
 
 @pytest.fixture(autouse=True)
