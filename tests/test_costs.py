@@ -88,14 +88,6 @@ def test_what_the_model_does_not_know_is_an_error(traces: list[Trace]) -> None:
         model.time(old)
 
 
-def test_a_step_takes_what_its_operators_take(traces: list[Trace]) -> None:
-    model = CostModel.of(SHEET, "sheet")
-    for trace in traces:
-        timing = model.time(trace)
-        assert timing.seconds == pytest.approx(sum(timing.operators))
-        assert all(timing.phases[phase] > 0 for phase in Phase)
-
-
 # Files --------------------------------------------------------------------------------------------
 
 _positive = st.floats(1e-12, 1e18)
