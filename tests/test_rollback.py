@@ -118,7 +118,7 @@ def strike(
         config["backend"] = backend
     budget, _ = least_budget(twin.model, twin.optimizer, footprint_of(twin.model) // 2, config)
     model, optimizer = twin.model, twin.optimizer
-    raised: list[tuple[str, BaseException]] = []
+    raised: list[str] = []
     with below, twin.paged(budget, device=device, config=config) as session:
         train(model, optimizer, 0, struck, loss_of)
         with broken(session, at):
@@ -132,22 +132,18 @@ def strike(
                     part = "step"
                     optimizer.step()
                     number += 1
-                except (StepLostError, Broken) as error:
-                    raised.append((part, error))
-                    number -= isinstance(error, StepLostError)  # an update that was put off
+                except StepLostError as error:  # of an update that was put off
+                    number -= 1
+                    told = type(error.__cause__) is Broken and "lost and undone" in str(error)
+                    raised.append(f"{part}, late" if told else str(error))
+                except Broken as error:
+                    raised.append(part if "which is undone" in error.__notes__[0] else str(error))
                 optimizer.zero_grad()
                 if raised:
                     assert_same(state_of(model, optimizer), expected[number], f"{raised}, {at}")
     assert_same(state_of(model, optimizer), expected[STEPS], f"at the end, call {at}")
-    if not raised:
-        return None
-    ((part, error),) = raised
-    if isinstance(error, Broken):
-        assert "which is undone" in error.__notes__[0]
-        return part
-    assert "lost and undone" in str(error)
-    assert isinstance(error.__cause__, Broken)
-    return f"{part}, late"
+    assert len(raised) <= 1
+    return raised[0] if raised else None
 
 
 def strike_everywhere(network: str, optimizer: str, struck: int, backend: str) -> set[str]:
