@@ -27,14 +27,13 @@ from dynoffload.memory.device import Device
 from dynoffload.memory.limits import resident_bytes
 from dynoffload.runtime.adoption.held import has_its_own
 from dynoffload.runtime.adoption.relocation import Homes
-from dynoffload.runtime.counting import ordinary_bytes
+from dynoffload.runtime.counting import largest_outside, ordinary_bytes
 from dynoffload.runtime.forked import refusal
 from dynoffload.runtime.frames import clear_frames
 from dynoffload.runtime.interrupts import interruptible, uninterrupted
 from dynoffload.runtime.meta_init import MetaInit
 from dynoffload.runtime.migration.forecast import Forecast, Predictor
 from dynoffload.runtime.modes import Mode
-from dynoffload.runtime.overrun import largest_outside
 from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.passes.calls import Calls
 from dynoffload.runtime.passes.hooks import Hook
