@@ -37,6 +37,7 @@ from dynoffload.runtime.counting import images_bytes
 from dynoffload.runtime.host import within
 from dynoffload.runtime.meta_init import Init, check_parts, place_of, remember
 from dynoffload.runtime.migration.forecast import Predictor
+from dynoffload.runtime.opening import Setup
 from dynoffload.runtime.profiled import profiled
 from dynoffload.runtime.session import Session
 from dynoffload.runtime.sizing import sizing_of
@@ -182,15 +183,14 @@ def _plan(
     if options.rollback and optimizer is not None and can_split(optimizer):
         images = images_bytes(model, optimizer)
         check_room(directory, {"training": sizing.spill_bytes, "rollback": images})
-    parts = (model, optimizer, sizing, options, directory, target, predictor, reason, replicas)
-    block = _paged(*parts)
-    return Planned(block, functools.partial(_report, given))
+    setup = Setup(model, optimizer, sizing, options, directory, target, predictor, reason, replicas)
+    return Planned(_paged(setup), functools.partial(_report, given))
 
 
 @contextlib.contextmanager
-def _paged(model: nn.Module, *arguments: Any) -> Iterator[Session]:
+def _paged(setup: Setup) -> Iterator[Session]:
     with suspended():
-        session = managers[id(model)] = BudgetedSession(model, *arguments)
+        session = managers[id(setup.model)] = BudgetedSession(setup)
         beside = None
         left_by: BaseException | None = None
         try:
@@ -203,7 +203,7 @@ def _paged(model: nn.Module, *arguments: Any) -> Iterator[Session]:
                 raise told from error
             raise
         finally:
-            managers.pop(id(model), None)
+            managers.pop(id(setup.model), None)
             try:
                 if beside is not None and os.getpid() == session._pid:
                     beside.end(left_by)
