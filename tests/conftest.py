@@ -1,9 +1,7 @@
 """Which dynoffload the tests meet: the installed one, or this checkout where none is installed.
 
-What it is: the paths, put right before the first test is imported, the rule that a test marked
-``alone`` never runs beside another, which cases are left to ``make slow``, what the garbage
-collector need not look at, and what no test may leave behind. What it is not: a home for fixtures;
-each test file makes what it needs.
+A test marked ``alone`` never runs beside another; ``long.txt`` names what is left to ``make slow``;
+and no test may leave a dispatch mode behind.
 
 The repository's top level holds a folder named ``datasets``. With the root on ``sys.path``,
 transformers would take it for Hugging Face's package, so the root leaves the path, here and in

@@ -303,25 +303,6 @@ class Trained:
             Loop(steps=4).run(self.model, self.optimizer, hits, chosen_loss)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_block_whose_hooks_fail_is_undone(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error as the model is paged is what the user sees."""
-    trained = Trained(backend)
-    before = descriptors()
-
-    def fails(*_: Any) -> None:
-        raise MemoryError("no room for hooks")
-
-    monkeypatch.setattr(torch.Tensor, "register_post_accumulate_grad_hook", fails)
-    with pytest.raises(MemoryError, match="no room for hooks"):
-        trained.run()
-    assert descriptors() == before
-    assert_ordinary(trained.model, trained.optimizer)
-    assert not any(module._state_dict_pre_hooks for module in trained.model.modules())
-    monkeypatch.undo()
-    trained.run()
-
-
 def test_an_interrupt_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that comes while the runtime has views of what is paged, and is caught outside."""
     trained = Trained(policy="repeat", draft_share=1.0)

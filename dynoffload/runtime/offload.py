@@ -270,28 +270,26 @@ def _predictor(pilot: Predictor | str | Path | None) -> Predictor | str | None:
 
 
 def _say_overruled(given: Defaults, call: Mapping[str, Any]) -> None:
-    """Say which options of the command line the script's own call leaves without effect.
-
-    Args:
-        given: the command line's.
-        call: the script's, by the same names.
-    """
+    """Say which options of the command line, ``given``, the script's ``call`` leaves without
+    effect."""
     for name, value in call.items():
         option = getattr(given, name)
         if option is None or value == ("auto" if name in ("pilot", "policy") else None):
             continue
-        ours, theirs = str(option), f"{value if value is None else str(value)!r:.80}"
         if name in ("budget", "host_budget"):
             value = parse_bytes(value, name)
-            ours, theirs = format_bytes(option), format_bytes(value)
+            theirs, ours = format_bytes(value), format_bytes(option)
             same = value == option
-        elif name == "device":
-            same = _same_device(value, option)
         else:
-            same = os.path.normpath(str(value)) == os.path.normpath(ours)
+            theirs, ours = repr(value if value is None else str(value)), str(option)
+            same = (
+                _same_device(value, ours)
+                if name == "device"
+                else os.path.normpath(str(value)) == os.path.normpath(ours)
+            )
         if not same:
             logger.warning(
-                "the script's own offload(%s=%s) counts, and --%s %s does not",
+                "the script's own offload(%s=%.80s) counts, and --%s %s does not",
                 name,
                 theirs,
                 name.replace("_", "-"),

@@ -30,14 +30,13 @@ class Step:
     Attributes:
         hints: what the network hinted, for pilots to learn from.
         foreseen: how many blocks were expected as the one before them ran.
-        revisions: how often the rest was predicted anew.
     """
 
     def __init__(
         self, following: StepTracker | None, expected: Sequence[int], chosen: Sequence[int] = ()
     ) -> None:
         self.hints: list[BlockHint] = []
-        self.foreseen = self.revisions = 0
+        self.foreseen = 0
         self._following = following
         self._expected, self._at = list(expected), 0
         self._chosen, self._planned = list(chosen), 0  # the blocks that had begun as it was chosen
@@ -80,7 +79,6 @@ class Step:
         self._departed = False
         rest, chances = following.expect()
         self._expected, self._at = rest, 0
-        self.revisions += 1
         self.account(begun)
         return rest, chances
 
