@@ -30,9 +30,6 @@ class States:
     """How many bytes an optimizer keeps for each parameter, or will keep from its first step on.
 
     It reads no content. Made anew whenever it is asked for, as groups and their options change.
-
-    Args:
-        optimizer: the user's, or None.
     """
 
     def __init__(self, optimizer: Optimizer | None) -> None:
@@ -152,11 +149,6 @@ def ordinary_bytes(
     Counted are parameters, gradients, optimizer state and buffers: each storage once and whole,
     none on the meta device. It reads no content, so it waits for nothing and makes no update that
     was put off. One to two microseconds a tensor: for once in a step.
-
-    Args:
-        model: the root.
-        optimizer: its optimizer, or None.
-        device: whose memory is not counted; None counts all.
     """
     found: dict[int, int] = {}
     for whole in tensors_of(model, optimizer):
@@ -174,10 +166,6 @@ def whole_bytes(model: nn.Module, optimizer: Optimizer | None) -> int:
 
     Counted is what there is (see `ordinary_bytes`) and, for each parameter that is trained, the
     gradient and the optimizer state that it lacks by now. Some ten microseconds a parameter.
-
-    Args:
-        model: the root.
-        optimizer: its optimizer, or None.
     """
     states = States(optimizer)
     total = ordinary_bytes(model, optimizer)

@@ -53,15 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 class Paging(Stepping):
-    """A model under a budget; see `Mode`.
-
-    Args:
-        setup: what the block was asked for.
-        homes: moves what is not paged where operators run.
-        forecast: what will probably run.
-        recording: notes phases, steps and memory.
-        on_step: called with the numbers of each optimizer step.
-    """
+    """A model under a budget; see `Mode`. ``on_step`` is called with each step's numbers."""
 
     def __init__(
         self,

@@ -36,11 +36,6 @@ _GROWTH = 1.1  # a sample so much larger than those measured is paged again
 class Fit:
     """Whether all that a step takes would fit the budget, as measured while it is paged.
 
-    Args:
-        model: the root.
-        optimizer: its optimizer, or None.
-        budget: in bytes.
-
     Attributes:
         largest: the size of the largest sample so far.
         whole: bytes of a step that touches everything, without activations: the most since
@@ -83,10 +78,7 @@ class Fit:
 class Resident(Mode):
     """Everything is in memory, and watched so that it stays within the budget; see `Mode`.
 
-    Args:
-        fit: what was measured.
-        recording: is told of each step.
-        given: returns the bytes that an accelerator's allocator has given; None: on the CPU.
+    ``given`` returns the bytes that an accelerator's allocator has given; None: on the CPU.
     """
 
     def __init__(self, fit: Fit, recording: Recording, given: Callable[[], int] | None) -> None:
@@ -143,12 +135,7 @@ class Resident(Mode):
 
 
 class Growth:
-    """Measures what the forwards of a step leave in memory, without gradients.
-
-    Args:
-        model: the root.
-        given: returns the bytes that an accelerator's allocator has given; None: on the CPU.
-    """
+    """Measures what the forwards of a step leave in memory, without gradients."""
 
     def __init__(self, model: nn.Module, given: Callable[[], int] | None) -> None:
         self._model, self._given = model, given

@@ -36,12 +36,6 @@ from dynoffload.telemetry import StepStats
 class Stepping(Mode):
     """The steps of a model that is paged; `Paging` begins and ends them.
 
-    Args:
-        setup: what the block was asked for.
-        forecast: what will probably run; it watches while paging is at work.
-        recording: notes phases, steps and memory.
-        on_step: called with the numbers of each optimizer step.
-
     Attributes:
         device: holds what is paged.
         adoption: knows what lies there.

@@ -20,12 +20,7 @@ SHARE = 0.2
 
 
 class Step:
-    """One forward pass.
-
-    Args:
-        following: observes, and predicts; None: hints are only kept.
-        expected: the order predicted before it.
-        chosen: what of that is fetched ahead.
+    """One forward pass, ``expected`` in this order, of which ``chosen`` is fetched ahead.
 
     Attributes:
         hints: what the network hinted, for pilots to learn from.
@@ -83,11 +78,7 @@ class Step:
         return rest, chances
 
     def choose(self, ran: Sequence[int]) -> list[int] | None:
-        """Return what of the rest to fetch ahead, if that is another than what was chosen before.
-
-        Args:
-            ran: the blocks that have begun.
-        """
+        """Return what to fetch ahead after the blocks that ``ran``, if it is other than before."""
         revised = self.revise()
         if revised is None:
             return None
