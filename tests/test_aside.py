@@ -207,7 +207,7 @@ def test_a_graph_that_is_alive_keeps_it_from_stepping_aside() -> None:
     x = torch.randn(64, 64)
     outer: list[Tensor] = []
     with pair.paged(LARGE, **ASIDE):
-        for model, optimizer in ((pair.model, pair.optimizer), (pair.reference, pair.its)):
+        for model, optimizer in pair.sides:
             leaf = x.clone().requires_grad_()
             late = model(leaf)
             for _ in range(6):
@@ -271,7 +271,7 @@ class Branches(nn.Module):
 
 def train(pair: Twin, taken: list[int], step: int) -> None:
     """Make one step of both, over layers of `Branches`."""
-    for model, optimizer in ((pair.model, pair.optimizer), (pair.reference, pair.its)):
+    for model, optimizer in pair.sides:
         generator = torch.Generator().manual_seed(step)
         out = model(torch.randn(4, 64, generator=generator), taken)
         if taken:

@@ -18,7 +18,7 @@ from exactness import SMALL_PAGES, Loop, Twin, compare_runs, least_budget, small
 from fused_networks import Chosen, chosen_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import Adam, AdamW, Muon, Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 import dynoffload
 from dynoffload.config import OffloadConfig
@@ -114,9 +114,10 @@ MAKES: dict[str, Make] = {
         for name in ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop")
     },
     "transformers' Adafactor": of_transformers,
+    "Muon": of_torch("Muon"),
     "the same with beta1": lambda parameters: of_transformers(parameters, beta1=0.9),
 }
-CORE = ("AdamW", "Adafactor", "momentum")
+CORE = ("AdamW", "Adafactor", "momentum", "Muon")
 DEFAULT: dict[str, Any] = {"page_bytes": None, "min_paged_bytes": None}
 """What the budget's size decides; of a budget this small they are pages of 4 KiB."""
 PAGES: dict[str, dict[str, Any]] = {
@@ -128,13 +129,14 @@ PAGES: dict[str, dict[str, Any]] = {
 each_backend = pytest.mark.parametrize(
     "backend", [pytest.param(kind, marks=[needs_pager] * (kind == "pager")) for kind in KINDS]
 )
-each_optimizer = pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(make, id=name, marks=[] if name in CORE else [pytest.mark.slow])
-        for name, make in MAKES.items()
-    ],
-)
+
+
+def each_of(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Run a test with `make` set to each of these optimizers."""
+    marks = {name: [] if name in CORE else [pytest.mark.slow] for name in MAKES}
+    return pytest.mark.parametrize(
+        "make", [pytest.param(MAKES[name], id=name, marks=marks[name]) for name in names]
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -172,29 +174,18 @@ def train_at_the_least(
 
 
 @each_backend
-@each_optimizer
+@each_of(MAKES)
 @pytest.mark.parametrize("width", [32, 64])
 def test_every_optimizer(backend: str, make: Make, width: int) -> None:
     """On default pages, where state of other sizes than the parameter's is paged too."""
     torch.manual_seed(0)
     samples = small_samples(5, words=50)
-    train_at_the_least(Mixed(width), make, mixed_loss, samples, backend=backend, **DEFAULT)
+    model = Mixed(width, vector=make is not MAKES["Muon"])  # which takes matrices alone
+    train_at_the_least(model, make, mixed_loss, samples, backend=backend, **DEFAULT)
 
 
 @each_backend
-@pytest.mark.parametrize("pages", PAGES)
-def test_muon(backend: str, pages: str) -> None:
-    """It takes matrices alone."""
-    torch.manual_seed(0)
-    samples = small_samples(4, words=50)
-    model = Mixed(48, vector=False)
-    train_at_the_least(
-        model, lambda p: Muon(p, lr=1e-2), mixed_loss, samples, backend=backend, **PAGES[pages]
-    )
-
-
-@each_backend
-@each_optimizer
+@each_of(name for name in MAKES if name != "Muon")
 def test_fused_experts(backend: str, make: Make) -> None:
     """An expert that is hit, then is not for some steps, and then is hit again: behind the update
     that has a gradient wait others of zeros, which need a region of their own."""
@@ -205,7 +196,7 @@ def test_fused_experts(backend: str, make: Make) -> None:
 
 @each_backend
 @pytest.mark.parametrize("make", [MAKES["AdamW"], MAKES["momentum"]], ids=["AdamW", "momentum"])
-@pytest.mark.parametrize("pages", ["default", "16 KiB"])
+@pytest.mark.parametrize("pages", PAGES)
 def test_odd_parameters(backend: str, make: Make, pages: str) -> None:
     """Complex, of several dtypes, and two over one storage."""
     torch.manual_seed(0)

@@ -372,7 +372,7 @@ def test_what_does_not_fit_in_memory_at_the_end(
 
     def train(steps: range) -> None:
         for step in steps:
-            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+            for model, optimizer in twin.sides:
                 torch.manual_seed(step)
                 small_loss(model, SAMPLES[step]).backward()
                 optimizer.step()

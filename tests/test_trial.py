@@ -85,7 +85,7 @@ def test_a_prediction_that_loses_goes_off_in_a_session(caplog: pytest.LogCapture
     samples = small_samples(40, seed=1)
     budget = footprint_of(twin.model) // 3
     with twin.paged(budget, config={"policy": "repeat"}) as session:
-        for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+        for model, optimizer in twin.sides:
             torch.manual_seed(0)
             small_loss(model, samples[0]).backward()
             optimizer.step()
@@ -98,7 +98,7 @@ def test_a_prediction_that_loses_goes_off_in_a_session(caplog: pytest.LogCapture
         trial.observe = lambda _: observe(step(0.5 if trial.prefetch else 0.1))  # type: ignore
         prefetched = []
         for number, sample in enumerate(samples[:30]):
-            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+            for model, optimizer in twin.sides:
                 torch.manual_seed(number)
                 small_loss(model, sample).backward()
                 optimizer.step()
