@@ -131,8 +131,6 @@ class Foreign(LyingPilot):
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no spill directory": ({"spill_dir": "nowhere"}, SpillError, "nowhere does not exist: create"),
-    "a file": ({"spill_dir": __file__}, SpillError, "test_lifecycle"),
-    "in memory": ({"spill_dir": "/dev/shm"}, SpillError, "tmpfs, which is memory itself"),
     **{
         f"a directory that is {one!r}": (
             {"spill_dir": one},
@@ -158,8 +156,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_a_wrong_argument_is_refused(untouched: Untouched, what: str) -> None:
     """By name, with the remedy; nothing of it is unpickled, and nothing was touched."""
-    if what == "in memory" and not Path("/dev/shm").is_dir():
-        pytest.skip("no /dev/shm here")
     arguments, error, told = REFUSED[what]
     with untouched.stays(), pytest.raises(error, match=told):
         untouched.offload(**arguments)
@@ -303,59 +299,6 @@ def test_a_view_that_outlives_the_block_stays_one() -> None:
     del views, view, gradients, model, optimizer, parameter
     gc.collect()
     assert Resources.now() == before
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_no_file_can_be_seen_while_it_trains(tmp_path: Path, backend: str) -> None:
-    """The spill file has no name from the moment it is open, and is nobody else's to read."""
-    model = small()
-    optimizer = adamw(model.parameters())
-    config = {**SMALL_PAGES, "backend": backend}
-    seen = []
-    with dynoffload.offload(
-        model, optimizer, budget=third(model), spill_dir=tmp_path, config=config
-    ):
-        Loop(steps=2).run(model, optimizer, SAMPLES, small_loss)
-        assert not os.listdir(tmp_path)
-        for number in os.listdir("/proc/self/fd"):
-            try:
-                target = os.readlink(f"/proc/self/fd/{number}")
-            except OSError:
-                continue
-            if target.startswith(str(tmp_path)) and target.endswith("(deleted)"):
-                seen.append(os.stat(f"/proc/self/fd/{number}").st_mode & 0o777)
-    assert seen
-    assert set(seen) == {0o600}
-    assert not os.listdir(tmp_path)
-
-
-# Other processes
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_fork_inside_the_block_can_end_as_it_likes() -> None:
-    """A child that leaves the block, or collects its garbage, does not disturb its parent."""
-    twin = Twin(small(), adamw)
-    loop = Loop(steps=4, seeded=True)
-    with twin.paged(third(twin.model)) as session:
-        loop.run(twin.model, twin.optimizer, SAMPLES, small_loss)
-        graph = small_loss(twin.model, SAMPLES[0])
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                del graph
-                gc.collect()
-                session.close()
-                status = 0
-            finally:
-                os._exit(status)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        del graph
-        loop.run(twin.model, twin.optimizer, SAMPLES, small_loss)
-    for _ in range(2):
-        loop.run(twin.reference, twin.its, SAMPLES, small_loss)
-    twin.assert_same()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
