@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import os
 from collections.abc import Callable
 from typing import Any
@@ -132,11 +133,12 @@ def told(access: Callable[[], Any]) -> bool:
 @each_paged
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_every_access_in_a_forked_child_is_told(backend: str) -> None:
-    """Also while updates wait, and shapes are told as ever."""
+    """Also while updates wait, and shapes are told as ever. A child that leaves the block, or
+    collects its garbage, does not disturb its parent."""
     side = Side(backend)
     model = Mlp()
     optimizer = AdamW(model.parameters(), lr=1e-2)
-    with side.offload(model, optimizer):
+    with side.offload(model, optimizer) as session:
         model.register_buffer("table", torch.ones(64, 64))
         for step in range(2):
             side.step(loss_of(model, step), optimizer, zero=step == 0)
@@ -152,7 +154,14 @@ def test_every_access_in_a_forked_child_is_told(backend: str) -> None:
             assert isinstance(weight, nn.Parameter)
             raise BackendError("forked from")
 
+        def leaves() -> None:
+            gc.collect()
+            session.close()  # type: ignore[union-attr]
+            raise BackendError("forked from")
+
         assert told(described)
+        assert told(leaves)
+        side.step(loss_of(model, 2), optimizer)
 
 
 @each_paged

@@ -103,7 +103,7 @@ class SimulatedPager(FastMemory):
         """Return the region that may trade contents with ``region``."""
         other = self._twins.get(region)
         if other is None:
-            other = self._twins[region] = self.allocate(self._contents[region])
+            other = self._twins[region] = self.allocate(self._contents[region], extra=True)
         return other
 
     def size(self, region: int) -> int:
