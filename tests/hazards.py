@@ -1,8 +1,8 @@
 """One training program run twice, plainly and under a budget, for the tests of hazards.
 
 A program opens its block through a `Side`, which notes what must not differ; `hazard` runs it on
-the plain side and on a paged one, and compares the notes bit for bit. `trained` is the program of
-most hazards, and `stepwise` makes a test of a function that makes one of its steps.
+the plain side and on a paged one, and compares the notes bit for bit. `compared` makes a test of a
+program, and `stepwise` one of a function that makes one step of the usual program, `trained`.
 
 The backends are those of `tests/devices.py`; ``emulated``: an accelerator made of threads, which
 finds races; and ``aside``: a budget that holds everything, where paging steps out of the way after
@@ -15,10 +15,13 @@ needs to; the whole state is compared when the block has ended.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -28,7 +31,7 @@ from emulated import DEVICE, accelerated
 from exactness import SMALL_PAGES, arena_ranges, assert_same, footprint_of, least_budget
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import AdamW, Optimizer
 
 import dynoffload
 from dynoffload.runtime.adoption.held import holders
@@ -210,31 +213,6 @@ def hazard(
     return paged
 
 
-def trains(
-    backend: str,
-    each: Callable[[Side, Any, Any, int], None],
-    network: Callable[[], nn.Module] | None = None,
-    *,
-    steps: int = 4,
-    sgd: bool = False,
-    moves: bool = True,
-    budgeted: bool = True,
-    aside: bool = True,
-    **options: Any,
-) -> Side:
-    """Run, as `hazard` does, a block in which ``each`` is called with the side, the model of
-    ``network``, its AdamW or SGD, and each step's number; ``options`` are of `Side.offload`."""
-
-    def program(side: Side) -> None:
-        model = Mlp() if network is None else network()
-        optimizer = (SGD if sgd else AdamW)(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, **options):
-            for step in range(steps):
-                each(side, model, optimizer, step)
-
-    return hazard(backend, program, moves=moves, budgeted=budgeted, aside=aside)
-
-
 def _assert_ordinary(model: nn.Module, optimizer: Optimizer | None) -> None:
     """Assert that tensors lie in memory of their own, but those of which somebody holds a view."""
     arenas = arena_ranges()
@@ -291,58 +269,123 @@ _ADAMW = partial(AdamW, lr=1e-2)
 
 
 def trained(
-    make: Callable[[], nn.Module] = Mlp,
-    each: Callable[[Side, Any, Any, int], None] | None = None,
+    make: Callable[..., nn.Module] = Mlp,
+    each: Callable[..., None] | None = None,
     *,
-    loss: Callable[[Any, int], Tensor] = loss_of,
+    loss: Callable[..., Tensor] = loss_of,
     after: Callable[[int, Any], None] = lambda step, model: None,
-    optimizer: Callable[[Any], Optimizer] = _ADAMW,
+    optimizer: Callable[..., Optimizer] = _ADAMW,
     steps: int = 4,
+    case: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Callable[[Side], None]:
     """Return the program that trains ``make()`` in one block.
 
     Args:
         make: returns the network.
-        each: makes a step; by default the usual one, of ``loss``.
-        loss: of a step.
+        each: makes a step, and takes what it names of ``side``, ``model``, ``optimizer`` and
+            ``step``; by default it is the usual one, of ``loss``.
+        loss: of a model and the number of a step.
         after: called after each step.
         optimizer: returns the one for parameters.
         steps: their number.
+        case: arguments of a parametrized test. Functions are given those that they name.
         options: of the block.
     """
 
     def program(side: Side) -> None:
-        model = make()
-        its = optimizer(model.parameters())
-        with side.offload(model, its, **options):
-            for step in range(steps):
+        model = _call(make, case)
+        its = _call(optimizer, case, model.parameters())
+        with side.offload(model, its, **{key: _of(one, case) for key, one in options.items()}):
+            for step in range(_of(steps, case)):
                 if each is None:
-                    side.step(loss(model, step), its)
+                    side.step(_call(loss, case, model, step), its)
                 else:
-                    each(side, model, its, step)
+                    there = {"side": side, "model": model, "optimizer": its, "step": step}
+                    _call(each, {**there, **case})
                 after(step, model)
 
     return program
 
 
-def stepwise(
-    backends: pytest.MarkDecorator,
-    make: Callable[[], nn.Module] = Mlp,
-    *,
-    moves: bool = True,
-    budgeted: bool = True,
-    aside: bool = True,
+def trains(
+    backend: str,
+    each: Callable[..., None],
+    network: Callable[[], nn.Module] = Mlp,
     **options: Any,
-) -> Callable[[Callable[[Side, Any, Any, int], None]], Callable[[str], None]]:
-    """Make a test of a function that makes one step; see `hazard` and `trained`."""
+) -> Side:
+    """Run, as `hazard` does, the program that makes each step by ``each``; see `trained`."""
+    return hazard(backend, trained(network, each, **options))
 
-    def decorate(each: Callable[[Side, Any, Any, int], None]) -> Callable[[str], None]:
-        def test(backend: str) -> None:
-            program = trained(make, each, **options)
-            hazard(backend, program, moves=moves, budgeted=budgeted, aside=aside)
 
-        test.__name__, test.__doc__, test.__module__ = each.__name__, each.__doc__, each.__module__
-        return backends(test)
+def _call(function: Callable[..., Any], case: Mapping[str, Any], *arguments: Any) -> Any:
+    """Call ``function`` with ``arguments``, and with those of ``case`` that it names."""
+    named = list(inspect.signature(function).parameters)[len(arguments) :]
+    return function(*arguments, **{name: case[name] for name in named if name in case})
+
+
+def _of(value: Any, case: Mapping[str, Any]) -> Any:
+    """Return ``value``, or what it says of a case."""
+    return _call(value, case) if callable(value) else value
+
+
+def compared(
+    backends: pytest.MarkDecorator, **flags: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a program, which is run on both sides by `hazard`.
+
+    Args:
+        backends: those of the paged side.
+        flags: of `hazard`, each a truth or a function of the test's parametrized arguments.
+    """
+
+    def decorate(program: Callable[..., None]) -> Callable[..., None]:
+        def run(case: dict[str, Any]) -> Callable[[Side], None]:
+            return lambda side: _call(program, {"side": side, **case})
+
+        return _test(backends, program, run, flags)
 
     return decorate
+
+
+def stepwise(
+    backends: pytest.MarkDecorator,
+    make: Callable[..., nn.Module] = Mlp,
+    *,
+    moves: Any = True,
+    budgeted: Any = True,
+    aside: Any = True,
+    **options: Any,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a function that makes one step; see `compared` and `trained`, whose options
+    may be functions of the test's parametrized arguments too."""
+    flags = {"moves": moves, "budgeted": budgeted, "aside": aside}
+
+    def decorate(each: Callable[..., None]) -> Callable[..., None]:
+        return _test(backends, each, lambda case: trained(make, each, case=case, **options), flags)
+
+    return decorate
+
+
+_GIVEN = ("side", "model", "optimizer", "step", "backend")
+
+
+def _test(
+    backends: pytest.MarkDecorator,
+    function: Callable[..., None],
+    run: Callable[[dict[str, Any]], Callable[[Side], None]],
+    flags: Mapping[str, Any],
+) -> Callable[..., None]:
+    """Return a test, named as ``function`` and with its parametrized arguments, of the program that
+    ``run`` returns for a case."""
+
+    @functools.wraps(function)
+    def test(backend: str, **case: Any) -> None:
+        case["backend"] = backend
+        hazard(backend, run(case), **{name: _of(flag, case) for name, flag in flags.items()})
+
+    named = [one for one in inspect.signature(function).parameters if one not in _GIVEN]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    arguments = [inspect.Parameter(name, kind) for name in ("backend", *named)]
+    test.__signature__ = inspect.Signature(arguments)  # type: ignore[attr-defined]
+    return backends(test)

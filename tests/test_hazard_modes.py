@@ -24,6 +24,7 @@ from hazards import (
     Mlp,
     Side,
     batch,
+    compared,
     each_backend,
     each_backend_in_time,
     each_of_the_cpu,
@@ -31,7 +32,7 @@ from hazards import (
     guarded,
     hazard,
     loss_of,
-    trains,
+    stepwise,
 )
 from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
@@ -108,29 +109,26 @@ SCOPES: dict[str, Callable[[], Any]] = {
 }
 
 
-@each_backend_in_time
+@compared(each_backend_in_time)
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("where", ["at the step", "at the look", "at both"])
-def test_a_mode_at_the_step_or_at_the_look(backend: str, scope: str, where: str) -> None:
-    def program(side: Side) -> None:
-        model = Mlp(depth=3)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                loss_of(model, step).backward()
-                if where != "at the look" and scope not in ("inference", "device"):
-                    with SCOPES[scope]():
-                        optimizer.step()
-                else:
+def test_a_mode_at_the_step_or_at_the_look(side: Side, scope: str, where: str) -> None:
+    model = Mlp(depth=3)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with side.offload(model, optimizer):
+        for step in range(4):
+            loss_of(model, step).backward()
+            if where != "at the look" and scope not in ("inference", "device"):
+                with SCOPES[scope]():
                     optimizer.step()
-                optimizer.zero_grad()
-                if where != "at the step":
-                    with SCOPES[scope]():
-                        model.layers[1].weight.detach().sum()
-                read(side, model)
-            side.see("steps", [s["step"].dtype for s in optimizer.state.values()])
-
-    hazard(backend, program)
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+            if where != "at the step":
+                with SCOPES[scope]():
+                    model.layers[1].weight.detach().sum()
+            read(side, model)
+        side.see("steps", [s["step"].dtype for s in optimizer.state.values()])
 
 
 @contextmanager
@@ -165,32 +163,28 @@ class Matrices(nn.Module):
         return self.head(x)
 
 
-@each_backend_in_time
+@compared(each_backend_in_time)
 @pytest.mark.parametrize("kind", [Adafactor, Muon])
 @pytest.mark.parametrize("scope", OF_PRODUCTS)
 @pytest.mark.parametrize("where", ["at the step", "at the look"])
 def test_a_mode_that_norms_and_products_follow(
-    backend: str, where: str, scope: str, kind: type[Optimizer]
+    side: Side, where: str, scope: str, kind: type[Optimizer]
 ) -> None:
     """Adafactor takes norms and Muon multiplies matrices, which autocast casts and oneDNN does in
     its own way. The looks are at one weight only; the others wait for the next forward."""
-
-    def program(side: Side) -> None:
-        model = Matrices()
-        optimizer = kind(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, states=1) as session:
-            for step in range(5):
-                loss_of(model, step).backward()
-                with OF_PRODUCTS[scope]() if where == "at the step" else contextlib.nullcontext():
-                    optimizer.step()
-                optimizer.zero_grad()
-                if where == "at the look":
-                    if session is not None and scope == "mkldnn":
-                        session.flush()
-                    with OF_PRODUCTS[scope]():
-                        read(side, model)
-
-    hazard(backend, program)
+    model = Matrices()
+    optimizer = kind(model.parameters(), lr=1e-2)
+    with side.offload(model, optimizer, states=1) as session:
+        for step in range(5):
+            loss_of(model, step).backward()
+            with OF_PRODUCTS[scope]() if where == "at the step" else contextlib.nullcontext():
+                optimizer.step()
+            optimizer.zero_grad()
+            if where == "at the look":
+                if session is not None and scope == "mkldnn":
+                    session.flush()
+                with OF_PRODUCTS[scope]():
+                    read(side, model)
 
 
 @guarded
@@ -298,26 +292,22 @@ class Sums(nn.Module):
         return sum((layer(x).sum() for layer in self.layers), torch.zeros(()))
 
 
-@each_backend
+@compared(each_backend)
 @pytest.mark.parametrize("where", ["at the step", "at the look", "at both"])
-def test_denormals_flushed_at_the_step_or_at_the_look(backend: str, where: str) -> None:
+def test_denormals_flushed_at_the_step_or_at_the_look(side: Side, where: str) -> None:
     """All that an update changes is a denormal number, or nothing where those are flushed."""
-
-    def program(side: Side) -> None:
-        model = Sums()
-        optimizer = SGD(model.parameters(), lr=1e-39)
-        with side.offload(model, optimizer, states=0):
-            for step in range(3):
-                model(batch(step)[0]).backward()
-                with contextlib.nullcontext() if where == "at the look" else flushing():
-                    optimizer.step()
-                optimizer.zero_grad()
-                with contextlib.nullcontext() if where == "at the step" else flushing():
-                    model(batch(50)[0])
-        changed = any(layer.weight.detach().ne(0).any() for layer in model.layers)
-        assert changed == (where == "at the look")
-
-    hazard(backend, program)
+    model = Sums()
+    optimizer = SGD(model.parameters(), lr=1e-39)
+    with side.offload(model, optimizer, states=0):
+        for step in range(3):
+            model(batch(step)[0]).backward()
+            with contextlib.nullcontext() if where == "at the look" else flushing():
+                optimizer.step()
+            optimizer.zero_grad()
+            with contextlib.nullcontext() if where == "at the step" else flushing():
+                model(batch(50)[0])
+    changed = any(layer.weight.detach().ne(0).any() for layer in model.layers)
+    assert changed == (where == "at the look")
 
 
 class Counting(TorchDispatchMode):
@@ -359,22 +349,18 @@ def test_a_mode_that_watches_the_step_sees_its_updates(backend: str) -> None:
             assert sum("addcdiv_" in call for call in counting.calls) == len([*model.parameters()])
 
 
-@each_backend
-def test_a_mode_that_changes_operators(backend: str) -> None:
+@stepwise(each_backend, lambda: Mlp(depth=3))
+def test_a_mode_that_changes_operators(side: Side, model: Any, optimizer: Any, step: int) -> None:
     """First at the step, then around forward."""
-
-    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
-        loss_of(model, step).backward()
-        if step == 1:
-            with Doubling():
-                optimizer.step()
-        else:
-            optimizer.step()
-        optimizer.zero_grad()
+    loss_of(model, step).backward()
+    if step == 1:
         with Doubling():
-            side.see("score", loss_of(model, 50).detach())
-
-    trains(backend, each, lambda: Mlp(depth=3))
+            optimizer.step()
+    else:
+        optimizer.step()
+    optimizer.zero_grad()
+    with Doubling():
+        side.see("score", loss_of(model, 50).detach())
 
 
 OPTIMIZERS = [
@@ -419,33 +405,27 @@ def muon(model: Mlp) -> Optimizer:
     return Muon([p for p in model.parameters() if p.requires_grad and p.dim() == 2], lr=1e-2)
 
 
-@each_backend
+@compared(each_backend)
 @pytest.mark.parametrize("around", ["each phase", "all"])
-def test_a_counter_of_flops_counts_what_it_does_in_plain_training(
-    backend: str, around: str
-) -> None:
+def test_a_counter_of_flops_counts_what_it_does_in_plain_training(side: Side, around: str) -> None:
     """Those of a step in `step()`, and none of an earlier one where it is made."""
-
-    def program(side: Side) -> None:
-        model = Mlp(depth=3)
-        optimizer = muon(model)
-        whole = FlopCounterMode(display=False)
-        with whole if around == "all" else contextlib.nullcontext():
-            with side.offload(model, optimizer):
-                for step in range(4):
-                    counters = [FlopCounterMode(display=False) for _ in range(3)]
-                    with counters[0]:
-                        loss = loss_of(model, step)
-                    with counters[1]:
-                        loss.backward()
-                    with counters[2] if step % 2 else contextlib.nullcontext():
-                        optimizer.step()
-                    optimizer.zero_grad()
-                    side.see("flops", [one.get_total_flops() for one in counters])
-        if around == "all":
-            side.see("flops", whole.get_total_flops())
-
-    hazard(backend, program)
+    model = Mlp(depth=3)
+    optimizer = muon(model)
+    whole = FlopCounterMode(display=False)
+    with whole if around == "all" else contextlib.nullcontext():
+        with side.offload(model, optimizer):
+            for step in range(4):
+                counters = [FlopCounterMode(display=False) for _ in range(3)]
+                with counters[0]:
+                    loss = loss_of(model, step)
+                with counters[1]:
+                    loss.backward()
+                with counters[2] if step % 2 else contextlib.nullcontext():
+                    optimizer.step()
+                optimizer.zero_grad()
+                side.see("flops", [one.get_total_flops() for one in counters])
+    if around == "all":
+        side.see("flops", whole.get_total_flops())
 
 
 @contextmanager

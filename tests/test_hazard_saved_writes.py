@@ -9,10 +9,12 @@ error. Writes that autograd allows must go on giving the same gradients.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from hazards import Side, batch, each_backend, each_backend_in_time, hazard
+from hazards import Side, batch, compared, each_backend, each_backend_in_time, stepwise
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
@@ -87,65 +89,59 @@ class Writing(nn.Module):
         return x
 
 
-@each_backend_in_time
+@stepwise(
+    each_backend_in_time,
+    lambda how: Writing(FORWARDS[how]),
+    optimizer=partial(SGD, lr=1e-2),
+    steps=7,
+    states=0,
+    moves=False,
+)
 @pytest.mark.parametrize("how", FORWARDS)
-def test_a_write_into_what_is_saved(backend: str, how: str) -> None:
-    def program(side: Side) -> None:
-        model = Writing(FORWARDS[how])
-        optimizer = SGD(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, states=0):
-            for step in range(7):
-                x, _ = batch(step)
-                model.way = FORWARDS[how if step >= WARM else "allowed: relu_"]
-                loss = model(x).square().mean()
-                error = side.fails("backward", loss.backward)
-                if step >= WARM and not how.startswith("allowed"):
-                    assert "modified by an inplace operation" in str(error)
-                optimizer.step()
-                optimizer.zero_grad()
-                side.see("loss", loss)
-
-    hazard(backend, program, moves=False)
+def test_a_write_into_what_is_saved(
+    side: Side, model: Any, optimizer: Any, step: int, how: str
+) -> None:
+    x, _ = batch(step)
+    model.way = FORWARDS[how if step >= WARM else "allowed: relu_"]
+    loss = model(x).square().mean()
+    error = side.fails("backward", loss.backward)
+    if step >= WARM and not how.startswith("allowed"):
+        assert "modified by an inplace operation" in str(error)
+    optimizer.step()
+    optimizer.zero_grad()
+    side.see("loss", loss)
 
 
-@each_backend
+@compared(each_backend, moves=False)
 @pytest.mark.parametrize("what", ["input", "weight", "output"])
-def test_a_write_after_forward(backend: str, what: str) -> None:
+def test_a_write_after_forward(side: Side, what: str) -> None:
     """Between forward and backward, from outside of the model."""
-
-    def program(side: Side) -> None:
-        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Sigmoid())
-        optimizer = SGD(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, states=0):
-            for step in range(WARM):
-                side.step(model(batch(step)[0]).sum(), optimizer)
-            for step in range(3):
-                x, _ = batch(step)
-                y = model(x)
-                with torch.no_grad():
-                    {"input": x, "weight": model[1].weight, "output": y}[what].mul_(0.5)
-                side.fails("backward", y.sum().backward)
-                optimizer.zero_grad()
-
-    hazard(backend, program, moves=False)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Sigmoid())
+    optimizer = SGD(model.parameters(), lr=1e-2)
+    with side.offload(model, optimizer, states=0):
+        for step in range(WARM):
+            side.step(model(batch(step)[0]).sum(), optimizer)
+        for step in range(3):
+            x, _ = batch(step)
+            y = model(x)
+            with torch.no_grad():
+                {"input": x, "weight": model[1].weight, "output": y}[what].mul_(0.5)
+            side.fails("backward", y.sum().backward)
+            optimizer.zero_grad()
 
 
-@each_backend
-def test_a_step_between_forward_and_backward(backend: str) -> None:
+@compared(each_backend, moves=False)
+def test_a_step_between_forward_and_backward(side: Side) -> None:
     """The optimizer's step writes the weights in place: so an older graph raises."""
-
-    def program(side: Side) -> None:
-        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
-        optimizer = SGD(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, states=0):
-            for step in range(WARM):
-                side.step(model(batch(step)[0]).sum(), optimizer)
-            for step in range(3):
-                x, _ = batch(step)
-                first, second = model(x).sum(), model(x + 1).sum()
-                first.backward()
-                optimizer.step()
-                side.fails("backward", second.backward)
-                optimizer.zero_grad()
-
-    hazard(backend, program, moves=False)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    optimizer = SGD(model.parameters(), lr=1e-2)
+    with side.offload(model, optimizer, states=0):
+        for step in range(WARM):
+            side.step(model(batch(step)[0]).sum(), optimizer)
+        for step in range(3):
+            x, _ = batch(step)
+            first, second = model(x).sum(), model(x + 1).sum()
+            first.backward()
+            optimizer.step()
+            side.fails("backward", second.backward)
+            optimizer.zero_grad()

@@ -13,16 +13,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import is_paged
-from hazards import (
-    Mlp,
-    Side,
-    batch,
-    each_backend_in_time,
-    each_paged,
-    hazard,
-    loss_of,
-    trains,
-)
+from hazards import Mlp, Side, batch, compared, each_backend_in_time, each_paged, loss_of, stepwise
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
@@ -104,15 +95,18 @@ SURGERY: dict[str, Callable[[Mlp, Optimizer], None]] = {
 }
 
 
-@each_backend_in_time
+@stepwise(
+    each_backend_in_time,
+    steps=7,
+    aside=lambda surgery: surgery not in ("a module replaced", "deleted", "grown"),
+)
 @pytest.mark.parametrize("surgery", SURGERY)
-def test_surgery_in_mid_run(backend: str, surgery: str) -> None:
-    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
-        if step == 3:
-            SURGERY[surgery](model, optimizer)
-        side.step(loss_of(model, step), optimizer)
-
-    trains(backend, each, steps=7, aside=surgery not in ("a module replaced", "deleted", "grown"))
+def test_surgery_in_mid_run(
+    side: Side, model: Any, optimizer: Any, step: int, surgery: str
+) -> None:
+    if step == 3:
+        SURGERY[surgery](model, optimizer)
+    side.step(loss_of(model, step), optimizer)
 
 
 def _insert(layers: Any, new: list[nn.Module]) -> None:
@@ -153,55 +147,47 @@ class Listed(Mlp):
             self.layers = nn.Sequential(*self.layers)  # type: ignore[assignment]
 
 
-@each_paged
+@compared(each_paged)
 @pytest.mark.parametrize("kind", ["ModuleList", "Sequential"])
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_what_containers_offer(backend: str, operation: str, kind: str) -> None:
+def test_what_containers_offer(side: Side, operation: str, kind: str) -> None:
     """Some write their children themselves, of which torch tells nobody; the new layers were made
     before the block, of which nobody hears in it either."""
-
-    def program(side: Side) -> None:
-        model = Listed(kind)
-        new: list[nn.Module] = [nn.Linear(64, 64) for _ in range(8)]
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer) as session:
-            for step in range(5):
-                if step == 2:
-                    before = set(model.parameters())
-                    OPERATIONS[operation](model.layers, new)
-                    added = [p for p in model.parameters() if p not in before]
-                    assert added
-                    optimizer.add_param_group({"params": added})
-                side.step(loss_of(model, step), optimizer)
-            if session is not None and session.paging:
-                weights = [p for p in model.parameters() if p.dim() == 2]
-                assert all(is_paged(session, weight) for weight in weights)
-
-    hazard(backend, program)
+    model = Listed(kind)
+    new: list[nn.Module] = [nn.Linear(64, 64) for _ in range(8)]
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with side.offload(model, optimizer) as session:
+        for step in range(5):
+            if step == 2:
+                before = set(model.parameters())
+                OPERATIONS[operation](model.layers, new)
+                added = [p for p in model.parameters() if p not in before]
+                assert added
+                optimizer.add_param_group({"params": added})
+            side.step(loss_of(model, step), optimizer)
+        if session is not None and session.paging:
+            weights = [p for p in model.parameters() if p.dim() == 2]
+            assert all(is_paged(session, weight) for weight in weights)
 
 
-@each_paged
+@compared(each_paged)
 @pytest.mark.parametrize("count", [6, 12, 40])
-def test_small_parameters_of_what_is_added_find_room(backend: str, count: int) -> None:
+def test_small_parameters_of_what_is_added_find_room(side: Side, count: int) -> None:
     """The pool keeps its size. So first fewer saved tensors stay in memory beside it, then small
     parameters are paged too: every step keeps the budget to the byte."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer) as session:
-            for step in range(5):
-                if step == 2:
-                    more = [nn.Linear(64, 64) for _ in range(count)]
-                    model.layers.extend(more)
-                    new = [p for layer in more for p in layer.parameters()]
-                    optimizer.add_param_group({"params": new})
-                side.step(loss_of(model, step), optimizer)
-            if session is not None:
-                biases = [p for p in model.parameters() if p.dim() == 1]
-                assert any(is_paged(session, bias) for bias in biases) == (count > 6)
-
-    hazard(backend, program)
+    model = Mlp()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with side.offload(model, optimizer) as session:
+        for step in range(5):
+            if step == 2:
+                more = [nn.Linear(64, 64) for _ in range(count)]
+                model.layers.extend(more)
+                new = [p for layer in more for p in layer.parameters()]
+                optimizer.add_param_group({"params": new})
+            side.step(loss_of(model, step), optimizer)
+        if session is not None:
+            biases = [p for p in model.parameters() if p.dim() == 1]
+            assert any(is_paged(session, bias) for bias in biases) == (count > 6)
 
 
 @each_paged
