@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -123,6 +123,21 @@ class Side:
                     yield session
                 _assert_ordinary(model, optimizer)
         self.see_state(model, optimizer)
+
+    @contextmanager
+    def block(
+        self, make: Callable[[], nn.Module] | None = None, **options: Any
+    ) -> Iterator[tuple[Any, AdamW]]:
+        """Open a block for a new network, an `Mlp` by default, and its AdamW."""
+        model = Mlp() if make is None else make()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with self.offload(model, optimizer, **options):
+            yield model, optimizer
+
+    def train(self, model: nn.Module, optimizer: Optimizer, steps: Iterable[int]) -> None:
+        """Make the usual steps."""
+        for step in steps:
+            self.step(loss_of(model, step), optimizer)
 
     def _watch(self, session: Session) -> None:
         leave = session._step_aside
@@ -363,6 +378,32 @@ def stepwise(
 
     def decorate(each: Callable[..., None]) -> Callable[..., None]:
         return _test(backends, each, lambda case: trained(make, each, case=case, **options), flags)
+
+    return decorate
+
+
+def prepared(
+    backends: pytest.MarkDecorator, make: Callable[[], nn.Module] = Mlp
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a function that prepares a model or its optimizer for the usual steps: as the
+    block begins, or before."""
+
+    def decorate(prepare: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(prepare)
+        def program(side: Side, when: str) -> None:
+            model = make()
+            optimizer = _ADAMW(model.parameters())
+            there = {"side": side, "model": model, "optimizer": optimizer}
+            if when == "before":
+                _call(prepare, there)
+            with side.offload(model, optimizer):
+                if when == "inside":
+                    _call(prepare, there)
+                side.train(model, optimizer, range(4))
+
+        program.__signature__ = inspect.signature(lambda side, when: None)  # type: ignore[attr-defined]
+        test = compared(backends)(program)
+        return pytest.mark.parametrize("when", ["before", "inside"])(test)
 
     return decorate
 

@@ -29,6 +29,8 @@ FEW = {
     "beit": Loop("Adafactor plain", clip="norm"),
     "wav2vec2": Loop("NAdam decoupled", autocast="float16"),
     "esmfold": Loop("transformers.Adafactor relative", frozen="embeddings"),
+    "mixtral": Loop("AdamW foreach", clip="norm", weights="bfloat16"),
+    "t5": Loop("AdamW fused", checkpointing="not reentrant"),
 }
 
 

@@ -114,9 +114,7 @@ def test_entries_of_state_that_the_user_keeps(
 @compared(each_of_the_cpu)
 def test_every_way_into_the_state(side: Side) -> None:
     """`setdefault`, `popitem`, `==`, `|` and `update` find what a step has left."""
-    model = Mlp()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with side.offload(model, optimizer):
+    with side.block() as (model, optimizer):
         state = optimizer.state
         for step in range(5):
             side.step(loss_of(model, step), optimizer)
@@ -149,8 +147,7 @@ def test_an_alias_of_the_state_has_its_entries(side: Side) -> None:
     optimizer = AdamW(model.parameters(), lr=1e-2)
     alias = optimizer.state
     with side.offload(model, optimizer):
-        for step in range(6):
-            side.step(loss_of(model, step), optimizer)
+        side.train(model, optimizer, range(6))
         len(optimizer.state)  # a look, after which all updates are made
         side.see("inside", [alias[p]["step"].item() for p in model.parameters()])
     side.see("after", [sorted(alias[p]) for p in model.parameters()])

@@ -70,9 +70,12 @@ def test_autocast(side: Side, dtype: torch.dtype, cache: bool, around: str) -> N
     def cast(here: str) -> torch.autocast:
         return torch.autocast("cpu", dtype, enabled=here == around, cache_enabled=cache)
 
-    model = Twice(depth=4)
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with side.offload(model, optimizer), cast("loop"):
+    with (
+        side.block(
+            lambda: Twice(depth=4),
+        ),
+        cast("loop") as (model, optimizer),
+    ):
         for step in range(6):
             if around == "forward":
                 with cast("forward"):

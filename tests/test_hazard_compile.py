@@ -141,9 +141,7 @@ def test_a_compiled_function_over_the_weights(side: Side, backend: str) -> None:
 def test_an_exported_model(side: Side, strict: bool) -> None:
     """Exported while updates wait, which are made as at their step; it shares the weights."""
     torch._dynamo.reset()
-    model = Mlp(depth=3)
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with side.offload(model, optimizer):
+    with side.block(lambda: Mlp(depth=3)) as (model, optimizer):
         for step in range(4):
             side.step(loss_of(model, step), optimizer)
             if step in (1, 2):

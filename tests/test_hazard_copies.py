@@ -62,11 +62,8 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("how", COPIES)
 def test_a_copy_trains_by_itself(side: Side, how: str) -> None:
     """Taken in the block with its optimizer, and trained on beside the managed one and after."""
-    model = Tied()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with side.offload(model, optimizer):
-        for step in range(3):
-            side.step(loss_of(model, step), optimizer)
+    with side.block(Tied) as (model, optimizer):
+        side.train(model, optimizer, range(3))
         both, its = COPIES[how]((model, optimizer))
         side.see_state(both, its)
         for step in range(3, 5):
@@ -104,8 +101,7 @@ def test_a_state_dict_shows_steps_made_after_the_block(side: Side, when: str) ->
     optimizer = AdamW(model.parameters(), lr=1e-2)
     taken = model.layers[1].state_dict() if when == "before" else None
     with side.offload(model, optimizer):
-        for step in range(6):
-            side.step(loss_of(model, step), optimizer)
+        side.train(model, optimizer, range(6))
         if taken is None:
             taken = model.layers[1].state_dict()
     side.step(loss_of(model, 9), optimizer)
@@ -141,19 +137,14 @@ def test_loading_in_mid_run(side: Side, assign: bool, kept: bool) -> None:
 @compared(each_backend)
 def test_state_that_is_loaded(side: Side) -> None:
     """Optimizer state of an older step, loaded while updates wait."""
-    model = Mlp()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with side.offload(model, optimizer):
-        for step in range(2):
-            side.step(loss_of(model, step), optimizer)
+    with side.block() as (model, optimizer):
+        side.train(model, optimizer, range(2))
         old = copy.deepcopy(optimizer.state_dict())
         weights = copy.deepcopy(model.state_dict())
-        for step in range(2, 5):
-            side.step(loss_of(model, step), optimizer)
+        side.train(model, optimizer, range(2, 5))
         optimizer.load_state_dict(old)
         model.load_state_dict(weights)
-        for step in range(2, 5):
-            side.step(loss_of(model, step), optimizer)
+        side.train(model, optimizer, range(2, 5))
         side.see("old", old)
 
 

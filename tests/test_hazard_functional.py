@@ -18,7 +18,7 @@ from hazards import Mlp, Side, batch, each_backend, loss_of, stepwise
 from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, jacrev, jvp, stack_module_state, vmap
 from torch.nn import functional as F
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 
 
 @stepwise(each_backend)
@@ -127,9 +127,7 @@ def test_a_transformation_inside_forward(side: Side, model: Any, optimizer: Any,
 def test_a_transformation_inside_forward_is_told_the_remedy(backend: str) -> None:
     """Torch's own error stays, with a note that says which option helps."""
     side = Side(backend)
-    model = Slopes()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with side.offload(model, optimizer):
+    with side.block(Slopes) as (model, _optimizer):
         with pytest.raises(RuntimeError, match="saved tensor hooks") as raised:
             model(batch(0)[0])
         (note,) = raised.value.__notes__

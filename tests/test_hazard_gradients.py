@@ -107,9 +107,7 @@ def test_gradients_changed_before_the_step(
 def test_gradients_in_a_buffer_of_the_users(side: Side) -> None:
     """``p.grad`` are views of one flat tensor, as data parallelism by hand keeps them: backward
     accumulates there, the user scales the flat tensor, and the step reads it."""
-    model = Mlp()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with side.offload(model, optimizer):
+    with side.block() as (model, optimizer):
         flat = torch.zeros(sum(p.numel() for p in model.parameters()))
         start = 0
         for parameter in model.parameters():
@@ -132,9 +130,7 @@ def test_gradients_that_pass_the_budget_are_told_of(
     """They lie in a buffer of the user's, which is counted: once, a warning names one of them."""
 
     def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
+        with side.block() as (model, optimizer):
             flat = torch.zeros(sum(p.numel() for p in model.parameters()))
             parts = flat.split([p.numel() for p in model.parameters()])
             for parameter, part in zip(model.parameters(), parts, strict=True):
@@ -179,9 +175,7 @@ def test_a_gradient_that_the_user_keeps(side: Side, when: str) -> None:
 @compared(each_backend, budgeted=False)
 def test_data_of_parameters_replaced(side: Side) -> None:
     """``p.data = x``, with ``x`` kept by the user or not, between step and forward."""
-    model = Mlp()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with side.offload(model, optimizer, share=0.6):
+    with side.block(share=0.6) as (model, optimizer):
         kept = []
         for step in range(5):
             side.step(loss_of(model, step), optimizer)

@@ -139,9 +139,7 @@ def test_a_graph_kept_over_steps(side: Side) -> None:
             state = torch.tanh(self.inner(x) + self.carry(state))
             return self.out(state), state
 
-    model = Cell()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with side.offload(model, optimizer):
+    with side.block(Cell) as (model, optimizer):
         state = torch.zeros(8, 64)
         for step in range(6):
             x, y = batch(step)

@@ -44,8 +44,7 @@ def test_hooks_of_modules(side: Side, when: str) -> None:
     with side.offload(model, optimizer):
         if when == "inside":
             register()
-        for step in range(4):
-            side.step(loss_of(model, step), optimizer)
+        side.train(model, optimizer, range(4))
 
 
 @compared(each_backend)
@@ -67,8 +66,7 @@ def test_hooks_of_tensors(side: Side, when: str) -> None:
     with side.offload(model, optimizer):
         if when == "inside":
             register()
-        for step in range(4):
-            side.step(loss_of(model, step), optimizer)
+        side.train(model, optimizer, range(4))
 
 
 @compared(each_backend)
@@ -147,25 +145,21 @@ def test_hooks_of_the_optimizer(side: Side, when: str) -> None:
     with side.offload(model, optimizer):
         if when == "inside":
             register()
-        for step in range(4):
-            side.step(loss_of(model, step), optimizer)
+        side.train(model, optimizer, range(4))
         side.see("state", optimizer.state_dict())
 
 
 @compared(each_backend)
 def test_hooks_that_are_removed(side: Side) -> None:
     """Once, from within themselves and from another hook of the same call."""
-    model = Mlp()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with side.offload(model, optimizer):
+    with side.block() as (model, optimizer):
 
         def once(module: nn.Module, args: Any) -> None:
             handle.remove()
             side.see("once", module.weight.sum())
 
         handle = model.layers[2].register_forward_pre_hook(once)
-        for step in range(4):
-            side.step(loss_of(model, step), optimizer)
+        side.train(model, optimizer, range(4))
 
 
 @compared(each_backend)
@@ -179,8 +173,7 @@ def test_global_hooks(side: Side) -> None:
     )
     try:
         with side.offload(model, optimizer):
-            for step in range(4):
-                side.step(loss_of(model, step), optimizer)
+            side.train(model, optimizer, range(4))
     finally:
         handle.remove()
     side.see("calls", calls)

@@ -23,9 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 @pytest.mark.parametrize("foreach", [False, True])
 def test_averaged_model(side: Side, foreach: bool) -> None:
     """`AveragedModel` copies the managed model, and reads it by foreach kernels or one by one."""
-    model = Mlp()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with side.offload(model, optimizer):
+    with side.block() as (model, optimizer):
         how = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)} if foreach else {}
         average = AveragedModel(model, **how)
         for step in range(5):
@@ -135,11 +133,8 @@ def test_batch_norm(side: Side, momentum: float | None) -> None:
             layers += [nn.Linear(64, 64), nn.BatchNorm1d(64, momentum=momentum), nn.ReLU()]
         return nn.Sequential(*layers, nn.Linear(64, 10))
 
-    model = make()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with side.offload(model, optimizer):
-        for step in range(5):
-            side.step(loss_of(model, step), optimizer)
+    with side.block(make) as (model, optimizer):
+        side.train(model, optimizer, range(5))
         update_bn([torch.randn(8, 64) for _ in range(3)], model)
         side.step(loss_of(model, 9), optimizer)
 

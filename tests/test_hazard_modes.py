@@ -113,9 +113,7 @@ SCOPES: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("where", ["at the step", "at the look", "at both"])
 def test_a_mode_at_the_step_or_at_the_look(side: Side, scope: str, where: str) -> None:
-    model = Mlp(depth=3)
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with side.offload(model, optimizer):
+    with side.block(lambda: Mlp(depth=3)) as (model, optimizer):
         for step in range(4):
             loss_of(model, step).backward()
             if where != "at the look" and scope not in ("inference", "device"):

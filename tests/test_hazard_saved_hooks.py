@@ -92,9 +92,9 @@ def test_hooks_disabled(side: Side, where: str) -> None:
             with disable_saved_tensors_hooks("not here"):
                 return super().forward(x)
 
-    model = Mlp() if where == "call" else Disabling()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with side.offload(model, optimizer, page_activations=where == "call"):
+    with side.block(
+        lambda: Mlp() if where == "call" else Disabling(), page_activations=where == "call"
+    ) as (model, optimizer):
         for step in range(4):
             with disable_saved_tensors_hooks("no") if where == "call" else nullcontext():
                 loss = F.cross_entropy(model(batch(step)[0]), batch(step)[1])

@@ -198,8 +198,7 @@ def test_what_cannot_be_paged_and_has_no_room_is_refused(backend: str) -> None:
     optimizer = AdamW(model.parameters(), lr=1e-2)
     with side.offload(model, optimizer) as session:
         assert session is not None
-        for step in range(2):
-            side.step(loss_of(model, step), optimizer)
+        side.train(model, optimizer, range(2))
         model.table = nn.Linear(64, 64)
         model.table.register_buffer("mask", torch.zeros(1 << 16))
         for _ in range(2):
@@ -212,8 +211,7 @@ def test_what_cannot_be_paged_and_has_no_room_is_refused(backend: str) -> None:
                 loss_of(model, 2)
             assert not is_paged(session, model.table.weight)
         del model.table
-        for step in range(2, 4):
-            side.step(loss_of(model, step), optimizer)
+        side.train(model, optimizer, range(2, 4))
     assert all(row.peak_fast_bytes <= side.sessions[0][1] for row in session.log.steps)
 
 

@@ -101,9 +101,7 @@ def test_a_view_with_a_graph_kept_over_a_step(side: Side) -> None:
 @compared(each_backend, aside=False)
 def test_a_write_through_a_view(side: Side) -> None:
     """Writing into an old view writes the parameter, after the update that waits."""
-    model = Mlp()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with side.offload(model, optimizer):
+    with side.block() as (model, optimizer):
         rows = model.layers[2].weight.detach()[:8]
         for step in range(6):
             side.step(loss_of(model, step), optimizer)

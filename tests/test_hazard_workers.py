@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import Samples, only, small, small_loss
-from hazards import Mlp, Side, batch, compared, each_backend, each_paged, loss_of, trains
+from hazards import Side, batch, compared, each_backend, each_paged, loss_of, trains
 from torch import nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, Dataset
@@ -130,9 +130,7 @@ def told(access: Callable[[], Any]) -> bool:
 def test_every_access_in_a_forked_child_is_told(backend: str) -> None:
     """Also while updates wait, and shapes are told as ever."""
     side = Side(backend)
-    model = Mlp()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with side.offload(model, optimizer):
+    with side.block() as (model, optimizer):
         model.register_buffer("table", torch.ones(64, 64))
         for step in range(2):
             side.step(loss_of(model, step), optimizer, zero=step == 0)
@@ -155,9 +153,7 @@ def test_every_access_in_a_forked_child_is_told(backend: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_made_after_the_block_reads_as_ever(backend: str) -> None:
     side = Side(backend)
-    model = Mlp()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with side.offload(model, optimizer):
+    with side.block() as (model, optimizer):
         side.step(loss_of(model, 0), optimizer)
 
     def reads() -> None:
