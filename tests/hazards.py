@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -408,7 +409,7 @@ def prepared(
     return decorate
 
 
-_GIVEN = ("side", "model", "optimizer", "step", "backend")
+_OF_A_STEP = {"side", "model", "optimizer", "step"}
 
 
 def _test(
@@ -425,8 +426,10 @@ def _test(
         case["backend"] = backend
         hazard(backend, run(case), **{name: _of(flag, case) for name, flag in flags.items()})
 
-    named = [one for one in inspect.signature(function).parameters if one not in _GIVEN]
+    marks = [mark for mark in getattr(function, "pytestmark", ()) if mark.name == "parametrize"]
+    cases = [name for mark in marks for name in re.findall(r"\w+", str(mark.args[0]))]
+    named = dict.fromkeys(["backend", *inspect.signature(function).parameters, *cases])
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    arguments = [inspect.Parameter(name, kind) for name in ("backend", *named)]
+    arguments = [inspect.Parameter(name, kind) for name in named if name not in _OF_A_STEP]
     test.__signature__ = inspect.Signature(arguments)  # type: ignore[attr-defined]
     return backends(test)

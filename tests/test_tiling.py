@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from exactness import assert_same
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -52,7 +54,21 @@ def tokens(count: int = 9) -> Tensor:
 def gradients(model: nn.Module, dim: int, key: str = "weight") -> Tensor:
     """Return the gradients of a module's tiles, joined."""
     assert isinstance(model, Tiled)
-    return torch.cat([getattr(one, key).grad for one in model.tiles], dim)
+    return torch.cat([getattr(one, key).grad.to_dense() for one in model.tiles], dim)
+
+
+def assert_same_pass(
+    tiled: nn.Module, whole: nn.Module, inputs: tuple[Tensor, Tensor], dim: int
+) -> Tensor:
+    """Assert that outputs and gradients of weights are the same, and return the output's gradient,
+    of which many elements are -0."""
+    y, expected = tiled(inputs[0]), whole(inputs[1])
+    assert_same(y, expected, "output")
+    grad = torch.randn_like(y).relu().neg()
+    y.backward(grad)
+    expected.backward(grad)
+    assert_same(gradients(tiled, dim), whole.weight.grad.to_dense(), "weight.grad")
+    return grad
 
 
 # What is split, and how
@@ -149,13 +165,8 @@ def test_a_linear_layer_has_the_bits_of_the_whole(
     dynoffload.tile(tiled, 192 * 96 * dtype.itemsize)
     assert [one.out_features for one in tiled.tiles] == [192, 192, 64]
     x = torch.randn(3, rows, 96, dtype=dtype)
-    grad = torch.randn(3, rows, 448, dtype=dtype)
     own, its = x.clone().requires_grad_(), x.clone().requires_grad_()
-    y, expected = tiled(own), whole(its)
-    assert_same(y, expected, "output")
-    y.backward(grad)
-    expected.backward(grad)
-    assert_same(gradients(tiled, 0), whole.weight.grad, "weight.grad")
+    grad = assert_same_pass(tiled, whole, (own, its), 0)
     if bias:
         assert_same(gradients(tiled, 0, "bias"), whole.bias.grad, "bias.grad")
     assert own.grad is not None
@@ -168,13 +179,6 @@ def test_a_linear_layer_has_the_bits_of_the_whole(
     assert bool(((own.grad.double() - exact).abs() <= bound).all())
 
 
-def test_the_gradients_are_those_of_numbers() -> None:
-    layer = TiledLinear(5, 7, dtype=torch.float64, tiles=3)
-    x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(layer, (x,))
-    assert torch.autograd.gradgradcheck(layer, (x,))
-
-
 @pytest.mark.parametrize("options", [{}, {"scale_grad_by_freq": True}, {"sparse": True}])
 def test_an_embedding_has_the_bits_of_the_whole(options: dict[str, Any]) -> None:
     tiled = nn.Embedding(40, 30, padding_idx=2, **options)
@@ -182,15 +186,8 @@ def test_an_embedding_has_the_bits_of_the_whole(options: dict[str, Any]) -> None
     dynoffload.tile(tiled, 13 * 40 * 4)
     assert [one.embedding_dim for one in tiled.tiles] == [10, 10, 10]
     ids = torch.randint(0, 40, (6, 11))
-    grad = torch.randn(6, 11, 30)
-    y, expected = tiled(ids), whole(ids)
-    assert_same(y, expected, "output")
-    y.backward(grad)
-    expected.backward(grad)
-    joined = torch.cat([one.weight.grad.to_dense() for one in tiled.tiles], 1)
-    assert whole.weight.grad is not None
-    assert_same(joined, whole.weight.grad.to_dense(), "weight.grad")
-    assert not joined[2].any()
+    assert_same_pass(tiled, whole, (ids, ids), 1)
+    assert not gradients(tiled, 1)[2].any()
 
 
 class Tied(nn.Module):
@@ -249,12 +246,7 @@ def test_a_table_of_rows_has_the_bits_of_the_whole(options: dict[str, Any]) -> N
     whole = copy.deepcopy(tables[0])
     dynoffload.tile(tables, 20 * 8 * 4)
     ids = torch.randint(0, 40, (6, 11))
-    grad = torch.randn(6, 11, 8).relu().neg()
-    y, expected = tables[0](ids), whole(ids)
-    assert_same(y, expected, "output")
-    y.backward(grad)
-    expected.backward(grad)
-    assert_same(gradients(tables[0], 0), whole.weight.grad, "weight.grad")
+    assert_same_pass(tables[0], whole, (ids, ids), 0)
 
 
 def _autocast(model: nn.Module, ids: Tensor) -> Tensor:
@@ -262,46 +254,25 @@ def _autocast(model: nn.Module, ids: Tensor) -> Tensor:
         return model(ids)
 
 
-def _checkpointed(model: nn.Module, ids: Tensor) -> Tensor:
-    return checkpoint(model, ids, use_reentrant=False)
+RUNS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "autocast": _autocast,
+    "checkpointed": lambda model, ids: checkpoint(model, ids, use_reentrant=False),
+    "copied": lambda model, ids: copy.deepcopy(model)(ids),
+    "pickled": lambda model, ids: pickle.loads(pickle.dumps(model))(ids),
+    "functional": lambda model, ids: functional_call(model, dict(model.named_parameters()), ids),
+}
 
 
-def _compiled(model: nn.Module, ids: Tensor) -> Tensor:
-    return torch.compile(model, backend="aot_eager", fullgraph=True)(ids)
-
-
-def _copied(model: nn.Module, ids: Tensor) -> Tensor:
-    return copy.deepcopy(model)(ids)
-
-
-def _pickled(model: nn.Module, ids: Tensor) -> Tensor:
-    return pickle.loads(pickle.dumps(model))(ids)
-
-
-def _functional(model: nn.Module, ids: Tensor) -> Tensor:
-    return torch.func.functional_call(model, dict(model.named_parameters()), (ids,))
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        _autocast,
-        _checkpointed,
-        _copied,
-        _pickled,
-        _functional,
-        pytest.param(_compiled, marks=pytest.mark.slow),
-    ],
-)
-def test_it_runs_as_modules_do(run: Any) -> None:
+@pytest.mark.parametrize("how", RUNS)
+def test_it_runs_as_modules_do(how: str) -> None:
     """Twice, so that gradients are accumulated; against whole modules run alike."""
     tiled, whole = pair()
     for count in (4, 9):
-        y, expected = run(tiled, tokens(count)), run(whole, tokens(count))
+        y, expected = RUNS[how](tiled, tokens(count)), RUNS[how](whole, tokens(count))
         assert_same(y, expected, "output")
         F.cross_entropy(y.float().flatten(0, 1), tokens(count).flatten()).backward()
         F.cross_entropy(expected.float().flatten(0, 1), tokens(count).flatten()).backward()
-    if run not in (_copied, _pickled):
+    if how not in ("copied", "pickled"):
         assert_same(gradients(tiled.head, 0), whole.head.weight.grad, "head.weight.grad")
 
 
