@@ -19,7 +19,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -29,14 +29,12 @@ import pytest
 import torch
 from devices import KINDS, NO_PAGER, needs_pager
 from emulated import DEVICE, accelerated
-from exactness import SMALL_PAGES, arena_ranges, assert_same, footprint_of, least_budget
+from exactness import SMALL_PAGES, assert_ordinary, assert_same, footprint_of, least_budget
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
 import dynoffload
-from dynoffload.runtime.adoption.held import holders
-from dynoffload.runtime.counting import tensors_of
 from dynoffload.runtime.session import Session
 from dynoffload.units import MiB
 
@@ -122,7 +120,7 @@ class Side:
                     self.sessions.append((session, budget))
                     self._watch(session)
                     yield session
-                _assert_ordinary(model, optimizer)
+                assert_ordinary(model, optimizer, hooks=False, held=True)
         self.see_state(model, optimizer)
 
     @contextmanager
@@ -174,11 +172,18 @@ class Side:
         return None
 
     def step(
-        self, loss: Tensor, optimizer: Optimizer, *, set_to_none: bool = True, zero: bool = True
+        self,
+        loss: Tensor,
+        optimizer: Optimizer,
+        *,
+        set_to_none: bool = True,
+        zero: bool = True,
+        within: AbstractContextManager[Any] | None = None,
     ) -> None:
-        """Make one step as most loops do."""
+        """Make one step as most loops do, the optimizer's ``within`` a context."""
         loss.backward()
-        optimizer.step()
+        with within or contextlib.nullcontext():
+            optimizer.step()
         if zero:
             optimizer.zero_grad(set_to_none=set_to_none)
         self.see("loss", loss)
@@ -227,15 +232,6 @@ def hazard(
             moved = sum(row.bytes_in + row.bytes_out for row in rows)
             assert moved, "no byte was moved: this shows nothing"
     return paged
-
-
-def _assert_ordinary(model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Assert that tensors lie in memory of their own, but those of which somebody holds a view."""
-    arenas = arena_ranges()
-    for tensor in tensors_of(model, optimizer):
-        if tensor.layout is torch.strided and holders(tensor) == 1:
-            address = tensor.data_ptr()
-            assert not any(start <= address < end for start, end in arenas)
 
 
 def _frozen(value: Any) -> Any:

@@ -106,9 +106,7 @@ def test_backwards_in_the_order_of_their_forwards(
     first.backward()
     del third
     gc.collect()
-    second.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    side.step(second, optimizer)
     side.see("losses", [first, second])
 
 

@@ -9,93 +9,51 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
-from hazards import Mlp, Side, compared, each_backend, loss_of
+from hazards import Mlp, Side, compared, each_backend, loss_of, prepared
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 
-@compared(each_backend)
-@pytest.mark.parametrize("when", ["before", "inside"])
-def test_hooks_of_modules(side: Side, when: str) -> None:
+@prepared(each_backend)
+def test_hooks_of_modules(side: Side, model: Any) -> None:
     """They read the weights that are about to run, and change inputs, outputs and gradients."""
-    model = Mlp()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-
-    def register() -> None:
-        for index, layer in enumerate(model.layers):
-            layer.register_forward_pre_hook(
-                lambda m, x, i=index: side.see(f"pre {i}", m.weight.norm()) or (x[0] * 1.01,)
-            )
-            layer.register_forward_hook(
-                lambda m, x, y, i=index: side.see(f"post {i}", m.bias.sum()) or y + 0.01
-            )
-            layer.register_full_backward_pre_hook(
-                lambda m, g, i=index: side.see(f"pre back {i}", m.weight[0]) or (g[0] * 0.9,)
-            )
-            layer.register_full_backward_hook(
-                lambda m, gi, go, i=index: side.see(f"back {i}", go[0].norm())
-            )
-        model.register_forward_pre_hook(lambda m, x: side.see("root", m.head.weight.sum()))
-
-    if when == "before":
-        register()
-    with side.offload(model, optimizer):
-        if when == "inside":
-            register()
-        side.train(model, optimizer, range(4))
+    for index, layer in enumerate(model.layers):
+        layer.register_forward_pre_hook(
+            lambda m, x, i=index: side.see(f"pre {i}", m.weight.norm()) or (x[0] * 1.01,)
+        )
+        layer.register_forward_hook(
+            lambda m, x, y, i=index: side.see(f"post {i}", m.bias.sum()) or y + 0.01
+        )
+        layer.register_full_backward_pre_hook(
+            lambda m, g, i=index: side.see(f"pre back {i}", m.weight[0]) or (g[0] * 0.9,)
+        )
+        layer.register_full_backward_hook(
+            lambda m, gi, go, i=index: side.see(f"back {i}", go[0].norm())
+        )
+    model.register_forward_pre_hook(lambda m, x: side.see("root", m.head.weight.sum()))
 
 
-@compared(each_backend)
-@pytest.mark.parametrize("when", ["before", "inside"])
-def test_hooks_of_tensors(side: Side, when: str) -> None:
+@prepared(each_backend)
+def test_hooks_of_tensors(side: Side, model: Any) -> None:
     """On parameters, which change the gradient on its way, and after it has arrived."""
-    model = Mlp()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-
-    def register() -> None:
-        for name, parameter in model.named_parameters():
-            parameter.register_hook(lambda g: g * 0.5 + 1e-4)
-            parameter.register_post_accumulate_grad_hook(
-                lambda p, n=name: side.see(n, p.grad.norm())
-            )
-
-    if when == "before":
-        register()
-    with side.offload(model, optimizer):
-        if when == "inside":
-            register()
-        side.train(model, optimizer, range(4))
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda g: g * 0.5 + 1e-4)
+        parameter.register_post_accumulate_grad_hook(lambda p, n=name: side.see(n, p.grad.norm()))
 
 
-@compared(each_backend)
-@pytest.mark.parametrize("when", ["before", "inside"])
-def test_a_step_in_backward(side: Side, when: str) -> None:
+@prepared(each_backend)
+def test_a_step_in_backward(model: Any) -> None:
     """Each parameter has an optimizer of its own, which steps as soon as its gradient is there and
-    frees it; the managed one never steps."""
-    model = Mlp()
+    frees it; the managed one never has one."""
     own = {p: SGD([p], lr=1e-2, momentum=0.9) for p in model.parameters()}
-    optimizer = AdamW(model.parameters(), lr=1e-2)
 
     def step_now(parameter: Tensor) -> None:
         own[parameter].step()
         own[parameter].zero_grad()
 
-    def register() -> None:
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(step_now)
-
-    if when == "before":
-        register()
-    with side.offload(model, optimizer):
-        if when == "inside":
-            register()
-        for step in range(4):
-            loss = loss_of(model, step)
-            loss.backward()
-            optimizer.step()
-            side.see("loss", loss)
+    for parameter in own:
+        parameter.register_post_accumulate_grad_hook(step_now)
 
 
 @compared(each_backend)
@@ -121,12 +79,9 @@ def test_hooks_of_activations_and_nodes(side: Side) -> None:
             side.see("retained", model.last.grad)
 
 
-@compared(each_backend)
-@pytest.mark.parametrize("when", ["before", "inside"])
-def test_hooks_of_the_optimizer(side: Side, when: str) -> None:
+@prepared(each_backend)
+def test_hooks_of_the_optimizer(side: Side, optimizer: Any) -> None:
     """They see all groups, and the values before and after the step."""
-    model = Mlp()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
 
     def look(what: str) -> Any:
         def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -135,18 +90,9 @@ def test_hooks_of_the_optimizer(side: Side, when: str) -> None:
 
         return hook
 
-    def register() -> None:
-        optimizer.register_step_pre_hook(look("before"))
-        optimizer.register_step_post_hook(look("after"))
-        optimizer.register_state_dict_post_hook(lambda o, d: side.see("saved", len(d["state"])))
-
-    if when == "before":
-        register()
-    with side.offload(model, optimizer):
-        if when == "inside":
-            register()
-        side.train(model, optimizer, range(4))
-        side.see("state", optimizer.state_dict())
+    optimizer.register_step_pre_hook(look("before"))
+    optimizer.register_step_post_hook(look("after"))
+    optimizer.register_state_dict_post_hook(lambda o, d: side.see("saved", len(d["state"])))
 
 
 @compared(each_backend)
