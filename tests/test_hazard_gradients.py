@@ -9,7 +9,6 @@ gradient.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -51,43 +50,34 @@ def test_accumulation_and_clipping(
     optimizer.zero_grad(set_to_none=set_to_none)
 
 
-def _without_a_trace(step: int, model: nn.Module) -> None:
-    """By ``.data``, whose writes the gradient's version does not count."""
-    for parameter in model.parameters():
-        parameter.grad.data.mul_(0.25)
+def change(how: str, model: Any) -> None:
+    """Change gradients; what is written by ``.data`` is not counted by their versions."""
+    parameters, first, second = (
+        list(model.parameters()),
+        model.layers[0].weight,
+        model.layers[1].weight,
+    )
+    match how:
+        case "by .data":
+            for parameter in parameters:
+                parameter.grad.data.mul_(0.25)
+        case "replaced":
+            for parameter in parameters:
+                parameter.grad = parameter.grad.sign()
+        case "traded":
+            first.grad, second.grad = second.grad, first.grad
+        case "one for two":
+            first.grad = second.grad
+        case "transposed":
+            model.layers[3].weight.grad = model.layers[3].weight.grad.t()
+        case "other .data":
+            for parameter in parameters:
+                parameter.grad.data = parameter.grad / (parameter.grad.norm() + 1e-6)
+        case _:
+            raise AssertionError(how)
 
 
-def _replaced(step: int, model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.grad = parameter.grad.sign()
-
-
-def _traded(step: int, model: nn.Module) -> None:
-    one, other = model.layers[0].weight, model.layers[1].weight
-    one.grad, other.grad = other.grad, one.grad
-
-
-def _one_for_two(step: int, model: nn.Module) -> None:
-    model.layers[0].weight.grad = model.layers[1].weight.grad
-
-
-def _transposed(step: int, model: nn.Module) -> None:
-    model.layers[3].weight.grad = model.layers[3].weight.grad.t()
-
-
-def _normalized_by_data(step: int, model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.grad.data = parameter.grad / (parameter.grad.norm() + 1e-6)
-
-
-WRITES: dict[str, Callable[[int, nn.Module], None]] = {
-    "by .data": _without_a_trace,
-    "replaced": _replaced,
-    "traded": _traded,
-    "one for two": _one_for_two,
-    "transposed": _transposed,
-    "other .data": _normalized_by_data,
-}
+WRITES = ("by .data", "replaced", "traded", "one for two", "transposed", "other .data")
 
 
 @stepwise(each_backend_in_time, steps=6, aside=lambda how: how != "transposed")
@@ -98,7 +88,7 @@ def test_gradients_changed_before_the_step(
 ) -> None:
     loss_of(model, step).backward()
     if step:
-        WRITES[how](step, model)
+        change(how, model)
     optimizer.step()
     optimizer.zero_grad(set_to_none=set_to_none)
 

@@ -21,38 +21,6 @@ import dynoffload
 from dynoffload.errors import BudgetError, ConfigError
 
 
-def _replaced(model: Mlp, optimizer: Optimizer) -> None:
-    model.layers[1] = nn.Linear(64, 64)
-    optimizer.add_param_group({"params": model.layers[1].parameters()})
-
-
-def _replaced_parameter(model: Mlp, optimizer: Optimizer) -> None:
-    old = model.layers[1].weight
-    model.layers[1].weight = nn.Parameter(old.detach().clone() * 0.5)
-    (group,) = optimizer.param_groups
-    group["params"] = [model.layers[1].weight if p is old else p for p in group["params"]]
-    optimizer.state[model.layers[1].weight] = optimizer.state.pop(old)
-
-
-def _deleted(model: Mlp, optimizer: Optimizer) -> None:
-    del model.layers[2]
-
-
-def _deleted_everywhere(model: Mlp, optimizer: Optimizer) -> None:
-    gone = set(model.layers[2].parameters())
-    del model.layers[2]
-    (group,) = optimizer.param_groups
-    group["params"] = [p for p in group["params"] if p not in gone]
-    for parameter in gone:
-        optimizer.state.pop(parameter, None)
-
-
-def _added(model: Mlp, optimizer: Optimizer) -> None:
-    more = [nn.Linear(64, 64) for _ in range(4)]
-    model.layers.extend(more)
-    optimizer.add_param_group({"params": [p for layer in more for p in layer.parameters()]})
-
-
 class Adapted(nn.Module):
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -63,36 +31,46 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def _wrapped(model: Mlp, optimizer: Optimizer) -> None:
-    for index in (0, 2):
-        model.layers[index] = adapted = Adapted(model.layers[index])
-        new = [*adapted.down.parameters(), *adapted.up.parameters()]
-        optimizer.add_param_group({"params": new})
+def operate(surgery: str, model: Any, optimizer: Optimizer) -> list[nn.Parameter]:
+    """Change the model, and the optimizer's first group; return what is new in the model."""
+    layers, head, (group, *_) = model.layers, model.head, optimizer.param_groups
+    before = set(model.parameters())
+    match surgery:
+        case "a module replaced":
+            layers[1] = nn.Linear(64, 64)
+        case "a parameter replaced":
+            old = layers[1].weight
+            layers[1].weight = new = nn.Parameter(old.detach().clone() * 0.5)
+            group["params"] = [new if p is old else p for p in group["params"]]
+            optimizer.state[new] = optimizer.state.pop(old)
+            return []
+        case "deleted":
+            del layers[2]
+        case "deleted everywhere":
+            gone = set(layers[2].parameters())
+            del layers[2]
+            group["params"] = [p for p in group["params"] if p not in gone]
+            for parameter in gone:
+                optimizer.state.pop(parameter, None)
+        case "added":
+            layers.extend(nn.Linear(64, 64) for _ in range(4))
+        case "wrapped":
+            layers[0], layers[2] = Adapted(layers[0]), Adapted(layers[2])
+        case "traded":
+            layers[0], layers[3] = layers[3], layers[0]
+        case "grown":  # as an embedding is resized: the head gets more rows
+            model.head = nn.Linear(64, 20)
+            with torch.no_grad():
+                model.head.weight[:10] = head.weight
+        case _:
+            raise AssertionError(surgery)
+    return [p for p in model.parameters() if p not in before]
 
 
-def _traded(model: Mlp, optimizer: Optimizer) -> None:
-    layers = model.layers
-    layers[0], layers[3] = layers[3], layers[0]
-
-
-def _grown(model: Mlp, optimizer: Optimizer) -> None:
-    """An embedding-like layer is resized: the head gets more rows."""
-    old, model.head = model.head, nn.Linear(64, 20)
-    with torch.no_grad():
-        model.head.weight[:10] = old.weight
-    optimizer.add_param_group({"params": model.head.parameters()})
-
-
-SURGERY: dict[str, Callable[[Mlp, Optimizer], None]] = {
-    "a module replaced": _replaced,
-    "a parameter replaced": _replaced_parameter,
-    "deleted": _deleted,
-    "deleted everywhere": _deleted_everywhere,
-    "added": _added,
-    "wrapped": _wrapped,
-    "traded": _traded,
-    "grown": _grown,
-}
+SURGERY = (
+    *("a module replaced", "a parameter replaced", "deleted", "deleted everywhere", "added"),
+    *("wrapped", "traded", "grown"),
+)
 
 
 @stepwise(
@@ -104,38 +82,28 @@ SURGERY: dict[str, Callable[[Mlp, Optimizer], None]] = {
 def test_surgery_in_mid_run(
     side: Side, model: Any, optimizer: Any, step: int, surgery: str
 ) -> None:
-    if step == 3:
-        SURGERY[surgery](model, optimizer)
+    if step == 3 and (new := operate(surgery, model, optimizer)):
+        optimizer.add_param_group({"params": new})
     side.step(loss_of(model, step), optimizer)
 
 
-def _insert(layers: Any, new: list[nn.Module]) -> None:
-    for layer in new:
-        layers.insert(1, layer)
-
-
-def _replace(layers: Any, new: list[nn.Module]) -> None:
-    for index, layer in enumerate(new[:3]):
-        layers[index] = layer
-
-
-def _delete(layers: Any, new: list[nn.Module]) -> None:
-    del layers[2]
-    del layers[0:1]
-    layers.append(new[0])
-
-
-def _write(layers: Any, new: list[nn.Module]) -> None:
-    layers._modules["0"] = new[0]
-
-
-OPERATIONS: dict[str, Callable[[Any, list[nn.Module]], None]] = {
-    "insert": _insert,
-    "[] =": _replace,
-    "del": _delete,
-    "setattr": lambda layers, new: setattr(layers, "3", new[0]),
-    "_modules": _write,
-}
+def change(operation: str, layers: Any, new: list[nn.Module]) -> None:
+    """Put new layers into a container by what it offers."""
+    match operation:
+        case "insert":
+            for layer in new:
+                layers.insert(1, layer)
+        case "[] =":
+            for index, layer in enumerate(new[:3]):
+                layers[index] = layer
+        case "del":
+            del layers[2]
+            del layers[0:1]
+            layers.append(new[0])
+        case "setattr":
+            setattr(layers, "3", new[0])
+        case "_modules":
+            layers._modules["0"] = new[0]
 
 
 class Listed(Mlp):
@@ -149,7 +117,7 @@ class Listed(Mlp):
 
 @compared(each_paged)
 @pytest.mark.parametrize("kind", ["ModuleList", "Sequential"])
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", ["insert", "[] =", "del", "setattr", "_modules"])
 def test_what_containers_offer(side: Side, operation: str, kind: str) -> None:
     """Some write their children themselves, of which torch tells nobody; the new layers were made
     before the block, of which nobody hears in it either."""
@@ -160,7 +128,7 @@ def test_what_containers_offer(side: Side, operation: str, kind: str) -> None:
         for step in range(5):
             if step == 2:
                 before = set(model.parameters())
-                OPERATIONS[operation](model.layers, new)
+                change(operation, model.layers, new)
                 added = [p for p in model.parameters() if p not in before]
                 assert added
                 optimizer.add_param_group({"params": added})
