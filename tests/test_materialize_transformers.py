@@ -251,14 +251,11 @@ def test_a_model_that_was_converted_on_the_meta_device() -> None:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-def test_a_path_that_is_none_is_refused() -> None:
+def test_what_is_no_path_or_no_model_of_transformers_is_refused() -> None:
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(GPT2)
     with pytest.raises(ConfigError, match=r"path=5 is no path: .* safetensors file, or None"):
         materialize(model, 5)
-
-
-def test_what_is_no_model_of_transformers_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"the Linear is no PreTrainedModel .* init="):
         materialize(nn.Linear(2, 2))
 
