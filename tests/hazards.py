@@ -35,6 +35,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
 import dynoffload
+from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.session import Session
 from dynoffload.units import MiB
 
@@ -122,6 +123,11 @@ class Side:
                     yield session
                 assert_ordinary(model, optimizer, hooks=False, held=True)
         self.see_state(model, optimizer)
+
+    @property
+    def paging(self) -> Paging | None:
+        """The paging of the last block, None on the plain side and where it has stepped aside."""
+        return self.sessions[-1][0]._paging if self.sessions else None
 
     @contextmanager
     def block(

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from exactness import SMALL_PAGES, footprint_of
-from fused_networks import paging_of
 from hazards import (
     Side,
     batch,
@@ -28,7 +27,6 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.optim import AdamW
 
 import dynoffload
 
@@ -123,13 +121,12 @@ class Layers(nn.Module):
         return x
 
 
-@stepwise(each_backend_in_time, lambda function: Layers(function))
+@stepwise(each_backend_in_time, Layers)
 @pytest.mark.parametrize("function", [Saving, Stashing, SavingViews, Dirty, Direct])
 def test_a_function_that_keeps_its_weight(
-    side: Side, model: Any, optimizer: Any, step: int, function: type[Function]
+    side: Side, model: Any, optimizer: Any, step: int
 ) -> None:
-    x, _ = batch(step)
-    side.step(model(x.requires_grad_()).square().mean(), optimizer)
+    side.step(model(batch(step)[0].requires_grad_()).square().mean(), optimizer)
 
 
 @stepwise(each_backend, lambda: Layers(Saving))
@@ -195,13 +192,11 @@ def test_a_saved_tensor_of_a_subclass(side: Side, frozen: bool) -> None:
             return x
 
     Reading.seen = []
-    model = Net()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with side.offload(model, optimizer) as session:
+    with side.block(Net) as (model, optimizer):
         for step in range(6):
             loss = model(batch(step)[0]).square().mean()
-            if session is not None and session.paging and not frozen:
-                assert paging_of(session).activations.kept_bytes >= 4 * batch(step)[0].nbytes
+            if side.paging is not None and not frozen:
+                assert side.paging.activations.kept_bytes >= 4 * batch(step)[0].nbytes
             side.step(loss, optimizer)
     side.see("seen", Reading.seen)
 
@@ -234,20 +229,15 @@ class Strided(nn.Module):
         return self.b(F.gelu(self.a(x))).to_padded_tensor(0.0)
 
 
-@compared(each_of_the_cpu, budgeted=False)
+@stepwise(each_of_the_cpu, lambda kind: kind(), budgeted=False)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("kind", [Jagged, Strided])
-def test_nested_tensors(side: Side, kind: type[nn.Module]) -> None:
+def test_nested_tensors(side: Side, model: Any, optimizer: Any, step: int) -> None:
     """What autograd saves of them stays in memory, and is counted."""
-    model = kind()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with side.offload(model, optimizer) as session:
-        for step in range(4):
-            rows = batch(step)[0]
-            loss = model(rows).square().mean()
-            if session is not None and session.paging:
-                assert paging_of(session).activations.kept_bytes >= rows.nbytes
-            side.step(loss, optimizer)
+    loss = model(batch(step)[0]).square().mean()
+    if side.paging is not None:
+        assert side.paging.activations.kept_bytes >= batch(step)[0].nbytes
+    side.step(loss, optimizer)
 
 
 class Fused(Function):
@@ -287,13 +277,10 @@ def test_attributes_of_a_saved_parameter(
 ) -> None:
     """They are there where the function holds the parameter itself, or nothing saved is paged."""
     monkeypatch.setattr(Fused, "holds", holds)
-    model = FusedNet()
-    weight = model.second.weight
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with side.offload(model, optimizer, page_activations=holds):
+    with side.block(FusedNet, page_activations=holds) as (model, optimizer):
+        weight = model.second.weight
         for step in range(6):
-            loss = model(batch(step)[0])
-            loss.backward()
+            model(batch(step)[0]).backward()
             weight.grad = weight.main_grad.clone()
             optimizer.step()
             optimizer.zero_grad()

@@ -105,15 +105,11 @@ class Complex(nn.Module):
         return x.imag.square().mean() + x.real.mean()
 
 
-@each_backend
+@stepwise(each_backend, Complex)
 @pytest.mark.parametrize("foreach", [False, True])
-def test_complex_parameters(backend: str, foreach: bool) -> None:
-    def loss(model: Any, step: int) -> Tensor:
-        generator = torch.Generator().manual_seed(step)
-        return model(torch.randn(4, 48, generator=generator, dtype=torch.complex64))
-
-    optimizer = partial(AdamW, lr=1e-2, foreach=foreach)
-    hazard(backend, trained(Complex, loss=loss, optimizer=optimizer))
+def test_complex_parameters(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    x = torch.randn(4, 48, generator=torch.Generator().manual_seed(step), dtype=torch.complex64)
+    side.step(model(x), optimizer)
 
 
 @each_backend
@@ -162,11 +158,13 @@ class Odd(nn.Module):
     "options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str
 )
 def test_odd_and_empty_sizes(backend: str, options: dict[str, bool]) -> None:
-    def loss(model: Any, step: int) -> Tensor:
-        return model(batch(step)[0])
-
-    optimizer = partial(AdamW, lr=1e-2, **options)
-    hazard(backend, trained(Odd, loss=loss, optimizer=optimizer, share=0.5))
+    program = trained(
+        Odd,
+        loss=lambda model, step: model(batch(step)[0]),
+        optimizer=partial(AdamW, lr=1e-2, **options),
+        share=0.5,
+    )
+    hazard(backend, program)
 
 
 @each_backend_in_time

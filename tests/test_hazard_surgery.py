@@ -121,21 +121,17 @@ class Listed(Mlp):
 def test_what_containers_offer(side: Side, operation: str, kind: str) -> None:
     """Some write their children themselves, of which torch tells nobody; the new layers were made
     before the block, of which nobody hears in it either."""
-    model = Listed(kind)
     new: list[nn.Module] = [nn.Linear(64, 64) for _ in range(8)]
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with side.offload(model, optimizer) as session:
-        for step in range(5):
-            if step == 2:
-                before = set(model.parameters())
-                change(operation, model.layers, new)
-                added = [p for p in model.parameters() if p not in before]
-                assert added
-                optimizer.add_param_group({"params": added})
-            side.step(loss_of(model, step), optimizer)
-        if session is not None and session.paging:
-            weights = [p for p in model.parameters() if p.dim() == 2]
-            assert all(is_paged(session, weight) for weight in weights)
+    with side.block(lambda: Listed(kind)) as (model, optimizer):
+        side.train(model, optimizer, range(2))
+        before = set(model.parameters())
+        change(operation, model.layers, new)
+        added = [p for p in model.parameters() if p not in before]
+        assert added
+        optimizer.add_param_group({"params": added})
+        side.train(model, optimizer, range(2, 5))
+        for session, _ in side.sessions:
+            assert all(is_paged(session, p) for p in model.parameters() if p.dim() == 2)
 
 
 @compared(each_paged)
@@ -143,17 +139,13 @@ def test_what_containers_offer(side: Side, operation: str, kind: str) -> None:
 def test_small_parameters_of_what_is_added_find_room(side: Side, count: int) -> None:
     """The pool keeps its size. So first fewer saved tensors stay in memory beside it, then small
     parameters are paged too: every step keeps the budget to the byte."""
-    model = Mlp()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with side.offload(model, optimizer) as session:
-        for step in range(5):
-            if step == 2:
-                more = [nn.Linear(64, 64) for _ in range(count)]
-                model.layers.extend(more)
-                new = [p for layer in more for p in layer.parameters()]
-                optimizer.add_param_group({"params": new})
-            side.step(loss_of(model, step), optimizer)
-        if session is not None:
+    with side.block() as (model, optimizer):
+        side.train(model, optimizer, range(2))
+        more = [nn.Linear(64, 64) for _ in range(count)]
+        model.layers.extend(more)
+        optimizer.add_param_group({"params": [p for one in more for p in one.parameters()]})
+        side.train(model, optimizer, range(2, 5))
+        for session, _ in side.sessions:
             biases = [p for p in model.parameters() if p.dim() == 1]
             assert any(is_paged(session, bias) for bias in biases) == (count > 6)
 
@@ -235,32 +227,20 @@ def test_a_lazy_module_is_told_the_remedy(kind: Callable[..., nn.Module]) -> Non
         model(batch(0)[0]).sum().backward()
 
 
-class Tables(nn.Module):
+class Tables(Mlp):
     """Has sixteen buffers over one storage of 64 KiB."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        super().__init__(depth=6)
         for number, part in enumerate(torch.zeros(16, 1024).unbind(0)):
             self.register_buffer(f"table{number}", part)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``[rows, 64]`` for the same."""
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return x
 
-
-def test_buffers_of_one_storage_are_counted_once_when_a_layer_is_added() -> None:
-    model = Tables()
-    optimizer = AdamW(model.parameters())
-    config = {"page_bytes": 4096, "min_paged_bytes": 1024, "step_aside": False}
-    with dynoffload.offload(model, optimizer, budget=420 * 1024, config=config) as session:
-        for step in range(4):
-            if step == 2:
-                model.layers.append(nn.Linear(64, 64))
-                optimizer.add_param_group({"params": model.layers[-1].parameters()})
-            model(torch.ones(4, 64)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert session.stats["peak_fast_bytes"].max() <= 420 * 1024
+@stepwise(each_paged, Tables, share=0.85)
+def test_buffers_of_one_storage_are_counted_once_when_a_layer_is_added(
+    side: Side, model: Any, optimizer: Any, step: int
+) -> None:
+    if step == 2:
+        model.layers.append(nn.Linear(64, 64))
+        optimizer.add_param_group({"params": model.layers[-1].parameters()})
+    side.step(loss_of(model, step), optimizer)
