@@ -378,19 +378,6 @@ def test_weights_that_are_cut_off_are_not_left_behind(
     assert model.head.weight.no_decay is True
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, "accelerator"])
-def test_a_parameter_on_meta_that_is_a_part_of_a_tensor(backend: str) -> None:
-    """It gets memory of its own, as by ``to_empty``."""
-    with torch.device("meta"):
-        model = Rooted()
-        model.token = nn.Parameter(torch.empty(8, 64, 64)[5])
-    assert model.token.storage_offset() > 0
-    dynoffload.materialize(model, give)
-    with entered(backend, model):
-        pass
-    assert torch.equal(model.token, torch.full((64, 64), 0.25))
-
-
 def test_weights_noted_for_a_part_are_asked_for() -> None:
     with torch.device("meta"):
         inner = nn.Linear(32, 32)
@@ -502,8 +489,11 @@ def test_weights_in_shards(named: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", [*BACKENDS, "accelerator"])
 def test_a_parameter_beside_one_on_meta_keeps_its_values(backend: str) -> None:
     """Also where its module writes both, and fails; so do buffers, one that was replaced and one
-    whose elements share memory and cannot be written."""
+    whose elements share memory and cannot be written. The other gets memory of its own, though it
+    was a part of a tensor."""
     model = meta(lambda: Pair(256).requires_grad_(requires_grad=False))
+    model.second = nn.Parameter(meta(lambda: torch.empty(512, 1024))[256:], requires_grad=False)
+    assert model.second.storage_offset() > 0
     values = torch.arange(1024.0).sub_(512.0).repeat(256, 1)
     values[5, 7], values[25, 3] = -0.0, math.nan
     model.first = nn.Parameter(values.clone(), requires_grad=False)
