@@ -292,24 +292,15 @@ class Pager(RegionAllocator):
 
     def follow(self, uses: Sequence[Use], schedule: Schedule) -> None:
         """See `Device.follow`."""
-        actions = schedule.actions
-        table = np.fromiter(chain.from_iterable(actions), np.int64, 3 * len(actions))
-        position, kind, region = (table[column::3] for column in range(3))
-        position = np.ascontiguousarray(position)
-        kind, region = kind.astype(np.uint8), region.astype(np.uint32)
+        actions = schedule.actions  # position, kind and region: ``struct action`` of pager.h
+        planned = np.fromiter(chain.from_iterable(actions), np.int64, 3 * len(actions))
         touched = [use.regions + use.creates for use in uses]
-        places = np.arange(len(touched), dtype=np.int64)
-        use_position = np.repeat(places, [len(regions) for regions in touched])
-        use_region = np.fromiter(chain.from_iterable(touched), np.uint32, len(use_position))
+        counts = [len(regions) for regions in touched]
+        used = np.zeros((sum(counts), 3), np.int64)  # position, region, next: ``struct use``
+        used[:, 0] = np.repeat(np.arange(len(touched)), counts)
+        used[:, 1] = np.fromiter(chain.from_iterable(touched), np.int64, len(used))
         error = self._native.pager_plan(
-            self._handle,
-            position.ctypes.data,
-            kind.ctypes.data,
-            region.ctypes.data,
-            len(actions),
-            use_position.ctypes.data,
-            use_region.ctypes.data,
-            len(use_region),
+            self._handle, planned.ctypes.data, len(actions), used.ctypes.data, len(used)
         )
         if error:
             raise BudgetError(f"{_NO_BOOKS} a plan of {len(actions)} transfers: {_MORE_MEMORY}")
@@ -359,17 +350,9 @@ class Pager(RegionAllocator):
             told = self._spill.unwritable if native.error_is_write else self._spill.unreadable
             raise spill_failure(native.error, told(one, why))
         return Counters(
-            bytes_in=native.bytes_in,
-            bytes_out=native.bytes_out,
-            prefetched_bytes=native.prefetched_bytes,
-            used_bytes=native.used_bytes,
-            wasted_bytes=native.wasted_bytes,
-            faults=native.faults,
-            stalls=native.stalls,
-            stall_s=native.stall_s,
+            **{name: getattr(native, name) for name in native_pager.TOTALS},
             resident_bytes=native.pages_in_use * self.page_bytes,
             peak_bytes=native.peak_pages * self.page_bytes,
-            events_lost=native.events_lost,
         )
 
     def events(self) -> list[Event]:
