@@ -70,7 +70,8 @@ class RegionAllocator(ABC):
         self._rows: dict[int, torch.UntypedStorage] = {}  # first region of a row -> its storage
         # A twin ends with its region: the content of each may lie in the other's place of the file.
         self._twins: dict[int, int] = {}
-        self._extra: set[int] = set()  # regions on top of what the file was made for
+        self._extra: dict[int, int] = {}  # bytes of regions on top of what the file was made for
+        self._extra_bytes = 0
         # Reentrant: an object that dies while a place is taken may release a region.
         self._placing = threading.RLock()
 
@@ -131,8 +132,8 @@ class RegionAllocator(ABC):
             try:
                 self._spill.grow(end * self.page_bytes)
                 if extra:
-                    beyond = sum(map(self.size, self._extra)) + count * pages * self.page_bytes
-                    self._spill.grow(self._spill.need + beyond)
+                    beyond = count * pages * self.page_bytes
+                    self._spill.grow(self._spill.need + self._extra_bytes + beyond)
                 for number, region in enumerate(regions):
                     self._places[region] = place = Place(first + number * pages, pages, nbytes)
                     self._admit(region, place)
@@ -146,7 +147,8 @@ class RegionAllocator(ABC):
                 raise
             del self._free_ids[-count:]
             if extra:
-                self._extra.update(regions)
+                self._extra.update(dict.fromkeys(regions, pages * self.page_bytes))
+                self._extra_bytes += count * pages * self.page_bytes
             if end > len(self._owners):
                 grown = np.full(2 * end, -1, dtype=np.int32)
                 grown[: len(self._owners)] = self._owners
@@ -222,7 +224,7 @@ class RegionAllocator(ABC):
             for one in ending:
                 self._storages.pop(one, None)
                 self._rows.pop(one, None)
-                self._extra.discard(one)
+                self._extra_bytes -= self._extra.pop(one, 0)
                 place = self._places.pop(one)
                 self._owners[place.page : place.page + place.pages] = -1
                 self._extents.give(place.page, place.pages)
