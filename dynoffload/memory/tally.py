@@ -13,6 +13,10 @@ from dynoffload.memory.device import Cause, Counters, Event, EventKind
 Span = Callable[[], tuple[float, float] | None]
 """Returns begin and end on `time.perf_counter`'s clock; None until it is over."""
 _EVENTS = 65536  # kept between two calls of `Device.events`; those beyond are counted
+_TOTALS = (
+    *("bytes_in", "bytes_out", "prefetched_bytes", "used_bytes", "wasted_bytes"),
+    *("faults", "stalls", "stall_s", "events_lost"),
+)
 
 
 class Tally:
@@ -21,10 +25,9 @@ class Tally:
     def __init__(self) -> None:
         self.bytes_in = self.bytes_out = 0
         self.prefetched_bytes = self.used_bytes = self.wasted_bytes = 0
-        self.faults = self.stalls = 0
+        self.faults = self.stalls = self.events_lost = 0
         self.stall_s = 0.0
         self._events: list[Event] = []
-        self._events_lost = 0
         self._pending: list[tuple[Span, EventKind, Cause, int, int]] = []
 
     def begun(self, span: Span, kind: EventKind, cause: Cause, region: int, nbytes: int) -> None:
@@ -53,7 +56,7 @@ class Tally:
     ) -> None:
         """Keep an event; it ends now, if ``end`` is not said."""
         if len(self._events) == _EVENTS:
-            self._events_lost += 1
+            self.events_lost += 1
             return
         end = time.perf_counter() if end is None else end
         self._events.append(Event(start, end, nbytes, region, kind, cause))
@@ -67,16 +70,5 @@ class Tally:
     def counters(self, resident_bytes: int, peak_bytes: int) -> Counters:
         """Return the totals."""
         self._drain()
-        return Counters(
-            bytes_in=self.bytes_in,
-            bytes_out=self.bytes_out,
-            prefetched_bytes=self.prefetched_bytes,
-            used_bytes=self.used_bytes,
-            wasted_bytes=self.wasted_bytes,
-            faults=self.faults,
-            stalls=self.stalls,
-            stall_s=self.stall_s,
-            resident_bytes=resident_bytes,
-            peak_bytes=peak_bytes,
-            events_lost=self._events_lost,
-        )
+        totals = {name: getattr(self, name) for name in _TOTALS}
+        return Counters(**totals, resident_bytes=resident_bytes, peak_bytes=peak_bytes)

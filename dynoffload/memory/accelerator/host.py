@@ -8,7 +8,6 @@ to its streams by the device, and are only waited for here.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
@@ -17,66 +16,59 @@ import torch
 from dynoffload.errors import BudgetError
 from dynoffload.memory.accelerator.pinned_pool import PinnedPool, Slot
 from dynoffload.memory.accelerator.region import DeviceRegion, Traffic
+from dynoffload.memory.accelerator.rows import Rows
 from dynoffload.memory.accelerator.streams import StreamEvent, Streams
 from dynoffload.memory.device import called
 from dynoffload.memory.spill import UNREAD, UNWRITTEN, NoFile, SpillFile, failure, reason, transfer
 from dynoffload.units import format_bytes
 
 
-class HostTier:
+class HostTier(Rows):
     """Host memory, and the file below it.
 
     Args:
         streams: of the accelerator, whose copies go through the memory.
-        page_bytes: slots are multiples of it.
+        capacity: bytes of the accelerator's memory for regions.
+        page_bytes: regions, and so slots, are multiples of it.
+        spill: the file; one that is none takes nothing.
         need: bytes that regions will take at least.
         budget: bytes of host memory; None: as many as regions take.
-        spill: the file; one that is none takes nothing.
-        cells: the regions, by number.
-        mutex: the device's lock.
-        next_use: when a region is used next, by the plan.
-        names: what messages call regions.
         threads: that read and write the file.
     """
 
     def __init__(
         self,
         streams: Streams,
+        capacity: int,
         page_bytes: int,
+        spill: SpillFile | NoFile,
         need: int,
         budget: int | None,
-        spill: SpillFile | NoFile,
-        cells: Mapping[int, DeviceRegion],
-        mutex: threading.RLock,
-        next_use: Callable[[int], int],
-        names: Mapping[int, str],
         threads: int,
     ) -> None:
-        self._spill, self._cells, self._names = spill, cells, names
-        self._next_use = next_use
+        super().__init__(capacity, page_bytes, spill, 0)
+        self.device, self._streams, self._host_budget = streams.device, streams, budget
         pages = -(-need // page_bytes) if budget is None else budget // page_bytes
         self._pool = PinnedPool(streams, page_bytes, pages * page_bytes, grows=budget is None)
-        self.budget = budget
-        self._settled = threading.Condition(mutex)  # told when a transfer of the file is over
+        self._settled = threading.Condition(self._mutex)  # told when the file is done with a slot
         self._draining: list[tuple[Slot, StreamEvent]] = []  # slots that copies still use
         self._workers: ThreadPoolExecutor | None = None
         if isinstance(spill, SpillFile):
             self._workers = ThreadPoolExecutor(threads, "dynoffload-file")
         self._failed: list[DeviceRegion] = []  # whose error somebody is to be told
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory taken, in use or not."""
+    def taken_bytes(self) -> int:
+        """See `Device.taken_bytes`: memory of the process, which is the host's."""
         return self._pool.nbytes
 
-    def content(self, cell: DeviceRegion) -> torch.Tensor:
+    def _content(self, cell: DeviceRegion) -> torch.Tensor:
         """Return the bytes of a region's slot, uint8."""
         assert cell.slot is not None
         return self._pool.bytes_of(cell.slot, cell.nbytes)
 
     # Slots
 
-    def place(self, cell: DeviceRegion, *, wait: bool) -> bool:
+    def _place(self, cell: DeviceRegion, *, wait: bool) -> bool:
         """Give a region a slot, if it has none.
 
         Args:
@@ -97,31 +89,31 @@ class HostTier:
             cell.slot = self._pool.take(cell.padded)
             if cell.slot is not None:
                 return True
-            victim = self._victim(cell, any_time=wait)
+            victim = self._host_victim(cell, any_time=wait)
             if victim is not None:
-                self._send_out(victim)
+                self._send_below(victim)
             elif not wait:
                 return False
             elif not self._wait_for_any():
                 raise BudgetError(
                     f"no {format_bytes(cell.padded)} of host memory came free for "
-                    f"{called(self._names, cell.region, cell.nbytes)}: raise host_budget "
+                    f"{called(self.names, cell.region, cell.nbytes)}: raise host_budget "
                     f"({format_bytes(self._pool.nbytes)})"
                 )
             if wait:
-                self.check()
+                self._check_file()
         return True
 
-    def give_away(self, cell: DeviceRegion) -> torch.UntypedStorage:
+    def _give_away(self, cell: DeviceRegion) -> torch.UntypedStorage:
         """Return what a region's slot holds as a storage that outlives this; the slot is gone, and
         no copy of it is under way."""
         assert cell.slot is not None
         slot, cell.slot, cell.in_host = cell.slot, None, False
         return self._pool.give_away(slot, cell.nbytes)
 
-    def leave(self, cell: DeviceRegion) -> None:
+    def _leave_host(self, cell: DeviceRegion) -> None:
         """Take a region's slot from it; what it holds there is gone."""
-        self.settle(cell)
+        self._settle_slot(cell)
         slot, cell.slot, cell.in_host = cell.slot, None, False
         if slot is not None and cell.copied is not None:
             self._draining.append((slot, cell.copied))
@@ -137,26 +129,26 @@ class HostTier:
             else:
                 self._draining.append((slot, copied))
 
-    def _victim(self, wanted: DeviceRegion, *, any_time: bool) -> DeviceRegion | None:
+    def _host_victim(self, wanted: DeviceRegion, *, any_time: bool) -> DeviceRegion | None:
         """Return who leaves host memory first for ``wanted``: whoever need not be written, then
         whoever is used last; not ``any_time``: if that is later than ``wanted`` is."""
         found: DeviceRegion | None = None
-        best = (False, -1 if any_time else self._next_use(wanted.region), 0)
+        best = (False, -1 if any_time else self._plan.next_use(wanted.region), 0)
         for cell in self._cells.values():
             if cell.slot is None or cell is wanted or not cell.slot_is_idle() or cell.error:
                 continue
             free = not cell.in_host or cell.in_file
             if not free and self._workers is None:
                 continue
-            rank = (free, self._next_use(cell.region), -cell.stamp)
+            rank = (free, self._plan.next_use(cell.region), -cell.stamp)
             if rank > best:
                 found, best = cell, rank
         return found
 
-    def _send_out(self, cell: DeviceRegion) -> None:
+    def _send_below(self, cell: DeviceRegion) -> None:
         """Let a region leave host memory: at once, or once the file has it."""
         if not cell.in_host or cell.in_file:
-            self.leave(cell)
+            self._leave_host(cell)
         else:
             self._begin(cell, Traffic.WRITING)
 
@@ -174,7 +166,7 @@ class HostTier:
 
     # The file
 
-    def fetch(self, cell: DeviceRegion, *, wait: bool) -> bool:
+    def _read(self, cell: DeviceRegion, *, wait: bool) -> bool:
         """Have a region's bytes brought from the file to its slot.
 
         Args:
@@ -191,18 +183,18 @@ class HostTier:
         if cell.in_host:
             return True
         if cell.traffic is Traffic.NONE:
-            if not self.place(cell, wait=wait):
+            if not self._place(cell, wait=wait):
                 return False
             cell.error = 0
             self._begin(cell, Traffic.READING)
         if not wait:
             return False
-        self.settle(cell)
+        self._settle_slot(cell)
         if cell.error:
             self._fail(cell)
         return cell.in_host
 
-    def settle(self, cell: DeviceRegion) -> None:
+    def _settle_slot(self, cell: DeviceRegion) -> None:
         """Wait until the file does nothing with a region's slot."""
         while cell.traffic is not Traffic.NONE:
             self._settled.wait(1.0)
@@ -236,7 +228,7 @@ class HostTier:
                 self._failed.append(cell)
             self._settled.notify_all()
 
-    def check(self) -> None:
+    def _check_file(self) -> None:
         """Raise what the file did to a region since it was asked last.
 
         Raises:
@@ -249,14 +241,15 @@ class HostTier:
         assert isinstance(self._spill, SpillFile)
         self._failed.remove(cell)
         number, cell.error = cell.error, 0
-        what, why = called(self._names, cell.region, cell.nbytes), reason(number)
+        what, why = called(self.names, cell.region, cell.nbytes), reason(number)
         if cell.in_file:
             raise failure(number, f"{self._spill.unreadable(what, why)}; {UNREAD}")
         raise failure(number, f"{self._spill.unwritable(what, why)}; {UNWRITTEN}")
 
-    def close(self) -> None:
+    def _close_host(self) -> None:
         """Give the memory back; no copy from or to it is under way."""
         if self._workers is not None:
             self._workers.shutdown()
         self._draining.clear()
         self._pool.close()
+        self._spill.close()

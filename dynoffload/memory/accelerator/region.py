@@ -8,12 +8,13 @@ bytes anywhere.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from dynoffload.memory.accelerator.pinned_pool import Slot
 from dynoffload.memory.accelerator.storages import RegionStorage
 from dynoffload.memory.accelerator.streams import StreamEvent
+from dynoffload.memory.region_cache import CachedRegion
 
 
 class State(Enum):
@@ -33,16 +34,11 @@ class Traffic(Enum):
 
 
 @dataclass(eq=False, slots=True)
-class DeviceRegion:
+class DeviceRegion(CachedRegion):
     """One region.
 
     Attributes:
-        region: its number.
-        nbytes: its content.
-        padded: the bytes that it takes in each tier.
-        offset: where it lies in the file.
         storage: its bytes on the accelerator; empty while it is absent.
-        stamp: last use, for LRU.
         state: whether it takes memory there.
         here: the accelerator has its newest bytes.
         in_host: its slot has them, once ``copied`` is reached.
@@ -54,17 +50,10 @@ class DeviceRegion:
         gone: the end of the copy out, while it is leaving.
         traffic: what the file does with the slot.
         error: errno of a transfer of the file that somebody is to be told.
-        pins: holds it on the accelerator.
-        tick: the number of its last use; see `run_ahead`.
-        prefetched: brought by plan and not yet used.
+        tick: the number of its last use, in whose order work is given to the compute stream.
     """
 
-    region: int
-    nbytes: int
-    padded: int
-    offset: int
-    storage: RegionStorage
-    stamp: int
+    storage: RegionStorage = field(kw_only=True)
     state: State = State.ABSENT
     here: bool = False
     in_host: bool = False
@@ -76,9 +65,7 @@ class DeviceRegion:
     gone: StreamEvent | None = None
     traffic: Traffic = Traffic.NONE
     error: int = 0
-    pins: int = 0
     tick: int = 0
-    prefetched: bool = False
 
     @property
     def is_dirty(self) -> bool:
