@@ -7,9 +7,8 @@ moment was waited for. A budget of host memory puts a file below it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -32,11 +31,9 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import dynoffload
 from dynoffload.errors import DynOffloadError
-from dynoffload.experiments import zoo
 from dynoffload.managed import managers
 from dynoffload.runtime.counting import ordinary_bytes
 from dynoffload.runtime.session import Session
-from dynoffload.units import MiB
 
 CONFIG: dict[str, Any] = {**SMALL_PAGES, "step_aside": False}
 
@@ -71,39 +68,6 @@ def test_a_gradient_that_a_mode_would_change_is_refused() -> None:
             loss = twin.model(torch.randn(8, 48)).prod(-1).sum()
             with pytest.raises(DynOffloadError, match=r"the gradient of prod\(\)"):
                 loss.backward()
-
-
-def some(cases: Mapping[str, Any], values: Sequence[Any]) -> list[Any]:
-    """Return each case with each of two values; all but one of each case are slow."""
-    return [
-        pytest.param(name, value, marks=[] if value == cases[name] else [pytest.mark.slow])
-        for name in cases
-        for value in values
-    ]
-
-
-@pytest.mark.parametrize(
-    ("network", "files"),
-    some(
-        {"moe": True, "tree": False, "depths": True, "early-lstm": False, "evoformer": True},
-        (False, True),
-    ),
-)
-def test_the_zoo(network: str, files: bool) -> None:
-    model = zoo.build(network, {"tree": "tiny-untied"}.get(network, "tiny"))
-    twin = Twin(model, partial(AdamW, lr=1e-3))
-    samples = list(islice(zoo.samples(network, seed=0), 4))
-    total = footprint_of(model)
-    with accelerated(elsewhere=files):
-        compare_runs(
-            twin,
-            Loop(steps=4),
-            samples,
-            lambda model, sample: model(*sample.args).loss,
-            budget_for(twin, 3) + (MiB if network == "evoformer" else 0),  # of activations
-            device=DEVICE,
-            host_budget=total // 2 if files else None,
-        )
 
 
 @pytest.mark.parametrize("how", ["nobody", "parameters", "state", "gradients", "storages"])

@@ -35,7 +35,6 @@ from dynoffload.memory import tally
 from dynoffload.memory.device import Device, EventKind
 from dynoffload.planning.lookahead import LookAhead
 from dynoffload.planning.schedule import Action, Kind, Use
-from dynoffload.units import MiB
 
 
 @pytest.fixture
@@ -68,17 +67,6 @@ def test_a_new_region_takes_no_fast_memory_until_it_is_acquired(device: Device, 
     assert device.resident() == [region]
     assert device.counters().resident_bytes == device.resident_bytes() == 3 * page
     assert device.counters().bytes_in == 0  # there was nothing to read
-
-
-@each_device()
-def test_a_new_region_can_be_written_and_read_without_notice(device: Device, page: int) -> None:
-    regions = [device.allocate(2 * page - 5) for _ in range(9)]
-    for region in regions:
-        view(device, region).copy_(pattern(2 * page - 5, region))
-    assert all(holds(device, region) for region in regions)
-    counters = device.counters()
-    assert counters.faults > 0
-    assert counters.peak_bytes <= device.capacity
 
 
 @each_of_the_cpu()
@@ -139,19 +127,6 @@ def test_a_region_discarded_while_absent_comes_back_without_a_read(
     device.discard(first)
     device.acquire([first])
     assert device.counters().bytes_in == before
-
-
-@each_of_the_cpu()
-def test_places_of_released_regions_are_used_again(device: Device, page: int) -> None:
-    addresses = set()
-    for _ in range(20):
-        region = device.allocate(5 * page)
-        filled(device, [region])
-        addresses.add(device.storage(region).data_ptr())
-        assert holds(device, region)
-        device.release(region)
-        assert device.resident() == []
-    assert len(addresses) == 1
 
 
 # Room
@@ -335,22 +310,6 @@ def test_what_no_use_needs_is_not_prefetched(device: Device, page: int) -> None:
     device.advance(2)
     time.sleep(0.05)
     assert device.resident() == [c]
-
-
-@each_device()
-def test_plans_over_regions_that_are_gone_do_no_harm(device: Device, page: int) -> None:
-    regions = [device.allocate(2 * page) for _ in range(6)]
-    filled(device, regions)
-    uses = uses_of(*regions)
-    actions = [Action(i, kind, r) for i, r in enumerate(regions) for kind in Kind]
-    device.follow(uses, schedule(*actions))
-    gone = regions.pop(2)
-    device.release(gone)
-    for position in range(len(uses)):
-        device.advance(position)
-    fresh = device.allocate(2 * page)
-    filled(device, [fresh])
-    assert all(holds(device, region) for region in [*regions, fresh])
 
 
 @each_of_the_cpu()
@@ -653,40 +612,6 @@ def test_bytes_survive_anything(kind: str, page: int, tmp_path: Path) -> None:
 
 
 # The disk
-
-
-@each_of_the_cpu(SMALL)
-def test_a_file_that_cannot_grow_refuses_the_region_and_spoils_nothing(
-    kind: str, page: int, tmp_path: Path
-) -> None:
-    limit = 128 * MiB
-    found = script(
-        """
-        import resource
-        from dynoffload.errors import SpillError
-        kind, page, limit, directory = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        with opened(kind, 64 * MiB, page, Path(directory)) as device:
-            regions = [device.allocate(40 * MiB) for _ in range(3)]
-            filled(device, regions)
-            try:
-                device.allocate(40 * MiB)
-            except SpillError as error:
-                print("refused:", error)
-            small = device.allocate(8 * MiB)  # there is room for this one
-            filled(device, [small])
-            print(all(holds(device, region) for region in [*regions, small]))
-        """,
-        kind,
-        page,
-        limit,
-        tmp_path,
-    )
-    assert found.returncode == 0, found.stderr
-    assert "refused:" in found.stdout
-    assert "cannot grow" in found.stdout
-    assert "free space there, or pass spill_dir=" in found.stdout
-    assert found.stdout.splitlines()[-1] == "True"
 
 
 @each_of_the_cpu(SMALL)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -153,8 +152,3 @@ def test_the_pager_ends_the_process_rather_than_hand_out_what_it_cannot_read(
     assert found.stdout == ""
     assert "cannot read" in found.stderr
     assert "checkpoint" in found.stderr
-
-
-def test_limits_are_read_for_this_process() -> None:
-    assert 0 < limits.available_bytes() < 1 << 60
-    assert MiB < limits.resident_bytes() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import byte_at, filled, holds, needs_pager, opened, schedule, uses_of, view
+from devices import filled, holds, needs_pager, opened, schedule, uses_of, view
 
 from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
@@ -109,20 +109,6 @@ def test_a_row_that_cannot_be_had_leaves_nothing_behind(device: Device) -> None:
     with pytest.raises(BudgetError, match="regions are alive"):
         device.allocate_row(70_000, SLICE)
     assert device.allocate(SLICE) == first
-
-
-def test_released_rows_are_used_again(device: Device) -> None:
-    """Their regions end together, and their places serve others, without the old bytes' owners."""
-    for _ in range(3):
-        row = device.allocate_row(4, SLICE)
-        filled(device, row)
-        address = device.storage(row[0]).data_ptr()
-        for region in row:
-            device.release(region)
-        if device.serves:
-            assert device.owner(byte_at(address)) == -1
-    other = device.allocate(SLICE)
-    assert device.owner(device.storage(other)) == other
 
 
 def test_clear_slices_read_as_zeros_and_move_nothing(device: Device) -> None:

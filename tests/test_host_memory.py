@@ -24,8 +24,6 @@ from dynoffload.runtime.target import Target
 from dynoffload.units import GiB, MiB
 
 PIB = 1 << 50
-DRIFT = 256 * MiB
-"""By which what the system has may change while a test runs, besides what two looks at it show."""
 
 
 def most_of(have: int, slack: int = 512 * MiB) -> int:
@@ -69,17 +67,6 @@ def test_a_budget_larger_than_memory_is_lowered(caplog: pytest.LogCaptureFixture
         Loop(steps=2).run(model, optimizer, small_samples(2), small_loss)
         assert footprint_of(model) < session.sizing.budget
     assert "control group, can give" in caplog.text
-
-
-def test_it_is_lowered_to_what_the_system_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no control group sets a limit: less the slack, and a sixteenth."""
-    monkeypatch.setattr(limits, "cgroup_directories", list)
-    for slack in (0, 64 * MiB):
-        before = in_system()
-        budget, tensors = lowered(heap_slack_bytes=slack)
-        after = in_system()
-        assert budget >= most_of(min(before, after) + tensors, slack) - DRIFT
-        assert budget <= most_of(max(before, after) + tensors, slack) + DRIFT
 
 
 def test_it_is_lowered_to_what_the_group_has(
