@@ -29,7 +29,7 @@ from dynoffload.memory.mapping import Mapping
 from dynoffload.memory.region_allocator import arena_pages
 from dynoffload.memory.spill import UNWRITTEN, SpillFile
 from dynoffload.memory.spill import failure as spill_failure
-from dynoffload.planning.cursor import NEVER, PlanCursor
+from dynoffload.planning.cursor import PlanCursor
 from dynoffload.planning.schedule import Kind, Schedule, Use
 
 _GRACE_S = 60.0  # how long to wait for somebody to unpin
@@ -93,11 +93,7 @@ class MappedFile(MappedCache):
     # Regions
 
     def clear(self, regions: Sequence[int]) -> None:
-        """See `Device.clear`.
-
-        Raises:
-            SpillError: zeros cannot be written where the file system keeps none unwritten.
-        """
+        """See `Device.clear`."""
         with self._mutex:
             for h in self._all(regions):
                 if self._is_clear(h):
@@ -124,12 +120,7 @@ class MappedFile(MappedCache):
     # Residency
 
     def acquire(self, regions: Sequence[int], *, pin: bool = False) -> None:
-        """See `Device.acquire`.
-
-        Raises:
-            BudgetError: the regions do not fit the pool together, or the rest stays pinned.
-            SpillError: the spill file cannot be read, or not written to make room.
-        """
+        """See `Device.acquire`."""
         self._check_room(regions)
         self._bring(regions, pin=pin)
 
@@ -223,27 +214,24 @@ class MappedFile(MappedCache):
     def _serve_plan(self) -> bool:
         """Make one transfer of the plan or for the reserve; False if there is none now."""
         plan = self._plan
-        while (action := plan.due()) is not None:
-            h, next_use = self._cells.get(action.region), plan.next_use(action.region)
-            if h is None or (action.kind is Kind.FETCH and (h.present or next_use == NEVER)):
-                plan.done()  # reality has overtaken it
-            elif action.kind is Kind.EVICT:
+        while (due := self._due()) is not None:
+            kind, h = due
+            next_use = plan.next_use(h.region)
+            if kind is Kind.EVICT:
                 plan.done()
-                if self._may_leave(h) and next_use > plan.position:
-                    self._evict(h, Cause.PLAN)
-                    return True
-            elif self._free >= h.padded + self._reserve:
+                self._evict(h, Cause.PLAN)
+                return True
+            if self._free >= h.padded + self._reserve:
                 plan.done()
                 try:
                     self._fetch(h, Cause.PLAN)
                 except SpillError as error:
                     self._error = error.errno or errno.EIO, error.args[1]
                 return True
-            elif next_use > plan.position + 1 or (victim := self._victim(next_use)) is None:
+            if next_use > plan.position + 1 or (victim := self._victim(next_use)) is None:
                 break  # there is time to wait for room, or nothing leaves
-            else:
-                self._evict(victim, Cause.PLAN)
-                return True
+            self._evict(victim, Cause.PLAN)
+            return True
         if self._free < self._reserve and (victim := self._victim(plan.position)) is not None:
             self._evict(victim, Cause.ROOM)
             return True

@@ -123,6 +123,9 @@ class MappedCache(RegionCache[MappedRegion]):
     def _may_leave(self, h: MappedRegion) -> bool:
         return h.present and not h.pins and h.region not in self._busy
 
+    def _may_come(self, h: MappedRegion) -> bool:
+        return not h.present
+
     def _room_for(self, h: MappedRegion, later_than: Sequence[int]) -> bool:
         """Send out regions used after the first position of ``later_than``, then those after the
         next, until there is room for ``h``; return whether there is."""

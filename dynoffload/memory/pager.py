@@ -138,13 +138,7 @@ class Pager(RegionAllocator):
     # Residency
 
     def acquire(self, regions: Sequence[int], *, pin: bool = False) -> None:
-        """See `Device.acquire`.
-
-        Raises:
-            BackendError: a region is locked, or the kernel holds its pages.
-            BudgetError: the regions do not fit the pool together, or the rest stays pinned.
-            SpillError: the spill file cannot be read, or not written to make room.
-        """
+        """See `Device.acquire`."""
         self._check_room(regions)
         ids, failure = _ids(regions), native_pager.NativeFailure()
         acquire, told, count = self._native.pager_acquire, ctypes.byref(failure), len(ids)
@@ -168,11 +162,7 @@ class Pager(RegionAllocator):
         self._native.pager_touch(self._handle, ids, len(ids))
 
     def lock(self, regions: Sequence[int]) -> None:
-        """See `Device.lock`. All are locked or none.
-
-        Raises:
-            BackendError: the kernel holds a region's pages.
-        """
+        """See `Device.lock`. All are locked or none."""
         ids, failure = _ids(regions), native_pager.NativeFailure()
         if self._native.pager_lock(self._handle, ids, len(ids), ctypes.byref(failure)):
             raise self._failed(failure, regions)

@@ -16,7 +16,8 @@ from dynoffload.memory.device import Counters, Event
 from dynoffload.memory.region_allocator import RegionAllocator
 from dynoffload.memory.spill import NoFile, SpillFile
 from dynoffload.memory.tally import Tally
-from dynoffload.planning.cursor import PlanCursor
+from dynoffload.planning.cursor import NEVER, PlanCursor
+from dynoffload.planning.schedule import Kind
 
 
 @dataclass(eq=False, slots=True)
@@ -69,6 +70,10 @@ class RegionCache(RegionAllocator, Generic[Cell]):
     def _may_leave(self, cell: Cell) -> bool:
         """Return whether a region can be evicted now."""
 
+    @abstractmethod
+    def _may_come(self, cell: Cell) -> bool:
+        """Return whether a region is absent, and has something to fetch."""
+
     def _all(self, regions: Iterable[int]) -> list[Cell]:
         return [self._cells[region] for region in regions]
 
@@ -106,6 +111,21 @@ class RegionCache(RegionAllocator, Generic[Cell]):
                 if next_use > later_than and (found is None or (next_use, -cell.stamp) > best):
                     found, best = cell, (next_use, -cell.stamp)
         return found
+
+    def _due(self) -> tuple[Kind, Cell] | None:
+        """Return the planned transfer that is due, past those that reality has overtaken."""
+        while (action := self._plan.due()) is not None:
+            cell = self._cells.get(action.region)
+            if cell is not None:
+                next_use = self._plan.next_use(cell.region)
+                if action.kind is Kind.EVICT:
+                    overtaken = next_use <= self._plan.position or not self._may_leave(cell)
+                else:
+                    overtaken = next_use == NEVER or not self._may_come(cell)
+                if not overtaken:
+                    return action.kind, cell
+            self._plan.done()
+        return None
 
     def touch(self, regions: Sequence[int]) -> None:
         """See `Device.touch`."""

@@ -27,7 +27,7 @@ from dynoffload.memory.accelerator.rows import unseen
 from dynoffload.memory.accelerator.storages import RegionStorage
 from dynoffload.memory.device import Cause, Counters
 from dynoffload.memory.region_allocator import Place, users_of
-from dynoffload.planning.cursor import NEVER, PlanCursor
+from dynoffload.planning.cursor import PlanCursor
 from dynoffload.planning.schedule import Kind, Schedule, Use
 from dynoffload.units import format_bytes
 
@@ -147,12 +147,7 @@ class Accelerator(RegionPool):
                     cell.tick = self._now
 
     def acquire(self, regions: Sequence[int], *, pin: bool = False) -> None:
-        """See `Device.acquire`. Whoever asks may write the regions, and says no more.
-
-        Raises:
-            BudgetError: the regions do not fit together, or others are held there.
-            SpillError: the file cannot be read or written.
-        """
+        """See `Device.acquire`. Whoever asks may write the regions, and says no more."""
         self.meet_owner(regions)
         with self._mutex:  # all along: what nobody holds might leave before it is noted
             self._bring(regions, pin=pin)
@@ -234,7 +229,7 @@ class Accelerator(RegionPool):
         with self._mutex:
             behind = self._next_use()
         if behind is not None:
-            behind.wait()  # with no lock held: files go on
+            behind.wait()  # with no lock held
         with self._mutex:
             self._workspace.see(self._streams.given_bytes, self._bare)
             self._plan.advance(position)
@@ -244,10 +239,7 @@ class Accelerator(RegionPool):
     def _go_on(self) -> None:
         """Carry out what is due of the plan, as far as there is room."""
         self._reap()
-        while (action := self._plan.due()) is not None:
-            cell = self._cells.get(action.region)
-            if cell is not None and not self._carry_out(action.kind, cell):
-                break
+        while (due := self._due()) is not None and self._carry_out(*due):
             self._plan.done()
         for region in self._plan.coming(_READ_AHEAD):
             cell = self._cells.get(region)
@@ -255,19 +247,13 @@ class Accelerator(RegionPool):
                 self._read(cell, wait=False)
 
     def _carry_out(self, kind: Kind, cell: DeviceRegion) -> bool:
-        """Return whether an action was carried out, or reality has overtaken it."""
-        next_use = self._plan.next_use(cell.region)
+        """Return whether a planned transfer was begun; else there is no room for it yet."""
         if kind is Kind.EVICT:
-            if cell.state is not State.PRESENT or cell.pins or next_use <= self._plan.position:
-                return True
             return self._leave(cell, Cause.PLAN)
-        if cell.state is State.PRESENT or next_use == NEVER or not cell.has_content:
-            return True
-        if cell.padded + self._reserve > self._free:
+        need = cell.padded + self._reserve
+        if need > self._free:
             self._reap()
-            if cell.padded + self._reserve > self._free:
-                return False
-        return self._enter(cell, Cause.PLAN, [cell])
+        return need <= self._free and self._enter(cell, Cause.PLAN, [cell])
 
     # What happened
 
@@ -285,11 +271,7 @@ class Accelerator(RegionPool):
     # The end
 
     def keep(self, region: int) -> bool:
-        """See `Device.keep`.
-
-        Raises:
-            SpillError: it cannot be read.
-        """
+        """See `Device.keep`."""
         with self._mutex:
             cell = self._cells[region]
             if cell.storage.bring is None:

@@ -1,21 +1,21 @@
 """The tiers below the accelerator: host memory, and a file where that has a budget of its own.
 
-Everything here is called with the device's lock held, which is released while the file is waited
-for. Transfers of the file run in threads of their own; copies from and to the accelerator are given
-to its streams by the device, and are only waited for here.
+Everything here is called with the device's lock held. Transfers of the file run in threads of their
+own, which want no lock; copies from and to the accelerator are given to its streams by the device,
+and are only waited for here.
 """
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from typing import NoReturn
 
 import torch
 
 from dynoffload.errors import BudgetError
 from dynoffload.memory.accelerator.pinned_pool import PinnedPool, Slot
-from dynoffload.memory.accelerator.region import DeviceRegion, Traffic
+from dynoffload.memory.accelerator.region import DeviceRegion
 from dynoffload.memory.accelerator.rows import Rows
 from dynoffload.memory.accelerator.streams import StreamEvent, Streams
 from dynoffload.memory.device import called
@@ -50,12 +50,10 @@ class HostTier(Rows):
         self.device, self._streams, self._host_budget = streams.device, streams, budget
         pages = -(-need // page_bytes) if budget is None else budget // page_bytes
         self._pool = PinnedPool(streams, page_bytes, pages * page_bytes, grows=budget is None)
-        self._settled = threading.Condition(self._mutex)  # told when the file is done with a slot
         self._draining: list[tuple[Slot, StreamEvent]] = []  # slots that copies still use
         self._workers: ThreadPoolExecutor | None = None
         if isinstance(spill, SpillFile):
             self._workers = ThreadPoolExecutor(threads, "dynoffload-file")
-        self._failed: list[DeviceRegion] = []  # whose error somebody is to be told
 
     def taken_bytes(self) -> int:
         """See `Device.taken_bytes`: memory of the process, which is the host's."""
@@ -82,8 +80,8 @@ class HostTier(Rows):
             BudgetError: nothing leaves.
             SpillError: those that should leave cannot be written.
         """
-        while self._failed:  # what could not be written then may be written now
-            self._failed.pop().error = 0
+        for one in self._seen_over():
+            one.error = 0  # what could not be written then may be written now
         while cell.slot is None:
             self._drain()
             cell.slot = self._pool.take(cell.padded)
@@ -113,7 +111,7 @@ class HostTier(Rows):
 
     def _leave_host(self, cell: DeviceRegion) -> None:
         """Take a region's slot from it; what it holds there is gone."""
-        self._settle_slot(cell)
+        cell.finish()
         slot, cell.slot, cell.in_host = cell.slot, None, False
         if slot is not None and cell.copied is not None:
             self._draining.append((slot, cell.copied))
@@ -150,12 +148,13 @@ class HostTier(Rows):
         if not cell.in_host or cell.in_file:
             self._leave_host(cell)
         else:
-            self._begin(cell, Traffic.WRITING)
+            self._begin(cell, reads=False)
 
     def _wait_for_any(self) -> bool:
         """Wait until a slot may have come free; return whether anything was under way."""
-        if any(cell.traffic is not Traffic.NONE for cell in self._cells.values()):
-            self._settled.wait(1.0)
+        under_way = [cell.io for cell in self._cells.values() if cell.io is not None]
+        if under_way:
+            wait_for(under_way, return_when=FIRST_COMPLETED)
             return True
         cells = sorted(self._cells.values(), key=lambda cell: cell.stamp)
         copies = [copied for _, copied in self._draining] + [cell.copied for cell in cells]
@@ -182,51 +181,28 @@ class HostTier(Rows):
         """
         if cell.in_host:
             return True
-        if cell.traffic is Traffic.NONE:
+        if cell.io is not None and (wait or cell.io.done()):
+            cell.finish()
+        elif cell.io is None:
             if not self._place(cell, wait=wait):
                 return False
             cell.error = 0
-            self._begin(cell, Traffic.READING)
-        if not wait:
-            return False
-        self._settle_slot(cell)
-        if cell.error:
+            self._begin(cell, reads=True)
+            if wait:
+                cell.finish()
+        if wait and cell.error:
             self._fail(cell)
         return cell.in_host
 
-    def _settle_slot(self, cell: DeviceRegion) -> None:
-        """Wait until the file does nothing with a region's slot."""
-        while cell.traffic is not Traffic.NONE:
-            self._settled.wait(1.0)
-
-    def _begin(self, cell: DeviceRegion, traffic: Traffic) -> None:
+    def _begin(self, cell: DeviceRegion, *, reads: bool) -> None:
+        """Have the file take or give a slot's bytes, with their padding."""
         assert self._workers is not None
-        cell.traffic = traffic
-        self._workers.submit(self._carry, cell, self._in_pages(cell))
-
-    def _in_pages(self, cell: DeviceRegion) -> torch.Tensor:
-        """Return a slot's bytes with their padding, as the file takes them."""
         assert cell.slot is not None
-        return self._pool.bytes_of(cell.slot, cell.padded)
-
-    def _carry(self, cell: DeviceRegion, content: torch.Tensor) -> None:
-        """Read or write one region; in a thread of its own."""
-        reads = cell.traffic is Traffic.READING
-        number = 0
-        try:
-            assert isinstance(self._spill, SpillFile)
-            transfer(self._spill.fd, content, cell.offset, reads=reads)
-        except OSError as error:
-            number = error.errno or 5
-        with self._settled:
-            cell.traffic, cell.error = Traffic.NONE, number
-            if not number and reads:
-                cell.in_host = True
-            elif not number:
-                cell.in_file = cell.in_host  # unless it was written on the accelerator meanwhile
-            else:
-                self._failed.append(cell)
-            self._settled.notify_all()
+        assert isinstance(self._spill, SpillFile)
+        content = self._pool.bytes_of(cell.slot, cell.padded)
+        cell.reads = reads
+        fd = self._spill.fd
+        cell.io = self._workers.submit(transfer, fd, content, cell.offset, reads=reads)
 
     def _check_file(self) -> None:
         """Raise what the file did to a region since it was asked last.
@@ -234,12 +210,20 @@ class HostTier(Rows):
         Raises:
             SpillError: it could not be read or written.
         """
-        if self._failed:
-            self._fail(self._failed[0])
+        for cell in self._seen_over():
+            self._fail(cell)
+
+    def _seen_over(self) -> list[DeviceRegion]:
+        """Note which transfers of the file are over; return the regions whose have failed."""
+        if self._workers is None:
+            return []
+        for cell in self._cells.values():
+            if cell.io is not None and cell.io.done():
+                cell.finish()
+        return [cell for cell in self._cells.values() if cell.error]
 
     def _fail(self, cell: DeviceRegion) -> NoReturn:
         assert isinstance(self._spill, SpillFile)
-        self._failed.remove(cell)
         number, cell.error = cell.error, 0
         what, why = called(self.names, cell.region, cell.nbytes), reason(number)
         if cell.in_file:

@@ -97,6 +97,9 @@ class RegionPool(HostTier):
     def _may_leave(self, cell: DeviceRegion) -> bool:
         return cell.state is State.PRESENT and not cell.pins
 
+    def _may_come(self, cell: DeviceRegion) -> bool:
+        return cell.state is not State.PRESENT and cell.has_content
+
     def _use(self, cell: DeviceRegion) -> None:
         """Let the compute stream go on once a region that has entered is there."""
         super()._use(cell)
@@ -121,7 +124,7 @@ class RegionPool(HostTier):
             Whether it was done.
         """
         must = cause is not Cause.PLAN
-        while cell.state is State.ABSENT:  # each may let go of the lock, and undo the other
+        while cell.state is State.ABSENT:  # each may undo another
             if self._free < cell.padded:
                 if not self._make_room(cell.padded, must, wanted):
                     return False
@@ -232,14 +235,9 @@ class RegionPool(HostTier):
         if not cell.is_dirty:
             self._empty(cell)
             return True
-        while True:  # to wait lets go of the lock: others may take its slot from it meanwhile
-            if not self._place(cell, wait=cause is not Cause.PLAN):
-                return False
-            self._settle_slot(cell)
-            if cell.slot is not None:
-                break
-        if cell.pins or cell.state is not State.PRESENT or not cell.is_dirty:
-            return True  # things have moved on while host memory was waited for
+        if not self._place(cell, wait=cause is not Cause.PLAN):
+            return False
+        cell.finish()
         content = self._content(cell)
         copy = self._streams.copy_out(content, cell.storage, [self._after(cell.tick)])
         cell.gone = cell.copied = copy
@@ -360,4 +358,4 @@ class RegionPool(HostTier):
         for event in (cell.ready, cell.gone, cell.copied):
             if event is not None:
                 event.wait()
-        self._settle_slot(cell)
+        cell.finish()

@@ -8,6 +8,8 @@ bytes anywhere.
 
 from __future__ import annotations
 
+import errno
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -25,14 +27,6 @@ class State(Enum):
     LEAVING = "leaving"
 
 
-class Traffic(Enum):
-    """What the file does with a region's slot."""
-
-    NONE = "none"
-    READING = "reading"
-    WRITING = "writing"
-
-
 @dataclass(eq=False, slots=True)
 class DeviceRegion(CachedRegion):
     """One region.
@@ -48,8 +42,9 @@ class DeviceRegion(CachedRegion):
         copied: the last copy from or to the slot, until somebody has seen that it is over.
         ready: the end of the copy in, for which the compute stream has not waited yet.
         gone: the end of the copy out, while it is leaving.
-        traffic: what the file does with the slot.
-        error: errno of a transfer of the file that somebody is to be told.
+        io: a transfer between the slot and the file, until somebody has seen that it is over.
+        reads: into the slot, or out of it.
+        error: errno of such a transfer that somebody is to be told.
         tick: the number of its last use, in whose order work is given to the compute stream.
     """
 
@@ -63,7 +58,8 @@ class DeviceRegion(CachedRegion):
     copied: StreamEvent | None = None
     ready: StreamEvent | None = None
     gone: StreamEvent | None = None
-    traffic: Traffic = Traffic.NONE
+    io: Future[None] | None = None
+    reads: bool = False
     error: int = 0
     tick: int = 0
 
@@ -87,6 +83,22 @@ class DeviceRegion(CachedRegion):
 
     def slot_is_idle(self) -> bool:
         """Return whether nothing is copied from or to the slot."""
+        if self.io is not None and self.io.done():
+            self.finish()
         if self.copied is not None and self.copied.reached():
             self.copied = None
-        return self.copied is None and self.traffic is Traffic.NONE
+        return self.copied is None and self.io is None
+
+    def finish(self) -> None:
+        """Wait until the file does nothing with the slot, and note what it has done."""
+        if self.io is None:
+            return
+        failed, self.io = self.io.exception(), None
+        if failed is not None:
+            if not isinstance(failed, OSError):
+                raise failed
+            self.error = failed.errno or errno.EIO
+        elif self.reads:
+            self.in_host = True
+        else:
+            self.in_file = self.in_host  # unless it was written on the accelerator meanwhile
