@@ -105,14 +105,6 @@ def test_where_memory_is_little_less_freed_heap_is_kept(monkeypatch: pytest.Monk
             assert possible.budget == min(budget, most_of(have))
 
 
-def test_a_budget_that_is_there_is_taken_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    """Without a word."""
-    model = small()
-    with caplog.at_level(logging.WARNING), dynoffload.offload(model, budget=8 * MiB) as session:
-        assert session.sizing.budget == 8 * MiB
-    assert "control group" not in caplog.text
-
-
 def test_what_does_not_fit_in_memory_is_refused() -> None:
     """By the name of what is too large, although the user allows more than enough."""
     with torch.device("meta"):
