@@ -30,7 +30,6 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import dynoffload
-from dynoffload.errors import DynOffloadError
 from dynoffload.managed import managers
 from dynoffload.runtime.counting import ordinary_bytes
 from dynoffload.runtime.session import Session
@@ -55,19 +54,6 @@ def mlp(width: int = 48, layers: int = 4) -> nn.Module:
 def mlp_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Return a loss of the network's output."""
     return model(x).square().mean()
-
-
-def test_a_gradient_that_a_mode_would_change_is_refused() -> None:
-    """See docs/compatibility.md; all of its kind are in tests/test_below_modes.py."""
-    twin = Twin(mlp(), partial(SGD, lr=1e-2))
-    budget = budget_for(twin, 2)
-    with accelerated():
-        with dynoffload.offload(
-            twin.model, twin.optimizer, budget=budget, device=DEVICE, config=CONFIG
-        ):
-            loss = twin.model(torch.randn(8, 48)).prod(-1).sum()
-            with pytest.raises(DynOffloadError, match=r"the gradient of prod\(\)"):
-                loss.backward()
 
 
 @pytest.mark.parametrize("how", ["nobody", "parameters", "state", "gradients", "storages"])

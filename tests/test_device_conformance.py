@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -30,7 +29,7 @@ from devices import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dynoffload.errors import BudgetError
+from dynoffload.errors import BudgetError, SpillError
 from dynoffload.memory import tally
 from dynoffload.memory.device import Device, EventKind
 from dynoffload.planning.lookahead import LookAhead
@@ -614,6 +613,27 @@ def test_bytes_survive_anything(kind: str, page: int, tmp_path: Path) -> None:
 # The disk
 
 
+@each_of_the_cpu()
+def test_what_cannot_be_read_is_told_to_whoever_waits(device: Any, page: int) -> None:
+    """The file is cut off, and what is written then does not make it long enough again."""
+    second, first = device.allocate(6 * page), device.allocate(6 * page)
+    filled(device, [first, second])
+    assert device.resident() == [second]
+    size = os.fstat(device._spill.fd).st_size
+    os.ftruncate(device._spill.fd, 0)
+    for _ in range(2):
+        with pytest.raises(SpillError, match=rf"region {first} \(.*\) back.*spill_dir="):
+            device.acquire([first], pin=True)
+    device.counters()  # it has been told already
+    os.ftruncate(device._spill.fd, size)
+    for region in (first, second):
+        device.discard(region)  # no pin was left
+    filled(device, [first, second])
+    assert holds(device, first)
+    assert holds(device, second)
+    assert device.counters().peak_bytes <= device.capacity
+
+
 @each_of_the_cpu(SMALL)
 def test_an_acquire_ends_when_the_disk_takes_nothing(kind: str, page: int, tmp_path: Path) -> None:
     """What cannot be written stays in memory, so there is no room; it is soon told, and passes."""
@@ -658,23 +678,3 @@ def test_an_acquire_ends_when_the_disk_takes_nothing(kind: str, page: int, tmp_p
         assert "cannot write region" in line
         assert "free): free space there, or pass spill_dir= another disk" in line
     assert last == "whole"
-
-
-@each_of_the_cpu(SMALL)
-def test_a_killed_process_leaves_no_file(kind: str, page: int) -> None:
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
-        found = script(
-            """
-            import os, signal
-            device = KINDS[sys.argv[1]](64 * int(sys.argv[2]), int(sys.argv[2]), Path(sys.argv[3]))
-            filled(device, [device.allocate(20 * device.page_bytes) for _ in range(8)])
-            print(device.counters().bytes_out, flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
-            """,
-            kind,
-            page,
-            name,
-        )
-        assert found.returncode == -9
-        assert int(found.stdout) > 0
-        assert os.listdir(name) == []

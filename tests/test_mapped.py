@@ -6,7 +6,6 @@ What every device promises is in `test_device_conformance`.
 from __future__ import annotations
 
 import errno
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,22 +129,6 @@ def test_pages_smaller_than_the_systems_are_refused(tmp_path: Path) -> None:
 
 
 # Failures
-
-
-@PAGES
-def test_a_file_that_cannot_be_read_is_told_to_whoever_waits(device: MappedFile, page: int) -> None:
-    """The file is cut off under the device, so the kernel has nothing to read."""
-    first, second = device.allocate(6 * page), device.allocate(6 * page)
-    filled(device, [first, second])
-    assert device.resident() == [second]
-    size = os.fstat(device._spill.fd).st_size
-    os.ftruncate(device._spill.fd, 0)
-    for attempt in (device.acquire, device.touch):
-        with pytest.raises(SpillError, match=f"cannot read region {first}"):
-            attempt([first])
-    os.ftruncate(device._spill.fd, size)
-    device.acquire([first])
-    assert device.counters().peak_bytes <= device.capacity
 
 
 @PAGES

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import threading
 import time
@@ -85,24 +84,6 @@ def test_an_access_waits_for_the_disk_to_have_room_again(tmp_path: Path) -> None
 
 
 # What cannot be read back
-
-
-def test_an_acquire_of_what_cannot_be_read_raises(device: Pager) -> None:
-    a, c, b = (device.allocate(4 * SMALL) for _ in range(3))
-    filled(device, [b, a, c])  # evicting the others will not make the file long enough for b
-    os.ftruncate(device._spill.fd, 0)
-    for _ in range(2):
-        with pytest.raises(
-            SpillError, match=rf"region {b} \(16\.00 KiB\) back.*spill_dir="
-        ) as told:
-            device.acquire([b], pin=True)
-        assert told.value.errno == errno.EIO
-    device.counters()  # it has been told already
-    assert holds(device, a)
-    assert holds(device, c)
-    device.discard(b)
-    filled(device, [b])
-    assert holds(device, b)
 
 
 def test_showing_shows_all_or_none(device: Pager) -> None:
