@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -126,13 +126,12 @@ class Pager(RegionAllocator):
 
     def clear(self, regions: Sequence[int]) -> None:
         """See `Device.clear`."""
-        ids = _ids(regions)
-        self._native.pager_clear(self._handle, ids, len(ids))
+        self._native.pager_clear(self._handle, _ids(regions), len(regions))
 
     def is_clear(self, regions: Sequence[int]) -> list[bool]:
         """See `Device.is_clear`."""
-        ids, answers = _ids(regions), (ctypes.c_uint8 * len(regions))()
-        self._native.pager_is_clear(self._handle, ids, len(ids), answers)
+        answers = (ctypes.c_uint8 * len(regions))()
+        self._native.pager_is_clear(self._handle, _ids(regions), len(regions), answers)
         return [bool(answer) for answer in answers]
 
     # Residency
@@ -153,24 +152,19 @@ class Pager(RegionAllocator):
 
     def unpin(self, regions: Sequence[int]) -> None:
         """See `Device.unpin`."""
-        ids = _ids(regions)
-        self._native.pager_unpin(self._handle, ids, len(ids))
+        self._native.pager_unpin(self._handle, _ids(regions), len(regions))
 
     def touch(self, regions: Sequence[int]) -> None:
         """See `Device.touch`."""
-        ids = _ids(regions)
-        self._native.pager_touch(self._handle, ids, len(ids))
+        self._native.pager_touch(self._handle, _ids(regions), len(regions))
 
     def lock(self, regions: Sequence[int]) -> None:
         """See `Device.lock`. All are locked or none."""
-        ids, failure = _ids(regions), native_pager.NativeFailure()
-        if self._native.pager_lock(self._handle, ids, len(ids), ctypes.byref(failure)):
-            raise self._failed(failure, regions)
+        self._try(self._native.pager_lock, regions)
 
     def unlock(self, regions: Sequence[int]) -> None:
         """See `Device.unlock`."""
-        ids = _ids(regions)
-        self._native.pager_unlock(self._handle, ids, len(ids))
+        self._native.pager_unlock(self._handle, _ids(regions), len(regions))
 
     def handed(self, timeout: float) -> int:
         """Return a locked region that somebody waits for, -1 after ``timeout`` s, -2 at the end."""
@@ -217,9 +211,8 @@ class Pager(RegionAllocator):
         Raises:
             BackendError: the kernel holds a region's pages.
         """
-        ids, failure, visits = _ids(regions), native_pager.NativeFailure(), _ids(regions)
-        if self._native.pager_withdraw(self._handle, ids, len(ids), visits, ctypes.byref(failure)):
-            raise self._failed(failure, regions)
+        visits = _ids(regions)
+        self._try(self._native.pager_withdraw, regions, visits)
         return list(visits)
 
     def visits(self, regions: Sequence[int]) -> list[int]:
@@ -227,8 +220,8 @@ class Pager(RegionAllocator):
 
         A region withdrawn, and not visited since, was neither seen nor changed by anybody.
         """
-        ids, visits = _ids(regions), _ids(regions)
-        self._native.pager_visits(self._handle, ids, len(ids), visits)
+        visits = _ids(regions)
+        self._native.pager_visits(self._handle, visits, len(visits), visits)
         return list(visits)
 
     def lend(self, regions: Sequence[int], twins: Sequence[int]) -> bool:
@@ -237,8 +230,8 @@ class Pager(RegionAllocator):
         The region keeps its content below. Returns False, and does nothing, if one of them is not
         in fast memory, was visited, or was modified.
         """
-        ids = _ids(regions)
-        return bool(self._native.pager_lend(self._handle, ids, _ids(twins), len(ids)))
+        ids = _ids(regions), len(regions), _ids(twins)
+        return bool(self._native.pager_lend(self._handle, *ids))
 
     def exchange(self, regions: Sequence[int], twins: Sequence[int]) -> None:
         """Let each region and its twin trade contents, wherever they are; moves no byte.
@@ -246,10 +239,15 @@ class Pager(RegionAllocator):
         Raises:
             BackendError: the kernel holds a region's pages; nothing was exchanged.
         """
-        ids, failure = _ids(regions), native_pager.NativeFailure()
-        if self._native.pager_exchange(
-            self._handle, ids, _ids(twins), len(ids), ctypes.byref(failure)
-        ):
+        self._try(self._native.pager_exchange, regions, _ids(twins))
+
+    def _try(
+        self, function: Callable[..., int], regions: Sequence[int], *arguments: object
+    ) -> None:
+        """Call a function of the native part; raise the error for what it could not do."""
+        failure = native_pager.NativeFailure()
+        told = ctypes.byref(failure)
+        if function(self._handle, _ids(regions), len(regions), *arguments, told):
             raise self._failed(failure, regions)
 
     def _failed(
