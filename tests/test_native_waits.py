@@ -60,29 +60,6 @@ def test_an_access_ends_the_process_when_all_stays_pinned(tmp_path: Path) -> Non
     assert "raise the budget" in found.stderr
 
 
-def test_an_access_waits_for_the_disk_to_have_room_again(tmp_path: Path) -> None:
-    found = script(
-        """
-        import resource, threading
-        device = Pager(8 * SMALL, SMALL, Path(sys.argv[1]), threads=2)
-        a, b, c = (device.allocate(4 * SMALL) for _ in range(3))
-        filled(device, [a, b, c])
-        def refuse(refused):
-            limit = 0 if refused else resource.RLIM_INFINITY
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        refuse(True)
-        threading.Timer(2.5, lambda: refuse(False)).start()
-        assert holds(device, a)
-        device.acquire([b, c])
-        assert holds(device, b) and holds(device, c)
-        print("whole")
-        """,
-        tmp_path,
-    )
-    assert found.returncode == 0, found.stderr
-    assert found.stdout == "whole\n"
-
-
 # What cannot be read back
 
 

@@ -109,16 +109,3 @@ def test_a_locked_region_is_prefetched_but_not_admitted(device: Device, region: 
     reader.join(100)
     assert reader.seen is not None
     assert holds(device, region)
-
-
-def test_whoever_serves_learns_of_the_end(tmp_path: Path) -> None:
-    answers: list[int] = []
-    with opened("pager", 8 * SMALL, SMALL, tmp_path) as made:
-        server = threading.Thread(target=lambda: answers.append(made.handed(30.0)))
-        server.start()
-        time.sleep(0.05)
-        handle, made._handle = made._handle, None
-        made._native.pager_close(handle)
-        server.join(100)
-        made._spill.close()
-    assert answers == [-2]
