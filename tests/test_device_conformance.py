@@ -346,14 +346,16 @@ def test_events_tell_every_transfer_within_its_time(device: Device, page: int) -
     filled(device, regions)
     assert all(holds(device, region) for region in regions if device.acquire([region]) is None)
     counters, events = device.counters(), device.events()
+    totals = {EventKind.FETCH: counters.bytes_in, EventKind.EVICT: counters.bytes_out}
+
+    def told() -> bool:  # the last copies of an accelerator may be under way
+        events.extend(device.events())
+        return all(sum(e.nbytes for e in events if e.kind is k) == n > 0 for k, n in totals.items())
+
+    assert eventually(told, 20)
     ended = time.perf_counter()
     assert all(started <= e.start <= e.end <= ended for e in events)
     assert {e.region for e in events} <= set(regions)
-    for kind, total in (
-        (EventKind.FETCH, counters.bytes_in),
-        (EventKind.EVICT, counters.bytes_out),
-    ):
-        assert sum(e.nbytes for e in events if e.kind is kind) == total > 0
     assert sum(e.kind is EventKind.STALL for e in events) == counters.stalls > 0
     stalled = sum(e.end - e.start for e in events if e.kind is EventKind.STALL)
     assert 0 < counters.stall_s <= stalled + 1e-3

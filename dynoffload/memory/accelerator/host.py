@@ -3,6 +3,9 @@
 Everything here is called with the device's lock held. Transfers of the file run in threads of their
 own, which want no lock; copies from and to the accelerator are given to its streams by the device,
 and are only waited for here.
+
+[Note: pieces]  Host memory is taken in a few pieces. A copy may not cross from one piece that was
+pinned into another. So a region lies in one, and a region larger than a piece gets one of its own.
 """
 
 from __future__ import annotations
@@ -14,13 +17,15 @@ from typing import NoReturn
 import torch
 
 from dynoffload.errors import BudgetError
-from dynoffload.memory.accelerator.pinned_pool import PinnedPool, Slot
-from dynoffload.memory.accelerator.region import DeviceRegion
+from dynoffload.memory.accelerator.region import DeviceRegion, Slot
 from dynoffload.memory.accelerator.rows import Rows
 from dynoffload.memory.accelerator.streams import StreamEvent, Streams
 from dynoffload.memory.device import called
 from dynoffload.memory.spill import UNREAD, UNWRITTEN, NoFile, SpillFile, failure, reason, transfer
-from dynoffload.units import format_bytes
+from dynoffload.planning.extents import Extents
+from dynoffload.units import MiB, format_bytes
+
+_PIECE = 64 * MiB
 
 
 class HostTier(Rows):
@@ -48,8 +53,11 @@ class HostTier(Rows):
     ) -> None:
         super().__init__(capacity, page_bytes, spill, 0)
         self.device, self._streams, self._host_budget = streams.device, streams, budget
+        self._pieces: list[tuple[torch.Tensor, Extents]] = []  # with what is free of each
+        self._given: set[int] = set()  # pieces of which a slot was given away
         pages = -(-need // page_bytes) if budget is None else budget // page_bytes
-        self._pool = PinnedPool(streams, page_bytes, pages * page_bytes, grows=budget is None)
+        if pages:
+            self._add_piece(pages * page_bytes)
         self._draining: list[tuple[Slot, StreamEvent]] = []  # slots that copies still use
         self._workers: ThreadPoolExecutor | None = None
         if isinstance(spill, SpillFile):
@@ -57,14 +65,46 @@ class HostTier(Rows):
 
     def taken_bytes(self) -> int:
         """See `Device.taken_bytes`: memory of the process, which is the host's."""
-        return self._pool.nbytes
+        return sum(len(piece) for piece, _ in self._pieces)
 
-    def _content(self, cell: DeviceRegion) -> torch.Tensor:
-        """Return the bytes of a region's slot, uint8."""
+    # Slots; see [Note: pieces]
+
+    def _content(self, cell: DeviceRegion, nbytes: int = 0) -> torch.Tensor:
+        """Return the bytes of a region's slot, uint8; ``nbytes`` of them, if that is said."""
         assert cell.slot is not None
-        return self._pool.bytes_of(cell.slot, cell.nbytes)
+        begin = cell.slot.page * self.page_bytes
+        return self._pieces[cell.slot.piece][0][begin : begin + (nbytes or cell.nbytes)]
 
-    # Slots
+    def _take_slot(self, nbytes: int) -> Slot | None:
+        """Return a slot of whole pages; None if there is no room, and none can be taken.
+
+        Raises:
+            BudgetError: the host has no more memory to give.
+        """
+        pages = nbytes // self.page_bytes
+        for number, (_, free) in enumerate(self._pieces):
+            if (page := free.take(pages)) is not None:
+                return Slot(number, page, pages)
+        if self._host_budget is not None:
+            return None
+        self._add_piece(max(nbytes, _PIECE))
+        return self._take_slot(nbytes)
+
+    def _give_slot(self, slot: Slot) -> None:
+        self._pieces[slot.piece][1].give(slot.page, slot.pages)
+
+    def _add_piece(self, nbytes: int) -> None:
+        pages = -(-nbytes // self.page_bytes)
+        try:
+            with torch.inference_mode(False):  # it outlives whichever mode it is first asked for in
+                piece = self._streams.host(pages * self.page_bytes)
+        except MemoryError as error:
+            raise BudgetError(
+                f"the host has no {format_bytes(nbytes)} more beside the "
+                f"{format_bytes(self.taken_bytes())} that hold what is not on the accelerator: "
+                "pass host_budget= what it can spare, and the rest goes to a file"
+            ) from error
+        self._pieces.append((piece, Extents(pages)))
 
     def _place(self, cell: DeviceRegion, *, wait: bool) -> bool:
         """Give a region a slot, if it has none.
@@ -84,7 +124,7 @@ class HostTier(Rows):
             one.error = 0  # what could not be written then may be written now
         while cell.slot is None:
             self._drain()
-            cell.slot = self._pool.take(cell.padded)
+            cell.slot = self._take_slot(cell.padded)
             if cell.slot is not None:
                 return True
             victim = self._host_victim(cell, any_time=wait)
@@ -96,7 +136,7 @@ class HostTier(Rows):
                 raise BudgetError(
                     f"no {format_bytes(cell.padded)} of host memory came free for "
                     f"{called(self.names, cell.region, cell.nbytes)}: raise host_budget "
-                    f"({format_bytes(self._pool.nbytes)})"
+                    f"({format_bytes(self.taken_bytes())})"
                 )
             if wait:
                 self._check_file()
@@ -106,8 +146,10 @@ class HostTier(Rows):
         """Return what a region's slot holds as a storage that outlives this; the slot is gone, and
         no copy of it is under way."""
         assert cell.slot is not None
-        slot, cell.slot, cell.in_host = cell.slot, None, False
-        return self._pool.give_away(slot, cell.nbytes)
+        content = self._content(cell).numpy().data
+        self._given.add(cell.slot.piece)
+        cell.slot, cell.in_host = None, False
+        return torch.frombuffer(content, dtype=torch.uint8).untyped_storage()
 
     def _leave_host(self, cell: DeviceRegion) -> None:
         """Take a region's slot from it; what it holds there is gone."""
@@ -117,13 +159,13 @@ class HostTier(Rows):
             self._draining.append((slot, cell.copied))
             cell.copied = None
         elif slot is not None:
-            self._pool.give(slot)
+            self._give_slot(slot)
 
     def _drain(self) -> None:
         draining, self._draining = self._draining, []
         for slot, copied in draining:
             if copied.reached():
-                self._pool.give(slot)
+                self._give_slot(slot)
             else:
                 self._draining.append((slot, copied))
 
@@ -197,9 +239,8 @@ class HostTier(Rows):
     def _begin(self, cell: DeviceRegion, *, reads: bool) -> None:
         """Have the file take or give a slot's bytes, with their padding."""
         assert self._workers is not None
-        assert cell.slot is not None
         assert isinstance(self._spill, SpillFile)
-        content = self._pool.bytes_of(cell.slot, cell.padded)
+        content = self._content(cell, cell.padded)
         cell.reads = reads
         fd = self._spill.fd
         cell.io = self._workers.submit(transfer, fd, content, cell.offset, reads=reads)
@@ -235,5 +276,7 @@ class HostTier(Rows):
         if self._workers is not None:
             self._workers.shutdown()
         self._draining.clear()
-        self._pool.close()
+        while self._pieces:
+            piece, _ = self._pieces.pop()
+            self._streams.release(piece, held=len(self._pieces) in self._given)
         self._spill.close()

@@ -12,8 +12,8 @@ import errno
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
-from dynoffload.memory.accelerator.pinned_pool import Slot
 from dynoffload.memory.accelerator.storages import RegionStorage
 from dynoffload.memory.accelerator.streams import StreamEvent
 from dynoffload.memory.region_cache import CachedRegion
@@ -25,6 +25,14 @@ class State(Enum):
     ABSENT = "absent"
     PRESENT = "present"
     LEAVING = "leaving"
+
+
+class Slot(NamedTuple):
+    """A place in host memory: the number of the piece, the first page there, and the pages."""
+
+    piece: int
+    page: int
+    pages: int
 
 
 @dataclass(eq=False, slots=True)
