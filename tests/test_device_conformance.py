@@ -30,7 +30,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dynoffload.errors import BudgetError, SpillError
-from dynoffload.memory import tally
+from dynoffload.memory import region_cache
 from dynoffload.memory.device import Device, EventKind
 from dynoffload.planning.lookahead import LookAhead
 from dynoffload.planning.schedule import Action, Kind, Use
@@ -367,7 +367,7 @@ def test_events_past_what_is_kept_are_counted(
     device: Device, kind: str, page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = 65536 if kind == "pager" else 200
-    monkeypatch.setattr(tally, "_EVENTS", most)
+    monkeypatch.setattr(region_cache, "_EVENTS", most)
     regions = [device.allocate(page) for _ in range(16)]
     filled(device, regions)
     assert device.events()

@@ -1,25 +1,31 @@
 """The mapped file's cache: which regions take fast memory, and how they come and go.
 
 Its owner's mutex is held; see [Note: one transfer] in `mapped`.
+
+[Note: touched]  The kernel serves an access to an absent region unasked, and it may be a write. So
+a region of which pages are in memory, or were and the kernel has reclaimed them, is not compared.
 """
 
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynoffload.memory.debug import Checksums
 from dynoffload.memory.device import Cause, EventKind, called
 from dynoffload.memory.mapping import Mapping
 from dynoffload.memory.region_allocator import Place
 from dynoffload.memory.region_cache import CachedRegion, RegionCache
 from dynoffload.memory.spill import UNREAD, SpillFile, reason
 from dynoffload.memory.spill import failure as spill_failure
+from dynoffload.units import MiB
 
 _ATTEMPTS = 3
+_SUMMED = 1 * MiB
 
 
 @dataclass(eq=False, slots=True)
@@ -30,11 +36,13 @@ class MappedRegion(CachedRegion):
         present: its pages are in memory, and counted.
         content: the file or memory may hold bytes of its own.
         cleared: the file holds zeros, unless somebody has written since without notice.
+        sum: in debug mode, the checksum of what has left; see [Note: touched].
     """
 
     present: bool = False
     content: bool = False
     cleared: bool = False
+    sum: int | None = None
 
 
 class MappedCache(RegionCache[MappedRegion]):
@@ -55,7 +63,7 @@ class MappedCache(RegionCache[MappedRegion]):
     ) -> None:
         super().__init__(capacity, page_bytes, spill, mapping.address)
         self._mapping = mapping
-        self._sums = Checksums(spill.fd) if debug else None
+        self._debug = debug
         self._work = threading.Condition(self._mutex)  # there may be something to do for the plan
         self._unpinned = threading.Condition(self._mutex)
         # Regions that could not be written, which stay until they are tried again, and why.
@@ -77,15 +85,13 @@ class MappedCache(RegionCache[MappedRegion]):
         """Let go of a region's pages, and of the bytes in them."""
         try:
             if h.present or h.content or self._mapping.cached(h.offset, h.padded):
-                if self._sums is not None:
-                    self._sums.forget(h.offset)
                 self._mapping.forget(h.offset, h.padded)
         except OSError as error:
             self._error = self._refused(h, error)
         finally:
             self._leave(h)
             self._busy.pop(h.region, None)
-            h.content = h.cleared = False
+            h.content, h.cleared, h.sum = False, False, None
 
     def _is_clear(self, h: MappedRegion) -> bool:
         """Return whether a region was cleared and no page of it written since."""
@@ -141,20 +147,20 @@ class MappedCache(RegionCache[MappedRegion]):
             SpillError: it cannot be read.
         """
         start = time.perf_counter()
-        sums = self._sums
-        if sums is not None and self._mapping.touched(h.offset, h.padded):
-            sums = None
+        known = h.sum
+        if known is not None and self._mapping.touched(h.offset, h.padded):
+            known = None
         for attempt in range(_ATTEMPTS):
             try:
                 if h.content:
                     self._mapping.fetch(h.offset, h.padded)
                 else:
                     self._mapping.create(h.offset, h.padded)
-                if sums is not None:
-                    sums.compare(h.offset, h.padded)
+                if known is not None and self._checksum(h) != known:
+                    raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG))
                 break
             except OSError as error:
-                if sums is not None:  # read anew, and compared anew, by whoever asks next
+                if known is not None:  # read anew, and compared anew, by whoever asks next
                     self._mapping.drop(h.offset, h.padded)
                 number = error.errno or errno.EIO
                 if attempt == _ATTEMPTS - 1:
@@ -175,8 +181,8 @@ class MappedCache(RegionCache[MappedRegion]):
             dirty = min(h.nbytes, self._mapping.modified(h.offset, h.padded))
             if dirty:
                 self._mapping.write_back(h.offset, h.padded)
-            if self._sums is not None:
-                self._sums.take(h.offset, h.padded)
+            if self._debug:
+                h.sum = self._checksum(h)
         except OSError as error:
             self._error = self._busy[h.region] = self._refused(h, error)
             return
@@ -186,6 +192,17 @@ class MappedCache(RegionCache[MappedRegion]):
             self._tally.note(EventKind.EVICT, cause, h.region, start, dirty)
         self._leave(h)
         self._mapping.drop(h.offset, h.padded)
+
+    def _checksum(self, h: MappedRegion) -> int:
+        """Return the CRC-32 of a region as it is in the file."""
+        found, at, end = 0, h.offset, h.offset + h.padded
+        while at < end:
+            piece = os.pread(self._spill.fd, min(_SUMMED, end - at), at)
+            if not piece:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))  # the file was cut off
+            found = zlib.crc32(piece, found)
+            at += len(piece)
+        return found
 
     def _called(self, h: MappedRegion) -> str:
         return called(self.names, h.region, h.nbytes)
