@@ -1,17 +1,15 @@
 """How fast the tiers are: bandwidth of the spill directory past the page cache, and of memory.
 
 Reads and writes go by O_DIRECT in chunks of 8 MiB, as the file tier's do, from buffers of huge
-pages, with one and with two threads, then both directions at once. The file is private, unlinked
-while it is still empty, and allocated in full before it is timed.
+pages, with one and with two threads, then both directions at once. The file is a spill file as
+training has one, allocated in full before it is timed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import mmap
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +22,7 @@ import numpy as np
 
 from dynoffload.doctor.system import filesystem_of
 from dynoffload.errors import ConfigError, SpillError
+from dynoffload.memory.spill import SpillFile
 from dynoffload.units import GiB, MiB, format_bytes
 
 CHUNK = 8 * MiB
@@ -109,7 +108,8 @@ def measure_tiers(
     size = _usable_size(directory, file_bytes)
     tell = progress or (lambda name, share: None)
     rows: list[Measurement] = []
-    with _spill_file(directory, size) as (descriptor, direct):
+    with _spill_file(directory, size) as file:
+        descriptor, direct = file.fd, file.direct
         # Writing first: a file that was only allocated reads as zeros without touching the disk.
         plan = [
             (Direction.WRITE, 1),
@@ -123,7 +123,7 @@ def measure_tiers(
             tell(f"{direction.value}, {threads} thread" + ("s" if threads > 1 else ""), done / 7)
             bps = _file_bandwidth(descriptor, size, direction, threads, seconds, direct)
             rows.append(Measurement(direction, threads, CHUNK, bps))
-    cores = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    cores = len(os.sched_getaffinity(0))
     for done, threads in enumerate(sorted({1, min(cores, _MOST_THREADS)}), len(plan)):
         tell(f"memory, {threads} thread" + ("s" if threads > 1 else ""), done / 7)
         bps = _memory_bandwidth(threads, seconds)
@@ -162,48 +162,26 @@ def _usable_size(directory: Path, wanted: int | None) -> int:
 
 
 @contextlib.contextmanager
-def _spill_file(directory: Path, size: int) -> Iterator[tuple[int, bool]]:
-    """Yield a descriptor of an allocated, private, unlinked file; whether it is O_DIRECT."""
+def _spill_file(directory: Path, size: int) -> Iterator[SpillFile]:
+    """Yield a file such as training spills to; what the disk refuses is an error of ours."""
     try:
-        buffered, name = tempfile.mkstemp(prefix=".dynoffload-", dir=directory)
+        with contextlib.closing(SpillFile(directory, size, purpose="measuring")) as file:
+            yield file
+    except SpillError:
+        raise
     except OSError as error:
-        raise SpillError(f"cannot create a file in {directory}: {error.strerror}") from error
-    descriptors = [buffered]
-    try:
-        try:
-            direct = hasattr(os, "O_DIRECT")
-            if direct:
-                try:
-                    # The second open is of the file just made, while it still has its name.
-                    descriptors.append(os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC))
-                except OSError as error:
-                    if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-                        raise
-                    direct = False
-        finally:
-            os.unlink(name)
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(buffered, 0, size)
-        yield descriptors[-1], direct
-    except OSError as error:
-        if isinstance(error, SpillError):
-            raise
         raise SpillError(
             f"{directory}: {error.strerror or error} while measuring a file of "
             f"{format_bytes(size)}; free some space, or name another directory by --spill-dir"
         ) from error
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
 
 
 @contextlib.contextmanager
 def _buffer(size: int) -> Iterator[mmap.mmap]:
     """Yield private memory of ``size`` bytes, of huge pages where the system gives them."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them answers EINVAL
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # a kernel without them answers EINVAL
+        memory.madvise(mmap.MADV_HUGEPAGE)
     try:
         yield memory
     finally:
@@ -242,7 +220,7 @@ def _file_bandwidth(
                 if writes:
                     moved += _whole(os.pwrite(descriptor, piece, offset))
                 else:
-                    if not direct and hasattr(os, "posix_fadvise"):
+                    if not direct:
                         os.posix_fadvise(descriptor, offset, CHUNK, os.POSIX_FADV_DONTNEED)
                     moved += _whole(os.preadv(descriptor, [piece], offset))
                 turn += 1
