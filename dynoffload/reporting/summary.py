@@ -15,7 +15,7 @@ from statistics import fmean, median
 
 import numpy as np
 
-from dynoffload.reporting.columns import Columns
+from dynoffload.reporting.columns import Columns, spans
 from dynoffload.telemetry import PHASES, RunLog, StepStats
 from dynoffload.units import format_bytes, format_seconds
 
@@ -275,17 +275,15 @@ def left_out(log: RunLog) -> str:
 def phase_costs(columns: Columns) -> list[PhaseCost]:
     """Return seconds and waits of each phase: waits where they begin, their time where it passes,
     once where several wait together."""
-    costs = []
+    stalls, costs = columns.stalls, []
     for name in PHASES:
-        phase = columns.phases[name]
-        inside = np.zeros(len(columns.stalls.start), dtype=bool)
-        if len(phase.start):
-            at = np.searchsorted(phase.start, columns.stalls.start, side="right") - 1
-            inside = (at >= 0) & (columns.stalls.start < phase.end[np.maximum(at, 0)])
-        covered = columns.stalls.covered(phase.end) - columns.stalls.covered(phase.start)
-        waited = float(covered.sum())
+        phase = spans((p.start, p.end, 0.0) for p in columns.log.phases if p.name == name)
+        begun = np.searchsorted(stalls.start, phase.end) - np.searchsorted(
+            stalls.start, phase.start
+        )
+        waited = float((stalls.covered(phase.end) - stalls.covered(phase.start)).sum())
         seconds = float((phase.end - phase.start).sum())
-        costs.append(PhaseCost(name, seconds, waited, int(inside.sum())))
+        costs.append(PhaseCost(name, seconds, waited, int(begun.sum())))
     return costs
 
 
