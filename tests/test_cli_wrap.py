@@ -76,25 +76,6 @@ main()
 """
 )
 
-PARTS = (
-    NETWORK
-    + """
-net = Net()
-optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-net.head(net.body(torch.randn(4, 32))).square().mean().backward()
-"""
-)
-
-ADVERSARIES = (
-    NETWORK
-    + """
-maker, judge = Net(), Net()
-ours = torch.optim.Adam(maker.parameters(), lr=1e-3)
-theirs = torch.optim.SGD(judge.parameters(), lr=1e-3, momentum=0.9)
-judge(maker(torch.randn(4, 32))).mean().backward()
-"""
-)
-
 
 @pytest.fixture(autouse=True)
 def _nothing_stays() -> object:
@@ -162,22 +143,50 @@ def test_a_script_that_ends_early_ends_the_block(tmp_path: Path) -> None:
     assert "Net, 3 steps" in result.stderr
 
 
-# What is ambiguous, and the remedy
+# What is ambiguous or refused, and the remedy
+
+PARTS = """
+net = Net()
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+net.head(net.body(torch.randn(4, 32))).square().mean().backward()
+"""
+ADVERSARIES = """
+maker, judge = Net(), Net()
+ours = torch.optim.Adam(maker.parameters(), lr=1e-3)
+theirs = torch.optim.SGD(judge.parameters(), lr=1e-3, momentum=0.9)
+judge(maker(torch.randn(4, 32))).mean().backward()
+"""
+ITSELF = """
+import dynoffload
+net = Net()
+optimizer = torch.optim.AdamW(net.parameters())
+with dynoffload.offload(net, optimizer):
+    net(torch.randn(4, 32)).sum().backward()
+"""
 
 
-def test_a_model_that_is_called_in_parts_is_refused(tmp_path: Path) -> None:
-    script = write(tmp_path, PARTS)
-    result = RUNNER.invoke(app, [*WRAP, str(script)])
+@pytest.mark.parametrize(
+    ("text", "budget", "told"),
+    [
+        (
+            PARTS,
+            "1MB",
+            "is a Sequential, which lacks 2 of the 14 parameters of its AdamW: write 'w",
+        ),
+        (ADVERSARIES, "1MB", "makes 2 optimizers (Adam, SGD), and --wrap offloads one model with"),
+        (ITSELF, "1MB", "the script offloads its Net by itself: run it without --wrap"),
+        (PLAIN.replace("AdamW(", "LBFGS(").replace(", lr=1e-2", ""), "1MB", "LBFGS updates all"),
+        (PLAIN, "8KiB", "a budget of 8KiB cannot hold"),
+    ],
+)
+def test_what_cannot_be_wrapped_is_refused_with_its_place(
+    text: str, budget: str, told: str, tmp_path: Path
+) -> None:
+    script = write(tmp_path, text if text.startswith(NETWORK) else NETWORK + text)
+    result = RUNNER.invoke(app, ["run", "--wrap", "--budget", budget, str(script)])
     assert result.exit_code == 1
-    assert "is a Sequential, which lacks 2 of the 14 parameters of its AdamW" in result.stderr
-    assert "write 'with dynoffload.offload(model, optimizer)'" in result.stderr
+    assert told in result.stderr
     assert f"({script}:" in result.stderr
-
-
-def test_two_optimizers_are_refused(tmp_path: Path) -> None:
-    result = RUNNER.invoke(app, [*WRAP, str(write(tmp_path, ADVERSARIES))])
-    assert result.exit_code == 1
-    assert "makes 2 optimizers (Adam, SGD), and --wrap offloads one model with" in result.stderr
 
 
 AGAIN = (
@@ -229,30 +238,6 @@ def test_an_optimizer_that_is_gone_does_not_count(
     result = RUNNER.invoke(app, [*WRAP, str(script)])
     assert result.exit_code == 0, result.output
     assert result.stdout == plainly(script, capsys)
-
-
-def test_a_script_that_offloads_by_itself_is_told(tmp_path: Path) -> None:
-    text = f"{NETWORK}\nimport dynoffload\nnet = Net()\n" + (
-        "optimizer = torch.optim.AdamW(net.parameters())\n"
-        "with dynoffload.offload(net, optimizer):\n"
-        "    net(torch.randn(4, 32)).sum().backward()\n"
-    )
-    result = RUNNER.invoke(app, [*WRAP, str(write(tmp_path, text))])
-    assert result.exit_code == 1
-    assert "the script offloads its Net by itself: run it without --wrap" in result.stderr
-
-
-def test_what_offload_refuses_is_refused_with_its_place(tmp_path: Path) -> None:
-    script = write(
-        tmp_path, PLAIN.replace("AdamW(net.parameters(), lr=1e-2)", "LBFGS(net.parameters())")
-    )
-    result = RUNNER.invoke(app, [*WRAP, str(script)])
-    assert result.exit_code == 1
-    assert "LBFGS updates all parameters together" in result.stderr
-    assert f"({script}:" in result.stderr
-    result = RUNNER.invoke(app, ["run", "--wrap", "--budget", "8KiB", str(write(tmp_path, PLAIN))])
-    assert result.exit_code == 1
-    assert "a budget of 8KiB cannot hold" in result.stderr
 
 
 def test_a_script_that_trains_nothing_is_told(tmp_path: Path) -> None:

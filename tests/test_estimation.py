@@ -392,28 +392,22 @@ def test_pairs_are_batches_of_a_loss_function() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "loss", "told"),
+    ("batch", "loss", "kind", "told"),
     [
-        (torch.ones(4, 3), None, "forward of Linear failed on batch 0 .*cannot be multiplied"),
-        ((torch.ones(4, 8), 1), None, "forward of Linear failed on batch 0 .*takes 2 positional"),
-        (torch.ones(4, 8), lambda output, _: output.nosuch, "loss function of Linear .*nosuch"),
+        (torch.ones(4, 3), None, ConfigError, "forward of Linear failed on batch 0 .*multiplied"),
+        ((torch.ones(4, 8), 1), None, ConfigError, "forward of Linear failed .*takes 2 positional"),
+        (torch.ones(4, 8), lambda y, _: y.nosuch, ConfigError, "loss function of Linear .*nosuch"),
+        (torch.ones(4, 8), None, TraceError, "the model returned Tensor"),
+        (torch.ones(4, 8), lambda y, _: y, TraceError, r"returned a tensor of shape \(4, 1\)"),
+        (torch.ones(4, 8), lambda *_: 3.0, TraceError, "the loss function returned float"),
+        (torch.ones(4, 8), lambda y, _: y.sum().detach(), TraceError, "without a gradient"),
     ],
 )
-def test_a_model_that_fails_on_a_batch_is_told(batch: Any, loss: Any, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        measure(nn.Linear(8, 1), [batch], loss, lambda *_: None)
-
-
-def test_a_loss_that_is_none_is_told() -> None:
-    batch = torch.ones(4, 8)
-    for loss, told in (
-        (None, "the model returned Tensor"),
-        (lambda output, _: output, r"the loss function returned a tensor of shape \(4, 1\)"),
-        (lambda *_: 3.0, "the loss function returned float"),
-        (lambda output, _: output.sum().detach(), "without a gradient"),
-    ):
-        with pytest.raises(TraceError, match=told):
-            measure(nn.Linear(8, 1), [batch], loss, lambda *_: None)
+def test_a_batch_without_a_loss_is_told(
+    batch: Any, loss: Any, kind: type[Exception], told: str
+) -> None:
+    with pytest.raises(kind, match=told):
+        measure(nn.Linear(8, 1), [batch], loss, silent)
 
 
 class Fused(nn.Module):

@@ -152,20 +152,9 @@ def test_a_cell_in_shapes_that_nobody_saw_uses_what_the_others_used() -> None:
 
 
 def test_shapes_that_run_other_modules_say_nothing_of_those_nobody_saw() -> None:
-    def node(key: str, *inner: Call) -> Call:
-        return Call("node", key, inner=list(inner))
-
-    one = program([Call("", inner=[node("1", linear("node.a")), node("2", linear("node.b"))])])
-    vocabulary = build_vocabulary([one])
-    assert vocabulary.index_of("node", "1") >= 0
-    assert vocabulary.index_of("node", "3") == UNSEEN
-
-
-def test_a_call_without_tensors_is_a_variant_like_others() -> None:
-    def node(key: str, *inner: Call) -> Call:
-        return Call("node", key, inner=list(inner))
-
-    one = program([Call("", inner=[node("", linear("node.a")), node("2", linear("node.b"))])])
+    """A call without tensors is a variant like others."""
+    calls = [Call("node", key, inner=[linear(f"node.{n}")]) for n, key in enumerate(("", "2"))]
+    one = program([Call("", inner=calls)])
     vocabulary = build_vocabulary([one])
     assert names(vocabulary, vocabulary.encode(one)) == ["node[()]", "node[2]"]
     assert vocabulary.index_of("node", "7") == UNSEEN

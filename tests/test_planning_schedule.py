@@ -244,19 +244,22 @@ def test_a_use_larger_than_the_capacity_is_refused_with_need_and_have() -> None:
         LookAhead().plan(uses, [3, 4, 5], 11, [])
 
 
-def test_what_cannot_be_meant_is_refused() -> None:
-    with pytest.raises(ValueError, match="use 1 names region 0, which is dead"):
-        LookAhead().plan([Use((0,), frees=(0,)), Use((0,))], [1], 4, [])
-    with pytest.raises(ValueError, match="use 0 names a region beyond the 1"):
-        LookAhead().plan([Use((1,))], [1], 4, [])
-    with pytest.raises(ValueError, match="use 0 names a region beyond the 1"):
-        LookAhead().plan([Use((-1,))], [1], 4, [])
-    with pytest.raises(ValueError, match="resident region 7"):
-        LookAhead().plan([Use((0,))], [1], 4, [7])
-    with pytest.raises(ValueError, match="use 0 names a region beyond the 1"):
-        LookAhead().plan([Use((0,), frees=(2,))], [1], 4, [])
-    with pytest.raises(ValueError, match="dirty region 0 is not among the resident"):
-        LookAhead().plan([Use((0,))], [1], 4, [], [0])
+@pytest.mark.parametrize(
+    ("uses", "resident", "dirty", "told"),
+    [
+        ([Use((0,), frees=(0,)), Use((0,))], [], [], "use 1 names region 0, which is dead"),
+        ([Use((1,))], [], [], "use 0 names a region beyond the 1"),
+        ([Use((-1,))], [], [], "use 0 names a region beyond the 1"),
+        ([Use((0,), frees=(2,))], [], [], "use 0 names a region beyond the 1"),
+        ([Use((0,))], [7], [], "resident region 7"),
+        ([Use((0,))], [], [0], "dirty region 0 is not among the resident"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(
+    uses: list[Use], resident: list[int], dirty: list[int], told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        LookAhead().plan(uses, [1], 4, resident, dirty)
     with pytest.raises(ConfigError, match="between 0 and 1"):
         LookAhead(1.5)
 
