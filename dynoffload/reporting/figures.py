@@ -129,12 +129,13 @@ def timeline_figure(columns: Columns, step: int) -> str:
             ("fetched ahead", columns.kind("fetch", "plan", "room"), "plan"),
             ("evicted (written)", columns.kind("evict"), "evict"),
         )
-        _phase_lane(lanes, columns, step, begin, scale, width, at=len(rows))
+        _phase_lane(lanes, columns, step, begin, scale, at=len(rows))
         for lane, (_, transfers, color) in enumerate(reversed(rows)):
             _bars(lanes, transfers.within(begin, end), lane, color, begin, width, scale)
         names = [label for label, _, _ in reversed(rows)]
         lanes.set_yticks(range(len(rows) + 1), [*names, "phase"])
-        lanes.set_ylim(-0.6, len(rows) + 0.95)
+        lanes.set_ylim(-0.6, len(rows) + 0.6)
+        legend(lanes)
         lanes.tick_params(axis="y", length=0)
         lanes.tick_params(axis="x", length=0)
         lanes.grid(False, axis="y")
@@ -244,30 +245,15 @@ def _grouped(steps: Sequence[StepStats]) -> DataFrameGroupBy[Any, Any]:
 
 
 def _phase_lane(
-    axes: Axes, columns: Columns, step: int, begin: float, scale: float, width: float, at: int
+    axes: Axes, columns: Columns, step: int, begin: float, scale: float, at: int
 ) -> None:
-    outside: list[tuple[float, str]] = []  # where, which: too narrow to hold their names
     for name in PHASES:
-        longest, named = (0.0, 0.0), False
-        for phase in columns.log.phases:
-            if (phase.name, phase.step) != (name, step):
-                continue
-            start, end = phase.start - begin, phase.end - begin
-            axes.broken_barh(
-                [(start * scale, (end - start) * scale)], (at - 0.36, 0.72), color=COLOR[name]
-            )
-            if (end - start) / width > 0.015 * len(name):
-                middle = (start + end) / 2 * scale
-                axes.text(middle, at - 0.03, name, ha="center", va="center", color=COLOR["paper"])
-                named = True
-            longest = max(longest, (end - start, (start + end) / 2))
-        apart = all(abs(longest[1] - where) > 0.1 * width for where, _ in outside)
-        if longest[0] > 0 and not named and apart:
-            outside.append((longest[1], name))
-    for where, name in outside:
-        side = "right" if where > 0.9 * width else "left" if where < 0.1 * width else "center"
-        x = {"right": width, "left": 0.0, "center": where}[side] * scale
-        axes.text(x, at + 0.42, name, ha=side, va="bottom", color=COLOR[name])
+        bars = [
+            ((phase.start - begin) * scale, (phase.end - phase.start) * scale)
+            for phase in columns.log.phases
+            if (phase.name, phase.step) == (name, step)
+        ]
+        axes.broken_barh(bars, (at - 0.36, 0.72), color=COLOR[name], label=name)
 
 
 def _bars(
