@@ -18,7 +18,7 @@ from torch.optim import SGD, AdamW
 
 import dynoffload
 from dynoffload.errors import BackendError, BudgetError, ConfigError, TraceError
-from dynoffload.estimation import Calibration, estimate, estimates
+from dynoffload.estimation import Calibration, Estimate, estimate, estimates
 from dynoffload.estimation.hollow import hollowed
 from dynoffload.estimation.measuring import measure, states_of, update_seconds
 from dynoffload.simulation import Link, Machine
@@ -65,6 +65,12 @@ def net(device: str = "cpu", **sizes: int) -> tuple[Net, AdamW]:
 
 def silent(*_: Any) -> None:
     """Say nothing."""
+
+
+def told(model: nn.Module, batches: Any, budget: Any, optimizer: Any, **more: Any) -> Estimate:
+    """Return an estimate on a machine of round figures."""
+    given = {"optimizer": optimizer, "calibration": CALIBRATION, **more}
+    return estimate(model, batches, budget=budget, **given)
 
 
 def anonymous_bytes() -> int:
@@ -163,8 +169,8 @@ def test_an_optimizer_that_cannot_step_alone_is_named() -> None:
     model, _ = net()
     with pytest.raises(ConfigError, match="a step of Closed"):
         update_seconds(Closed(model.parameters(), lr=0.1))
-    for batches, told in (([], "no batch"), ([iter([torch.ones(2)])], "a batch is an iterator")):
-        with pytest.raises(ConfigError, match=told):
+    for batches, words in (([], "no batch"), ([iter([torch.ones(2)])], "a batch is an iterator")):
+        with pytest.raises(ConfigError, match=words):
             measure(model, batches, None, silent)
 
 
@@ -256,13 +262,7 @@ def test_a_step_that_fails_leaves_a_model_on_meta_as_it_was(what: str) -> None:
     with contextlib.ExitStack() as stack:
         if what == "error":
             stack.enter_context(pytest.raises(ConfigError, match="in the middle"))
-        found = estimate(
-            model,
-            [torch.ones(2, 256)],
-            budget="8MiB",
-            optimizer=optimizer,
-            calibration=CALIBRATION,
-        )
+        found = told(model, [torch.ones(2, 256)], "8MiB", optimizer)
         assert found.feasible
     now = [*model.parameters(), *model.buffers()]
     assert all(a is b for a, b in zip(now, objects, strict=True))
@@ -292,14 +292,7 @@ def test_bytes_and_peaks_are_those_of_training() -> None:
     whole = 4 * sum(one.nbytes for one in model.parameters())
     budget = int(0.4 * whole)
     config = {**SMALL_PAGES, "policy": "on-demand", "step_aside": False}
-    ours = estimate(
-        model,
-        BATCHES[:6],
-        budget=budget,
-        optimizer=optimizer,
-        config=config,
-        calibration=CALIBRATION,
-    )
+    ours = told(model, BATCHES[:6], budget, optimizer, config=config)
     assert ours.feasible
     assert ours.fast_peak <= budget
     with dynoffload.offload(model, optimizer, budget=budget, config=config) as session:
@@ -320,10 +313,7 @@ def test_bytes_and_peaks_are_those_of_training() -> None:
 @needs_pager
 def test_a_model_on_meta_is_estimated_as_one_in_memory() -> None:
     kinds = [net("cpu"), net("meta")]
-    found = [
-        estimate(model, BATCHES[:3], budget="400KiB", optimizer=optimizer, calibration=CALIBRATION)
-        for model, optimizer in kinds
-    ]
+    found = [told(model, BATCHES[:3], "400KiB", optimizer) for model, optimizer in kinds]
     for key in ("parameters", "gradients", "optimizer", "activations", "file_peak", "feasible"):
         assert getattr(found[0], key) == getattr(found[1], key), key
     assert found[1].bytes_in == pytest.approx(found[0].bytes_in, rel=0.2)
@@ -358,14 +348,14 @@ def test_budgets_that_are_too_small_say_what_offload_says() -> None:
 
 def test_what_cannot_be_estimated_is_refused() -> None:
     model, optimizer = net()
-    for config, told in (
+    for config, words in (
         ({"backend": "mapped"}, "mapped-file backend cannot be estimated"),
         ({"rollback": True}, "rollback=True cannot be estimated"),
         ({"defer_updates": "never"}, "defer_updates='never' cannot be estimated"),
         ({"page_activations": False}, "page_activations=False cannot be estimated"),
     ):
-        with pytest.raises(ConfigError, match=told):
-            estimate(model, BATCHES, budget="1MiB", optimizer=optimizer, config=config)
+        with pytest.raises(ConfigError, match=words):
+            told(model, BATCHES, "1MiB", optimizer, config=config)
     other = AdamW(nn.Linear(2, 2).parameters())
     with pytest.raises(ConfigError, match="none of the optimizer's parameters belong to this Net"):
         estimate(model, BATCHES, budget="1MiB", optimizer=other)
@@ -392,7 +382,7 @@ def test_pairs_are_batches_of_a_loss_function() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "loss", "kind", "told"),
+    ("batch", "loss", "kind", "words"),
     [
         (torch.ones(4, 3), None, ConfigError, "forward of Linear failed on batch 0 .*multiplied"),
         ((torch.ones(4, 8), 1), None, ConfigError, "forward of Linear failed .*takes 2 positional"),
@@ -404,9 +394,9 @@ def test_pairs_are_batches_of_a_loss_function() -> None:
     ],
 )
 def test_a_batch_without_a_loss_is_told(
-    batch: Any, loss: Any, kind: type[Exception], told: str
+    batch: Any, loss: Any, kind: type[Exception], words: str
 ) -> None:
-    with pytest.raises(kind, match=told):
+    with pytest.raises(kind, match=words):
         measure(nn.Linear(8, 1), [batch], loss, silent)
 
 
@@ -428,34 +418,26 @@ def test_what_is_paged_by_experts_is_feasible_where_it_trains(budget: str) -> No
     model = Fused(16)
     optimizer = AdamW(model.parameters())
     config = {"step_aside": False}
-    found = estimate(
-        model,
-        [torch.randn(4, 256)],
-        budget=budget,
-        optimizer=optimizer,
-        config=config,
-        calibration=CALIBRATION,
-    )
+    found = told(model, [torch.randn(4, 256)], budget, optimizer, config=config)
     with dynoffload.offload(model, optimizer, budget=budget, config=config):
         model(torch.randn(4, 256)).backward()
         optimizer.step()
     assert found.feasible
     assert found.timed is (budget == "24MiB")
-    told = "as paged whole" if found.timed else "bytes and times are not estimated"
-    assert any("experts and 0 more" in note and told in note for note in found.assumptions)
+    words = "as paged whole" if found.timed else "bytes and times are not estimated"
+    assert any("experts and 0 more" in note and words in note for note in found.assumptions)
 
 
 @needs_pager
 def test_where_nothing_is_paged_no_time_is_made_up() -> None:
     model = nn.Linear(16, 16)
-    found = estimate(
+    found = told(
         model,
         [torch.randn(4, 16)],
-        budget="8MiB",
-        optimizer=AdamW(model.parameters()),
+        "8MiB",
+        AdamW(model.parameters()),
         loss=lambda output, batch: output.sum(),
         config={"step_aside": False},
-        calibration=CALIBRATION,
     )
     assert found.feasible
     assert not found.timed
@@ -467,10 +449,10 @@ def test_where_nothing_is_paged_no_time_is_made_up() -> None:
 def test_paging_steps_aside_where_the_runtime_does(over: float) -> None:
     model, optimizer = net()
     batches = [(torch.arange(24), 6)]
-    first = estimate(model, batches, budget="64MiB", optimizer=optimizer, calibration=CALIBRATION)
+    first = told(model, batches, "64MiB", optimizer)
     assert first.resident
     budget = int(over * first.fast_peak)
-    found = estimate(model, batches, budget=budget, optimizer=optimizer, calibration=CALIBRATION)
+    found = told(model, batches, budget, optimizer)
     with dynoffload.offload(model, optimizer, budget=budget, pilot=None) as session:
         for _ in range(20):
             model(*batches[0]).backward()
@@ -503,14 +485,7 @@ def test_a_disturbed_probe_is_warned_of_and_widens_the_range() -> None:
     model = Sleepy()
     optimizer = AdamW(model.parameters())
     config = {"min_paged_bytes": 512, "step_aside": False}
-    found = estimate(
-        model,
-        [(torch.ones(2, 64),)],
-        budget="200kB",
-        optimizer=optimizer,
-        calibration=CALIBRATION,
-        config=config,
-    )
+    found = told(model, [(torch.ones(2, 64),)], "200kB", optimizer, config=config)
     assert found.timed, found
     assert any("the probe was disturbed" in note for note in found.assumptions)
     assert found.spread > 0.25
