@@ -93,7 +93,7 @@ def test_report_writes_page_and_trace_and_says_what_was(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert page.read_text().startswith("<!DOCTYPE html>")
     assert (tmp_path / "page.perfetto.json.gz").exists()
-    assert "MoELanguageModel ran 5 steps" in result.stdout
+    assert "MoELanguageModel, 5 steps: median step" in result.stdout
     assert "Order predicted" in result.stdout
     assert str(page) in result.stderr
 

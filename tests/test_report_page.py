@@ -88,7 +88,7 @@ def test_figures_and_numbers_are_on_the_page_in_its_own_colours(usual: tuple[str
     assert not re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", text)
     words = " ".join(page.text.split())
     for expected in (
-        "MoELanguageModel ran 12 steps",
+        "MoELanguageModel, 12 steps: median step",
         "Waiting for data",
         "Order predicted",
         "budget 305.2 MiB",

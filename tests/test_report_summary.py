@@ -42,8 +42,8 @@ def test_medians_leave_out_the_warm_up_but_the_peak_does_not() -> None:
 
 
 def test_the_verdict_says_when_a_budget_was_passed() -> None:
-    assert "stayed within its budget" in verdict(log_of(step(0)))
-    assert "PASSED its budget" in verdict(log_of(step(0, peak_fast_bytes=1001)))
+    assert "900 B of the budget of 1000 B" in verdict(log_of(step(0)))
+    assert "1001 B PASSED the budget" in verdict(log_of(step(0, peak_fast_bytes=1001)))
     tones = {card.label: card.tone for card in headlines(log_of(step(0, peak_fast_bytes=1001)))}
     assert tones["Peak fast memory"] is Tone.BAD
 

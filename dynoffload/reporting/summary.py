@@ -144,36 +144,15 @@ def in_a_line(log: RunLog) -> str:
         f"{format_seconds(run.step_s)}, {format_seconds(run.stall_s)} of it in {run.stalls:.0f} "
         f"stall{'' if run.stalls == 1 else 's'}; {format_bytes(run.bytes_in)} read and "
         f"{format_bytes(run.bytes_out)} written a step; peak of fast memory "
-        f"{format_bytes(run.peak_fast_bytes)} of the budget of {format_bytes(log.budget)}"
+        f"{format_bytes(run.peak_fast_bytes)} "
+        f"{'of' if run.peak_fast_bytes <= log.budget else 'PASSED'} the budget of "
+        f"{format_bytes(log.budget)}"
     )
 
 
 def verdict(log: RunLog) -> str:
-    """Return what a reader should take away, in three sentences at most."""
-    if not log.steps:
-        return (
-            "The session ended before its first step was complete; there is nothing to judge yet."
-        )
-    summary = summarize(log)
-    total = sum(step.seconds for step in log.steps)
-    kept = (
-        f"stayed within its budget of {format_bytes(log.budget)}"
-        if summary.peak_fast_bytes <= log.budget
-        else f"PASSED its budget of {format_bytes(log.budget)}"
-    )
-    steps = f"{len(log.steps)} step" + ("s" if len(log.steps) > 1 else "")
-    told = (
-        f"{log.model} ran {steps} in {format_seconds(total)} by the policy {log.policy!r} and "
-        f"{kept}; {_lost(summary)}."
-    )
-    return " ".join(filter(None, (told, tried(log))))
-
-
-def _lost(summary: RunSummary) -> str:
-    """Return what the budget has cost, in half a sentence."""
-    if summary.stalled_share < 0.005:
-        return "it practically never waited for data"
-    return f"{summary.stalled_share:.1%} of its time was spent waiting for data"
+    """Return what a reader should take away."""
+    return " ".join(filter(None, (f"{in_a_line(log)}.", tried(log))))
 
 
 def tried(log: RunLog) -> str:
