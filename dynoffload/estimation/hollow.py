@@ -75,7 +75,10 @@ def _stand_in(name: str, one: torch.Tensor, files: _Files) -> torch.Tensor:
     else:
         value = torch.zeros_like(one, device="cpu", requires_grad=False)
         if is_weight and value.ndim > 1 and value.is_floating_point():
-            value.normal_(0.0, _SPREAD, generator=torch.Generator().manual_seed(0))
+            generator = torch.Generator().manual_seed(0)
+            value.copy_(
+                torch.randn(value.shape, generator=generator, dtype=torch.float32) * _SPREAD
+            )
         elif not is_weight or "bias" not in name:
             value.fill_(value.is_floating_point() or value.dtype is torch.bool)
     if not is_weight:
