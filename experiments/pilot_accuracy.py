@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dynoffload.errors import ConfigError
 from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.harness import Cell, Experiment, Row, option, table
-from dynoffload.experiments.pilot_cases import CASES, DATA, STRUCTURE
-from dynoffload.experiments.pilot_recording import record
+from dynoffload.experiments.pilot_recording import CASES, DATA, STRUCTURE, record
 from dynoffload.experiments.pilot_scores import BASELINES, scores
 from dynoffload.units import format_bytes, format_seconds
 

@@ -201,8 +201,6 @@ def material(
     report: Report,
     *,
     learn: bool = False,
-    zoo: Mapping[str, Any] | None = None,
-    learned: int = Task.learned,
 ) -> Material:
     """Train a network plainly and return what is known of it; its traces stay in ``folder``.
 
@@ -212,14 +210,12 @@ def material(
         folder: for traces, and for the pilot, as ``name`` / `PILOT_NAME`.
         report: is told of progress.
         learn: train a pilot, which predicts the steps' orders; else the last order does.
-        zoo: see `Task`.
-        learned: see `Task`.
     """
     from dynoffload.profiler import load_trace, trace_files
 
     own, traces = folder / name, folder / name / TRACES
     traces.mkdir(parents=True)
-    task, pilot = Task(name, steps, str(traces), zoo=zoo or {}, learned=learned), ""
+    task, pilot = Task(name, steps, str(traces)), ""
     if learn:
         report(f"{name}: learning a pilot", 0, None)
         pilot = _child(simulated_run.pilot, replace(task, folder=str(own)))

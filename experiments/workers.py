@@ -140,14 +140,3 @@ def losses_equal(first: Worker, second: Worker) -> bool:
 def median_seconds(steps: Sequence[Step]) -> float:
     """Return the median seconds of ``steps``."""
     return median(step.seconds for step in steps)
-
-
-def median_stat(steps: Sequence[Step], name: str) -> float:
-    """Return the median of one of the session's numbers over ``steps``."""
-    return float(median(step.stats[name] for step in steps))
-
-
-def mean_accuracy(steps: Sequence[Step]) -> float | None:
-    """Return the mean block-order accuracy over the steps that had a prediction, or None."""
-    known = [a for step in steps if (a := step.stats.get("accuracy")) is not None]
-    return sum(known) / len(known) if known else None

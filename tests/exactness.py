@@ -27,7 +27,7 @@ from dynoffload.around import is_around
 from dynoffload.config import OffloadConfig
 from dynoffload.errors import BudgetError
 from dynoffload.experiments.bits import first_difference
-from dynoffload.experiments.lying import LyingPilot as LyingPilot
+from dynoffload.experiments.predictors import LyingPilot as LyingPilot
 from dynoffload.memory.pager import probe
 from dynoffload.runtime.passes.hooks import Hook
 from dynoffload.runtime.session import Session

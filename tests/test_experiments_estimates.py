@@ -11,7 +11,6 @@ import torch
 from exactness import needs_pager
 
 from dynoffload.errors import ConfigError
-from dynoffload.experiments import step_time
 from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.estimates import (
     KINDS_FITTED,
@@ -23,7 +22,7 @@ from dynoffload.experiments.estimates import (
 )
 from dynoffload.experiments.estimates import NETWORKS as ESTIMATED
 from dynoffload.experiments.harness import carry_out
-from dynoffload.experiments.simulated_networks import FIT, NETWORKS, SETTINGS, Kind, zoo_kind
+from dynoffload.experiments.simulated_networks import FIT, NETWORKS, SETTINGS, Kind
 
 OURS = {
     "budget": 100,
@@ -82,8 +81,6 @@ def test_nothing_that_is_compared_is_fitted_to() -> None:
     """By the shapes of parameters, as names say little."""
     fitted = {_shapes(NETWORKS[one.network]()) for one in FIT}
     compared = {_shapes(NETWORKS[name]()) for name in (*ESTIMATED, *(s.network for s in SETTINGS))}
-    for spec in step_time.PRESETS["small"].values():
-        compared.add(_shapes(zoo_kind(spec.network, spec.preset, spec.shape, **spec.sizes)))
     assert len(fitted) == len({one.network for one in FIT})
     assert not fitted & compared
     assert set(ESTIMATED) - KINDS_FITTED == {"esmfold", "bert", "llama"}

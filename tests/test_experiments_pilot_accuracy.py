@@ -14,8 +14,7 @@ from dynoffload.errors import ConfigError
 from dynoffload.experiments import zoo
 from dynoffload.experiments.harness import carry_out
 from dynoffload.experiments.pilot_accuracy import Params, PilotAccuracy, judged
-from dynoffload.experiments.pilot_cases import CASES, DATA, STRUCTURE
-from dynoffload.experiments.pilot_recording import Recording, record
+from dynoffload.experiments.pilot_recording import CASES, DATA, STRUCTURE, Recording, record
 from dynoffload.experiments.pilot_scores import BASELINES, RecordedOrder, scores, steering
 from dynoffload.experiments.zoo import ALL, FUSED
 from dynoffload.pilot.features import Example

@@ -38,7 +38,6 @@ _PLACES = {
     "switch": "switch_lm:SwitchLM",
     "tree-cnn": "tree_cnn:TreeCNN",
     "early-lstm": "early_lstm:EarlyLSTM",
-    "masked": "masked_lm:MaskedLM",
     "exits": "multi_scale:MultiScale",
     "skips": "skip_net:SkipNet",
     "depths": "mixture_of_depths:MixtureOfDepths",

@@ -115,9 +115,8 @@ class SkipNet(nn.Module):
                 added = block(x[wanted]) * runs[wanted, None, None, None]
                 x = x.index_add(0, wanted, added)
         logits: Tensor = self.head(x.mean(dim=(2, 3)))
-        ran = torch.stack(gates).mean()
-        loss = F.cross_entropy(logits, batch.labels) + self.cost * ran
-        return Output(loss, logits, ran.detach())
+        loss = F.cross_entropy(logits, batch.labels) + self.cost * torch.stack(gates).mean()
+        return Output(loss, logits)
 
     def sample_features(self, batch: ImageBatch) -> InputFeatures:
         """Describe images by how much ink they have, and how it is spread."""
