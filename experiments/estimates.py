@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from dynoffload.errors import BudgetError, ConfigError
 from dynoffload.experiments.comparing import Table, draw_diagonal, marked
 from dynoffload.experiments.harness import Experiment, Row, option, table
+from dynoffload.experiments.networks import FIT
 from dynoffload.experiments.processes import NEVER_LEFT, ONE_THREAD, fresh
-from dynoffload.experiments.simulated_networks import FIT
 from dynoffload.units import MiB
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class Estimates(Experiment[Params]):
 
 def footprint(network: str) -> int:
     """Return the bytes of a network's parameters, gradients and optimizer state."""
-    from dynoffload.experiments.simulated_networks import NETWORKS
+    from dynoffload.experiments.networks import NETWORKS
     from dynoffload.experiments.simulated_run import adamw
     from dynoffload.runtime.counting import whole_bytes
 
@@ -144,7 +144,7 @@ def estimated(
 ) -> tuple[dict[str, Any], float]:
     """Return the estimate, and the seconds that it took."""
     from dynoffload.estimation import estimates
-    from dynoffload.experiments.simulated_networks import NETWORKS
+    from dynoffload.experiments.networks import NETWORKS
     from dynoffload.experiments.simulated_run import adamw
 
     kind = NETWORKS[network]()
@@ -167,7 +167,7 @@ def trained(
 ) -> dict[str, Any]:
     """Train under a budget; return a step's seconds, and the peaks."""
     import dynoffload
-    from dynoffload.experiments.simulated_networks import NETWORKS
+    from dynoffload.experiments.networks import NETWORKS
     from dynoffload.experiments.simulated_run import adamw
 
     kind = NETWORKS[network]()

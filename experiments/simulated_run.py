@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dynoffload.experiments.networks import NETWORKS, Sample, Subject
 from dynoffload.experiments.processes import NEVER_LEFT
-from dynoffload.experiments.simulated_networks import NETWORKS, Kind, Sample
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,7 +26,7 @@ class Task:
     """What one process does.
 
     Attributes:
-        network: a key of `dynoffload.experiments.simulated_networks.NETWORKS`.
+        network: a key of `dynoffload.experiments.networks.NETWORKS`.
         steps: how many.
         folder: where traces go, or the pilot.
         budget: bytes.
@@ -43,7 +43,7 @@ class Task:
     pilot: str = ""
     spill_dir: str = ""
 
-    def kind(self) -> Kind:
+    def kind(self) -> Subject:
         """Return its network."""
         return NETWORKS[self.network]()
 
@@ -55,7 +55,7 @@ def adamw(model: nn.Module) -> Any:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
-def _timed(kind: Kind, steps: int) -> list[tuple[float, float, float]]:
+def _timed(kind: Subject, steps: int) -> list[tuple[float, float, float]]:
     """Return the seconds of forward, backward and optimizer of each step of a plain training."""
     model = kind.build()
     optimizer, times = adamw(model), []

@@ -23,8 +23,8 @@ from dynoffload.estimation.calibration import Fitted
 from dynoffload.experiments import simulated_run
 from dynoffload.experiments.comparing import Table, draw_diagonal, marked
 from dynoffload.experiments.harness import Experiment, Row, option, table
+from dynoffload.experiments.networks import FIT, SETTINGS, Setting
 from dynoffload.experiments.processes import ONE_THREAD, fresh
-from dynoffload.experiments.simulated_networks import FIT, SETTINGS, Setting
 from dynoffload.experiments.simulated_run import Task
 from dynoffload.experiments.simulation_fit import PHASES, Material, Real, fitted, simulated
 from dynoffload.memory.spill import default_spill_dir

@@ -22,7 +22,7 @@ from dynoffload.experiments.estimates import (
 )
 from dynoffload.experiments.estimates import NETWORKS as ESTIMATED
 from dynoffload.experiments.harness import carry_out
-from dynoffload.experiments.simulated_networks import FIT, NETWORKS, SETTINGS, Kind
+from dynoffload.experiments.networks import FIT, NETWORKS, SETTINGS, Subject
 
 OURS = {
     "budget": 100,
@@ -86,7 +86,7 @@ def test_nothing_that_is_compared_is_fitted_to() -> None:
     assert set(ESTIMATED) - KINDS_FITTED == {"esmfold", "bert", "llama"}
 
 
-def _shapes(kind: Kind) -> tuple[torch.Size, ...]:
+def _shapes(kind: Subject) -> tuple[torch.Size, ...]:
     with torch.device("meta"):
         return tuple(parameter.shape for parameter in kind.build().parameters())
 

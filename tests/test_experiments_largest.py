@@ -13,9 +13,6 @@ from dynoffload.experiments import largest
 from dynoffload.experiments.baselines.cgroup import why_unavailable
 from dynoffload.experiments.harness import carry_out
 from dynoffload.experiments.largest import WAYS, Capacity, MaxBatch, Params, Subject, Try, Way
-from dynoffload.experiments.trainer import PLAIN, Spec
-
-LAYERS = Subject("layers", "layers", lambda n: Spec("moe", "tiny", sizes={"layers": n}), meta=True)
 
 
 def _measured(
@@ -123,14 +120,6 @@ def test_the_figure_and_the_tables_have_every_way(
     assert not isinstance(first, str)
     assert first.rows[-1][:3] == ["dynoffload, last order", "12", "6.00"]
     assert str(equal).endswith("equal, bit for bit")
-
-
-def test_ways_that_count_get_a_budget_and_others_none() -> None:
-    params = Params(memory="100B")
-    plain = largest.spec_of(params, LAYERS, WAYS["plain"], 3)
-    assert plain == Spec("moe", "tiny", PLAIN, sizes={"layers": 3})
-    ours = largest.spec_of(params, LAYERS, WAYS["on-demand"], 3)
-    assert (ours.budget, ours.config, ours.meta) == (50, {"policy": "on-demand"}, True)
 
 
 @pytest.mark.slow
