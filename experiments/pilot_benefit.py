@@ -84,7 +84,6 @@ def networks(size: str) -> dict[str, tuple[Case, float, int]]:
         (Case("moe_64", "moe", f"{size}-wide", {"length": 64}, "top-2 of 64, 64 tokens"), SHARE, 0),
         (Case("switch", "switch", size, {"length": 64}, "Switch, 32 experts, 64 tokens"), SHARE, 0),
         (Case("depths", "depths", size, {"length": 16}, "mixture of depths, 16 tokens"), SHARE, 0),
-        (Case("tree_cnn", "tree-cnn", size, title="tree CNN"), SHARE, 0),
         (Case("slim", "slim", size, title="slimmable, 4 widths"), 0.2, 1),
         (Case("gan", "gan", size, title="unrolled GAN"), 0.2, 0),
         (Case("tree", "tree", size, title="Child-Sum Tree-LSTM"), 0.5, 0),

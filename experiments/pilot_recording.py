@@ -69,7 +69,6 @@ CASES: dict[str, Case] = {
     for case in (
         _structure("tree", "tree", "Child-Sum Tree-LSTM"),
         _structure("tree_untied", "tree", "Tree-LSTM, 12 cells by kind", "tiny-untied"),
-        _structure("tree_cnn", "tree-cnn", "tree CNN"),
         _structure("slim", "slim", "slimmable, 4 widths"),
         _structure("gan", "gan", "unrolled GAN"),
         _structure("evoformer", "evoformer", "Evoformer, recycling"),
@@ -81,7 +80,6 @@ CASES: dict[str, Case] = {
         _experts("moe_64", "moe", "tiny-wide", 64, "top-2 of 64"),
         _experts("moe_512", "moe", "tiny-wide", 512, "top-2 of 64"),
         Case("exits", "exits", title="multi-scale exits", before=700),
-        Case("skips", "skips", title="skip net", lr=1e-3, before=200),
         Case(
             "depths",
             "depths",

@@ -50,10 +50,8 @@ CASES = {
     "tree": Case(80, 3.5, 2.3, 20, {"max_nodes": 48}, 5e-3),
     zoo.TRUNK: Case(100, 3.6, 3.4, 2, {"max_depth": 8, "max_length": 24, "max_cycles": 2}, 3e-3),
     "switch": Case(120, 4.5, 3.0, 40, {"rows": 2, "length": 32}, 3e-3),
-    "tree-cnn": Case(120, 3.5, 2.4, 50, {"max_nodes": 48}, 3e-3),
     "early-lstm": Case(300, 1.5, 1.4, 5, {}, 3e-3),
     "exits": Case(200, 2.0, 1.0, 2, {"rows": 4}, 3e-3),
-    "skips": Case(150, 2.0, 1.8, 2, {"rows": 4}),
     "depths": Case(120, 4.5, 3.0, 10, {"rows": 2, "length": 64}, 3e-3),
     "slim": Case(150, 2.0, 1.3, 4, {"rows": 8}),
     "gan": Case(200, 0.25, 0.18, 6, {}),
@@ -102,7 +100,7 @@ def _paths(model: nn.Module, samples: Sequence[ZooSample]) -> list[tuple[str, ..
     return paths
 
 
-LONG = {"early-lstm", "tree-cnn", zoo.TRUNK}  # to train
+LONG = {"early-lstm", zoo.TRUNK}  # to train
 
 
 @pytest.mark.parametrize(
