@@ -64,7 +64,10 @@ def zoo_kind(
 
 
 def transformers_kind(
-    name: str, inputs: Inputs, adamw: Mapping[str, Any] | None = None, **options: Any
+    name: str,
+    inputs: Inputs,
+    options: Mapping[str, Any],
+    adamw: Mapping[str, Any] | None = None,
 ) -> Subject:
     """Return an architecture of `ARCHITECTURES` with other options and samples."""
     from dynoffload.experiments.architectures import ARCHITECTURES
@@ -128,24 +131,24 @@ _TEXTS = texts(2, 48, _WORDS, 48)
 
 def _t5(length: int, layers: int, **sizes: int) -> Subject:
     sizes |= {"num_layers": layers, "num_decoder_layers": layers, "vocab_size": _WORDS}
-    return transformers_kind("t5", pairs(1, length, _WORDS, length), **sizes)
+    return transformers_kind("t5", pairs(1, length, _WORDS, length), sizes)
 
 
 def _gpt2(width: int, layers: int, heads: int) -> Subject:
     sizes = {"vocab_size": _WORDS, "n_embd": width, "n_layer": layers, "n_head": heads}
-    return transformers_kind("gpt2", _TEXTS, **sizes)
+    return transformers_kind("gpt2", _TEXTS, sizes)
 
 
 def _vit(width: int, layers: int, heads: int) -> Subject:
     sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers}
     picture = {"image_size": 96, "patch_size": 16, "num_labels": 8, "num_attention_heads": heads}
-    return transformers_kind("vit", images(2, 2, 96, 8), **sizes, **picture)
+    return transformers_kind("vit", images(2, 2, 96, 8), {**sizes, **picture})
 
 
 def _wide(name: str, hidden: int, inner: int, heads: int, **more: int) -> Subject:
     sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads}
     few = {"vocab_size": _WORDS, "num_hidden_layers": 6, "max_position_embeddings": 512}
-    return transformers_kind(name, _TEXTS, **sizes, **few, **more)
+    return transformers_kind(name, _TEXTS, {**sizes, **few, **more})
 
 
 NETWORKS: dict[str, Callable[[], Subject]] = {
@@ -219,33 +222,27 @@ FIT = tuple(
 _MANY = 4096
 _SIZES = {"vocab_size": _MANY, "hidden_size": 384, "intermediate_size": 1024}
 _BROAD = {**_SIZES, "num_attention_heads": 6, "max_position_embeddings": 512}
-_EXPERTS = {**_BROAD, "hidden_size": 256, "num_attention_heads": 4, "moe_intermediate_size": 512}
-_PICTURE = {"hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 6}
+_NARROW = {**_BROAD, "hidden_size": 256, "num_attention_heads": 4}
+_EXPERTS = {**_NARROW, "moe_intermediate_size": 512, "head_dim": 64}
+_GPT2 = {"vocab_size": _MANY, "n_embd": 384, "n_head": 6, "n_positions": 512}
+_MAMBA = {"vocab_size": _MANY, "hidden_size": 256, "num_hidden_layers": 2}
+_T5 = {"vocab_size": _MANY, "d_model": 384, "d_kv": 64, "d_ff": 1024, "num_heads": 6}
+_INNER = {"hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 6}
+_PICTURE = {**_INNER, "image_size": 96, "patch_size": 8}
+_RESNET = {"embedding_size": 32, "hidden_sizes": [32, 64, 128, 256]}
 _FUSED, _FOREACH = {"fused": True}, {"foreach": True}
 
 COSTED: dict[str, Callable[[], Subject]] = {
     "moe": lambda: zoo_kind("moe", "small", {"rows": 1, "length": 256}, _FUSED),
     "tree": lambda: zoo_kind("tree", "small", {}),
     "evoformer": lambda: zoo_kind("evoformer", "small", {}),
-    "gpt2": lambda: transformers_kind(
-        "gpt2", texts(2, 256, _MANY), vocab_size=_MANY, n_embd=384, n_head=6, n_positions=512
-    ),
-    "llama": lambda: transformers_kind("llama", texts(2, 256, _MANY), _FOREACH, **_BROAD),
-    "qwen3-moe": lambda: transformers_kind(
-        "qwen3-moe", texts(1, 256, _MANY), **_EXPERTS, head_dim=64
-    ),
-    "mamba": lambda: transformers_kind(
-        "mamba", texts(1, 64, _MANY), vocab_size=_MANY, hidden_size=256, num_hidden_layers=2
-    ),
-    "bert": lambda: transformers_kind("bert", texts(4, 128, _MANY), _FUSED, **_BROAD),
-    "t5": lambda: transformers_kind(
-        "t5", pairs(2, 128, _MANY), vocab_size=_MANY, d_model=384, d_kv=64, d_ff=1024, num_heads=6
-    ),
-    "vit": lambda: transformers_kind(
-        "vit", images(1, 8, 96), _FOREACH, **_PICTURE, image_size=96, patch_size=8
-    ),
-    "resnet": lambda: transformers_kind(
-        "resnet", images(1, 8, 64), embedding_size=32, hidden_sizes=[32, 64, 128, 256]
-    ),
+    "gpt2": lambda: transformers_kind("gpt2", texts(2, 256, _MANY), _GPT2),
+    "llama": lambda: transformers_kind("llama", texts(2, 256, _MANY), _BROAD, _FOREACH),
+    "qwen3-moe": lambda: transformers_kind("qwen3-moe", texts(1, 256, _MANY), _EXPERTS),
+    "mamba": lambda: transformers_kind("mamba", texts(1, 64, _MANY), _MAMBA),
+    "bert": lambda: transformers_kind("bert", texts(4, 128, _MANY), _BROAD, _FUSED),
+    "t5": lambda: transformers_kind("t5", pairs(2, 128, _MANY), _T5),
+    "vit": lambda: transformers_kind("vit", images(1, 8, 96), _PICTURE, _FOREACH),
+    "resnet": lambda: transformers_kind("resnet", images(1, 8, 64), _RESNET),
 }
 """By name: three of the zoo, and eight architectures of transformers."""

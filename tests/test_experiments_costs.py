@@ -32,7 +32,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pat
     folder = tmp_path_factory.mktemp("costs")
     small = {
         "tree": lambda: zoo_kind("tree", "tiny", {"max_nodes": 20}),
-        "bert": lambda: transformers_kind("bert", texts(2, 12, 64)),
+        "bert": lambda: transformers_kind("bert", texts(2, 12, 64), {}),
     }
     path = folder / "costs.json"
     with pytest.MonkeyPatch.context() as patch:
