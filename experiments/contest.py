@@ -202,6 +202,11 @@ class Contestant:
         """The steps that count."""
         return [] if self._worker is None else self._worker.measured
 
+    @property
+    def losses(self) -> list[str]:
+        """The losses of all its steps."""
+        return [] if self._worker is None else self._worker.losses
+
 
 class Found(NamedTuple):
     """What came of the turns.

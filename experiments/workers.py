@@ -15,7 +15,6 @@ from dynoffload.experiments import trainer
 from dynoffload.experiments.baselines.cgroup import MemoryGroup, memory_group
 from dynoffload.experiments.processes import Process
 from dynoffload.experiments.processes import WorkerError as WorkerError
-from dynoffload.experiments.processes import ended_after as ended_after
 from dynoffload.experiments.trainer import Spec
 
 _BEFORE = 3  # processes that are looked at before there is a network

@@ -8,10 +8,6 @@ and it is never dropped. Views are numbers: their operators are not recorded.
 [Note: who holds what]  Autograd's handles hold a `Saved`, which holds the storage, or nothing once
 that was dropped. An operator holds the records of its inputs, which hold no storage but roots'.
 
-[Note: h-DTR]  The published heuristic, with the exact neighbourhood: the lowest c / (m · s) leaves
-first. c are the seconds to make a tensor again with its dropped ancestors and descendants, m its
-bytes, s the seconds since it was last used.
-
 [Note: the same bits]  An operator is called with what it was called with: the same overload below
 autograd and autocast, tensors of the same bits and strides, and the generator in the state in which
 it was.
@@ -73,11 +69,11 @@ class Record:
 
     def here(self) -> UntypedStorage | None:
         """Return the storage that has this content, if anybody holds it."""
-        return None if self._storage is None else self._storage()
+        return self._storage and self._storage()
 
     def save(self, storage: UntypedStorage) -> Saved:
         """Return what another handle is to hold."""
-        saved = None if self.saved is None else self.saved()
+        saved = self.saved and self.saved()
         if saved is None:
             saved = Saved(self, storage)
             self.saved = weakref.ref(saved)
@@ -86,13 +82,13 @@ class Record:
     def put(self, storage: UntypedStorage | None) -> None:
         """The content is in ``storage`` from now on; None: it is dropped."""
         self._storage = None if storage is None else weakref.ref(storage)
-        saved = None if self.saved is None else self.saved()
+        saved = self.saved and self.saved()
         if saved is not None:
             saved.storage = storage
 
     def become(self, after: Record) -> None:
         """The storage was written: what it holds now is ``after``, which handles ask for."""
-        saved = None if self.saved is None else self.saved()
+        saved = self.saved and self.saved()
         self._storage = self.saved = None
         if saved is not None:
             saved.record, after.saved = after, weakref.ref(saved)
@@ -188,7 +184,7 @@ class Known:
     @property
     def record(self) -> Record | None:
         """The record of what it holds now."""
-        return None if self.record_of is None else self.record_of()
+        return self.record_of and self.record_of()
 
 
 class Ledger:
@@ -371,9 +367,6 @@ class Making:
         return made
 
 
-# The choice, see [Note: h-DTR]
-
-
 def _in_order(records: Iterable[Record], now: float) -> Iterator[Record]:
     """Yield ``records`` as they should be dropped, each time the lowest score.
 
@@ -393,6 +386,8 @@ def _in_order(records: Iterable[Record], now: float) -> Iterator[Record]:
 
 
 def _score(record: Record, now: float) -> float:
+    """Return h-DTR, with the exact neighbourhood: the seconds to make ``record`` again with its
+    dropped ancestors and descendants, over its bytes and the seconds since it was last used."""
     assert record.operator is not None, "roots are never dropped"
     near: set[Operator] = {record.operator}
     for neighbours in (_sources, Record.results):
