@@ -16,9 +16,9 @@ from dynoffload.errors import BackendError, ConfigError
 from dynoffload.experiments import gpu, gpu_rows
 from dynoffload.experiments.gpu import Gpu, Params
 from dynoffload.experiments.gpu_rows import MEASURED, NO_ROOM, NOT_MEASURED, measure, measure_link
-from dynoffload.experiments.gpu_ways import COUNTED, FILES, OURS, PLAIN, WAYS, Task, blocks_of
+from dynoffload.experiments.gpu_ways import COUNTED, FILES, OURS, PLAIN, WAYS, Task
 from dynoffload.experiments.harness import carry_out
-from dynoffload.experiments.processes import WorkerError, fresh
+from dynoffload.experiments.processes import WorkerError
 from dynoffload.experiments.trainer import Spec
 from dynoffload.experiments.zoo import build
 from dynoffload.memory.accelerator import torch_streams
@@ -91,13 +91,6 @@ def test_what_is_refused_is_a_row_with_its_reason() -> None:
     assert (row["state"], row["why"].partition(":")[0]) == (NO_ROOM, "BudgetError")
     row = row_of(told(replace(SMALL, way=OURS), config={"page_bytes": 3}))
     assert (row["state"], row["why"].partition(":")[0]) == (NOT_MEASURED, "ConfigError")
-
-
-def test_blocks_are_those_of_the_longest_list() -> None:
-    model = build("moe", "tiny")
-    assert blocks_of(model) == list(model.layers)  # type: ignore[arg-type]
-    alone = torch.nn.Linear(2, 2)
-    assert blocks_of(alone) == [alone]
 
 
 def test_the_link_is_measured_through_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,13 +195,6 @@ def test_every_way_is_tried_until_it_has_no_room(
     ):
         assert text in said
     assert "1.01" in said  # of ours over the bound, which is copying
-
-
-@pytest.mark.slow
-def test_a_process_answers_a_task() -> None:
-    row = fresh(PLAIN, measure, SMALL, patience=120.0)
-    assert row["state"] == MEASURED, row["why"]
-    assert len(row["losses"]) == 3
 
 
 @pytest.mark.parametrize(

@@ -85,16 +85,6 @@ def test_paged_says_what_it_cannot_measure(monkeypatch: pytest.MonkeyPatch) -> N
         paged.Paged(tiny()).cases()
 
 
-def test_paged_rows_of_one_plain_run_are_compared_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged, "find_spec", lambda name: name)
-    assert paged.Paged(paged.Params(limited=False)).cases() == {
-        "moe, fused, 1024 tokens": ["main", "mapped", "repeat", "on_demand", "replay", "rollback"],
-        "moe, foreach, 1024 tokens": ["foreach"],
-        "moe, fused, 512 tokens": ["tokens_512"],
-        "fused, fused, 1024 tokens": ["fused"],
-    }
-
-
 def test_pilot_benefit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "benefit.json"
     params = pilot_benefit.Params(
