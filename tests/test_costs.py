@@ -226,4 +226,5 @@ def test_the_residual_is_how_far_a_model_is_off(traces: list[Trace]) -> None:
         exact.append(replace(trace, operators=timed))
     for model, off in ((machine, 0.0), (slow, 1.0)):
         for errors in residual((model, trace) for trace in exact).values():
-            assert (errors.median, errors.p90, errors.bias) == pytest.approx((off, off, off), abs=1e-9)
+            found = (errors.median, errors.p90, errors.bias)
+            assert found == pytest.approx((off, off, off), abs=1e-9)
