@@ -367,7 +367,7 @@ def test_a_lost_step_is_not_saved_and_a_load_makes_up_for_it(
         train(model, optimizer, 3, 5)
         with monkeypatch.context() as patch:
             assert session._paging is not None
-            patch.setattr(session._paging.updates.runner, "step", broken)
+            patch.setattr(session._paging.updates.pending, "step", broken)
             model.embedding.weight.norm()  # its update is made, and fails, behind this
         for _ in range(2):
             with pytest.raises(StepLostError, match="go on from the last checkpoint"):

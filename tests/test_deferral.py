@@ -251,7 +251,7 @@ def test_an_update_behind_the_back_leaves_the_optimizer_alone(
         begun, go_on = threading.Event(), threading.Event()
         assert session._paging is not None
         assert session._paging.updates is not None
-        runner = session._paging.updates.runner
+        runner = session._paging.updates.pending
         plain = runner.step
 
         def slow(shadow: Optimizer) -> None:
