@@ -1,5 +1,8 @@
-"""Networks with fused experts, for the tests of slices: a tiny Mixtral of transformers in the
-implementations it knows, and one whose routing a test decides."""
+"""Networks with fused experts, for the tests of slices.
+
+A tiny Mixtral of transformers in the implementations it knows, a network whose routing a test
+decides, and how to see what is paged by slices.
+"""
 
 from __future__ import annotations
 

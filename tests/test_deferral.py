@@ -35,7 +35,7 @@ def pending(session: Session) -> int:
     return len(session._paging.updates.pending.by_slot)
 
 
-def step(side: Side, model: nn.Module, optimizer: Optimizer, number: int, **how: Any) -> None:
+def train_step(side: Side, model: nn.Module, optimizer: Optimizer, number: int, **how: Any) -> None:
     """Make a training step without a look at anything."""
     torch.manual_seed(number)
     loss = small_loss(model, SAMPLES[number])
@@ -56,7 +56,7 @@ def while_updates_wait(
         optimizer = AdamW(model.parameters(), lr=1e-2, fused=True)
         with side.offload(model, optimizer, share=0.33) as session:
             for number in range(6):
-                step(side, model, optimizer, number, zero=zero)
+                train_step(side, model, optimizer, number, zero=zero)
                 if 2 <= number < 4:
                     assert session is None or pending(session) > 2, "this shows nothing"
                     do(side, model, optimizer)
@@ -75,7 +75,7 @@ def test_updates_wait_after_the_step(backend: str, defer: str) -> None:
         optimizer = AdamW(model.parameters(), lr=1e-2)
         with side.offload(model, optimizer, defer_updates=defer) as session:
             for number in range(4):
-                step(side, model, optimizer, number)
+                train_step(side, model, optimizer, number)
                 if session is not None:
                     assert (pending(session) > 0) == (defer == "auto" and number > 0)
                     session.flush()
@@ -145,7 +145,7 @@ def test_a_thread_that_reads_while_another_trains(backend: str) -> None:
             watcher.start()
             try:
                 for number in range(10):
-                    step(side, model, optimizer, number)
+                    train_step(side, model, optimizer, number)
             finally:
                 stop.set()
                 watcher.join(100)
@@ -206,11 +206,11 @@ def test_what_is_written_comes_after_the_update(
 ) -> None:
     """What the user puts in the place of a tensor is not reached by the update of the old one."""
 
-    def each(side: Side, model: nn.Module, optimizer: Optimizer, number: int) -> None:
-        step(side, model, optimizer, number)
-        if number % 2:
+    def each(side: Side, model: nn.Module, optimizer: Optimizer, step: int) -> None:
+        train_step(side, model, optimizer, step)
+        if step % 2:
             write(model, optimizer)
-        if number % 4 == 1:
+        if step % 4 == 1:
             side.see("norms", [p.norm() for p in model.parameters()])
 
     hazard(backend, trained(small, each, steps=6, share=0.33), budgeted=False)
@@ -218,13 +218,13 @@ def test_what_is_written_comes_after_the_update(
 
 @stepwise(guarded, small, steps=6)
 def test_a_parameter_that_is_not_used_waits_for_many_steps(
-    side: Side, model: Any, optimizer: Any, number: int
+    side: Side, model: Any, optimizer: Any, step: int
 ) -> None:
     """Its update is made with the learning rate of its own step, however late."""
-    step(side, model, optimizer, number)
+    train_step(side, model, optimizer, step)
     for layer in model.layers:
         # Whoever calls them by turns leaves the others waiting.
-        layer.experts.requires_grad_(not 1 <= number < 4)
+        layer.experts.requires_grad_(not 1 <= step < 4)
     optimizer.param_groups[0]["lr"] *= 0.5
 
 
@@ -239,13 +239,13 @@ def test_an_update_behind_the_back_leaves_the_optimizer_alone(
         optimizer = AdamW(model.parameters(), lr=1e-2)
         groups = [list(group["params"]) for group in optimizer.param_groups]
         with side.offload(model, optimizer) as session:
-            step(side, model, optimizer, 0)
-            step(side, model, optimizer, 1, zero=False)
+            train_step(side, model, optimizer, 0)
+            train_step(side, model, optimizer, 1, zero=False)
             if session is not None:
                 look(session, model, optimizer, groups)
             optimizer.zero_grad()
             for number in range(2, 6):
-                step(side, model, optimizer, number)
+                train_step(side, model, optimizer, number)
 
     def look(session: Session, model: nn.Module, optimizer: Optimizer, groups: Any) -> None:
         begun, go_on = threading.Event(), threading.Event()
@@ -296,8 +296,8 @@ class Prompt(nn.Module):
 def test_a_gradient_without_a_forward_of_its_module(backend: str) -> None:
     """The second backward comes while the first one's update waits."""
 
-    def each(side: Side, model: nn.Module, optimizer: Optimizer, number: int) -> None:
-        losses = [model(torch.full((64, 32), float(i + number))) for i in range(3)]
+    def each(side: Side, model: nn.Module, optimizer: Optimizer, step: int) -> None:
+        losses = [model(torch.full((64, 32), float(i + step))) for i in range(3)]
         for loss in losses:
             loss.backward()
             optimizer.step()

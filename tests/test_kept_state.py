@@ -336,13 +336,14 @@ def test_steps_of_optimizers_that_wrap_others(backend: str, how: str) -> None:
 def test_an_optimizer_that_the_block_was_not_given_is_named(
     backend: str, known: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def each(side: Side, model: Any, first: Any, step: int) -> None:
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
         if step == 0:
-            model.other = first if known else AdamW(model.layers[1].parameters(), lr=1e-2)
+            other = AdamW(model.layers[1].parameters(), lr=1e-2)
+            model.other = optimizer if known else other
         loss_of(model, step).backward()
-        for optimizer in (first, model.other):
-            optimizer.step()
-            optimizer.zero_grad()
+        for one in (optimizer, model.other):
+            one.step()
+            one.zero_grad()
 
     def of_the_first(parameters: Iterable[nn.Parameter]) -> Optimizer:
         return AdamW(list(parameters)[:2], lr=1e-2)

@@ -8,6 +8,7 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from exactness import Twin, footprint_of, needs_pager, small, small_loss, small_samples
@@ -16,7 +17,7 @@ from torch.optim import AdamW
 
 from dynoffload.pilot.online import FIRST
 from dynoffload.planning.blocks import Vocabulary
-from dynoffload.runtime.migration.gates import SETTLING, WATCHED, Trial
+from dynoffload.runtime.migration.gates import SETTLING, WATCHED, Trial, likely
 from dynoffload.telemetry import StepStats
 
 SAMPLES = small_samples(40, seed=1)
@@ -58,6 +59,12 @@ def test_what_wins_goes_on_and_is_tried_less_and_less_often() -> None:
     assert len(begins) > 2
     gaps = [after - before for before, after in itertools.pairwise(begins)]
     assert all(after > before for before, after in itertools.pairwise(gaps))
+
+
+def test_only_what_is_likely_enough_is_fetched_ahead() -> None:
+    order = [0, 1, 2, 3]
+    assert likely(order, np.array([1.0, 0.74, 0.76, 0.99], np.float32)) == [0, 2, 3]
+    assert likely(order, None) == order
 
 
 class Liar:
