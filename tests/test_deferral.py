@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import small, small_loss, small_samples
-from hazards import Side, guarded, hazard, stepwise, trained
+from hazards import Side, compared, guarded, hazard, stepwise, trained
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -66,22 +66,18 @@ def while_updates_wait(
 
 
 @pytest.mark.parametrize("defer", ["auto", "never"])
-@guarded
-def test_updates_wait_after_the_step(backend: str, defer: str) -> None:
+@compared(guarded)
+def test_updates_wait_after_the_step(side: Side, defer: str) -> None:
     """Most parameters have not been updated yet, until somebody flushes them."""
-
-    def program(side: Side) -> None:
-        model = small()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, defer_updates=defer) as session:
-            for number in range(4):
-                train_step(side, model, optimizer, number)
-                if session is not None:
-                    assert (pending(session) > 0) == (defer == "auto" and number > 0)
-                    session.flush()
-                    assert not pending(session)
-
-    hazard(backend, program)
+    model = small()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with side.offload(model, optimizer, defer_updates=defer) as session:
+        for number in range(4):
+            train_step(side, model, optimizer, number)
+            if session is not None:
+                assert (pending(session) > 0) == (defer == "auto" and number > 0)
+                session.flush()
+                assert not pending(session)
 
 
 def saved(value: Any) -> bytes:
@@ -126,32 +122,28 @@ def test_what_is_read_has_its_new_value(backend: str, read: str) -> None:
     while_updates_wait(backend, lambda side, m, o: side.see(read, READS[read](m, o)))
 
 
-@guarded
-def test_a_thread_that_reads_while_another_trains(backend: str) -> None:
+@compared(guarded)
+def test_a_thread_that_reads_while_another_trains(side: Side) -> None:
     """Under the interpreter's lock."""
+    model = small()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    stop = threading.Event()
 
-    def program(side: Side) -> None:
-        model = small()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        stop = threading.Event()
+    def watch() -> None:
+        while not stop.is_set():
+            for parameter in model.parameters():
+                assert parameter.detach().numpy().tobytes()
 
-        def watch() -> None:
-            while not stop.is_set():
-                for parameter in model.parameters():
-                    assert parameter.detach().numpy().tobytes()
-
-        with side.offload(model, optimizer):
-            watcher = threading.Thread(target=watch)
-            watcher.start()
-            try:
-                for number in range(10):
-                    train_step(side, model, optimizer, number)
-            finally:
-                stop.set()
-                watcher.join(100)
-            assert not watcher.is_alive()
-
-    hazard(backend, program)
+    with side.offload(model, optimizer):
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            for number in range(10):
+                train_step(side, model, optimizer, number)
+        finally:
+            stop.set()
+            watcher.join(100)
+        assert not watcher.is_alive()
 
 
 GRADIENTS: dict[str, Callable[[Any], Any]] = {
@@ -197,23 +189,23 @@ def clear_state(model: nn.Module, optimizer: Optimizer) -> None:
     optimizer.state.clear()
 
 
-@guarded
 @pytest.mark.parametrize(
     "write", [clamp, replace_unread, change_state, clear_state], ids=lambda w: w.__name__
 )
+@stepwise(guarded, small, steps=6, share=0.33, budgeted=False)
 def test_what_is_written_comes_after_the_update(
-    backend: str, write: Callable[[nn.Module, Optimizer], None]
+    side: Side,
+    model: nn.Module,
+    optimizer: Optimizer,
+    step: int,
+    write: Callable[[nn.Module, Optimizer], None],
 ) -> None:
     """What the user puts in the place of a tensor is not reached by the update of the old one."""
-
-    def each(side: Side, model: nn.Module, optimizer: Optimizer, step: int) -> None:
-        train_step(side, model, optimizer, step)
-        if step % 2:
-            write(model, optimizer)
-        if step % 4 == 1:
-            side.see("norms", [p.norm() for p in model.parameters()])
-
-    hazard(backend, trained(small, each, steps=6, share=0.33), budgeted=False)
+    train_step(side, model, optimizer, step)
+    if step % 2:
+        write(model, optimizer)
+    if step % 4 == 1:
+        side.see("norms", [p.norm() for p in model.parameters()])
 
 
 @stepwise(guarded, small, steps=6)

@@ -17,12 +17,13 @@ import torch
 from hazards import (
     Mlp,
     Side,
+    compared,
     each_backend,
     each_paged,
     guarded,
     hazard,
     loss_of,
-    trained,
+    stepwise,
 )
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -31,26 +32,22 @@ import dynoffload
 from dynoffload.errors import ConfigError
 
 
-@each_backend
-def test_state_in_a_buffer_of_the_users(backend: str) -> None:
+@compared(each_backend, budgeted=False)
+def test_state_in_a_buffer_of_the_users(side: Side) -> None:
     """It stays where it is: the buffer shows every update."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        weights = [layer.weight for layer in model.layers]
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        side.step(loss_of(model, 0), optimizer)
-        flat = torch.cat([optimizer.state[w]["exp_avg"].flatten() for w in weights])
-        for number, part in enumerate(flat.split(64 * 64)):
-            optimizer.state[weights[number]]["exp_avg"] = part.view(64, 64)
-        with side.offload(model, optimizer):
-            for step in range(1, 4):
-                side.step(loss_of(model, step), optimizer)
-                side.see("buffer", flat)
-            flat.zero_()
-            side.step(loss_of(model, 4), optimizer)
-
-    hazard(backend, program, budgeted=False)
+    model = Mlp()
+    weights = [layer.weight for layer in model.layers]
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    side.step(loss_of(model, 0), optimizer)
+    flat = torch.cat([optimizer.state[w]["exp_avg"].flatten() for w in weights])
+    for number, part in enumerate(flat.split(64 * 64)):
+        optimizer.state[weights[number]]["exp_avg"] = part.view(64, 64)
+    with side.offload(model, optimizer):
+        for step in range(1, 4):
+            side.step(loss_of(model, step), optimizer)
+            side.see("buffer", flat)
+        flat.zero_()
+        side.step(loss_of(model, 4), optimizer)
 
 
 def _assign(optimizer: Optimizer) -> None:
@@ -74,44 +71,38 @@ def _of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-@each_paged
 @pytest.mark.parametrize(
     "reset",
     [_assign, _set_state, _set_entries, _merge],
     ids=lambda reset: reset.__name__,
 )
-def test_state_that_is_reset(backend: str, reset: Callable[[Optimizer], None]) -> None:
+@stepwise(each_paged, partial(Mlp, depth=2), share=0.5)
+def test_state_that_is_reset(
+    side: Side, model: Any, optimizer: Any, step: int, reset: Callable[[Optimizer], None]
+) -> None:
     """After the first step, whose state is still to come where its updates wait; and after
     another."""
-
-    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
-        side.step(loss_of(model, step), optimizer)
-        if step in (0, 2):
-            reset(optimizer)
-
-    hazard(backend, trained(partial(Mlp, depth=2), each, share=0.5))
+    side.step(loss_of(model, step), optimizer)
+    if step in (0, 2):
+        reset(optimizer)
 
 
-@guarded
 @pytest.mark.parametrize("before", [False, True], ids=["of the block", "of before the block"])
-def test_state_that_is_put_away_and_back(backend: str, before: bool) -> None:
+@compared(guarded)
+def test_state_that_is_put_away_and_back(side: Side, before: bool) -> None:
     """What waited when it was put away is there when it comes back."""
-
-    def program(side: Side) -> None:
-        model = Mlp(depth=2)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        kept = optimizer.state
-        with side.offload(model, optimizer, share=0.5):
-            for step in range(4):
-                side.step(loss_of(model, step), optimizer)
-                if step == 0:
-                    kept = kept if before else optimizer.state
-                    optimizer.state = kept if before else defaultdict(dict)
-                    optimizer.step()  # without a gradient
-                if step == 2:
-                    optimizer.state = kept
-
-    hazard(backend, program)
+    model = Mlp(depth=2)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    kept = optimizer.state
+    with side.offload(model, optimizer, share=0.5):
+        for step in range(4):
+            side.step(loss_of(model, step), optimizer)
+            if step == 0:
+                kept = kept if before else optimizer.state
+                optimizer.state = kept if before else defaultdict(dict)
+                optimizer.step()  # without a gradient
+            if step == 2:
+                optimizer.state = kept
 
 
 LOOKS: dict[str, Callable[[Any], Any]] = {
@@ -123,49 +114,43 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@guarded
 @pytest.mark.parametrize("look", LOOKS)
-def test_copies_of_the_state_and_looks_at_it(backend: str, look: str) -> None:
+@stepwise(guarded, partial(Mlp, depth=2), share=0.5, steps=2)
+def test_copies_of_the_state_and_looks_at_it(
+    side: Side, model: Any, optimizer: Any, step: int, look: str
+) -> None:
     """Whatever looks at the whole sees all entries; a copy is a plain mapping of the same ones."""
-
-    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
-        side.step(loss_of(model, step), optimizer)
-        if step == 0:
-            found = LOOKS[look](optimizer.state)
-            side.see("entries", len(list(found)))
-            if look == "copy":
-                side.see("type", type(found) is defaultdict)
-                side.see("values", [found[parameter] for parameter in model.parameters()])
-
-    hazard(backend, trained(partial(Mlp, depth=2), each, share=0.5, steps=2))
+    side.step(loss_of(model, step), optimizer)
+    if step == 0:
+        found = LOOKS[look](optimizer.state)
+        side.see("entries", len(list(found)))
+        if look == "copy":
+            side.see("type", type(found) is defaultdict)
+            side.see("values", [found[parameter] for parameter in model.parameters()])
 
 
-@each_backend
 @pytest.mark.parametrize("kind", [AdamW, SGD], ids=lambda kind: kind.__name__)
-def test_the_order_of_the_entries(backend: str, kind: type[Optimizer]) -> None:
+@compared(each_backend)
+def test_the_order_of_the_entries(side: Side, kind: type[Optimizer]) -> None:
     """That of a whole step, also where a gradient comes late and an entry is made anew."""
-
-    def program(side: Side) -> None:
-        model = Mlp(depth=2)
-        options = {"lr": 1e-2} if kind is AdamW else {"lr": 1e-2, "momentum": 0.9}
-        optimizer = kind(model.parameters(), **options)
-        parameters = list(model.parameters())
-        numbers = {parameter: number for number, parameter in enumerate(parameters)}
-        with side.offload(model, optimizer, share=0.5):
-            for step in range(5):
-                optimizer.zero_grad()
-                loss_of(model, step).backward()
-                if step == 0:
-                    parameters[1].grad = parameters[2].grad = None
-                optimizer.step()
-                if step in (0, 3):
-                    side.see("entries", [numbers[parameter] for parameter in optimizer.state])
-                if step == 1:
-                    del optimizer.state[parameters[3]]
-        side.see("entries", [numbers[parameter] for parameter in optimizer.state])
-        side.see("saved", list(optimizer.state_dict()["state"]))
-
-    hazard(backend, program)
+    model = Mlp(depth=2)
+    options = {"lr": 1e-2} if kind is AdamW else {"lr": 1e-2, "momentum": 0.9}
+    optimizer = kind(model.parameters(), **options)
+    parameters = list(model.parameters())
+    numbers = {parameter: number for number, parameter in enumerate(parameters)}
+    with side.offload(model, optimizer, share=0.5):
+        for step in range(5):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            if step == 0:
+                parameters[1].grad = parameters[2].grad = None
+            optimizer.step()
+            if step in (0, 3):
+                side.see("entries", [numbers[parameter] for parameter in optimizer.state])
+            if step == 1:
+                del optimizer.state[parameters[3]]
+    side.see("entries", [numbers[parameter] for parameter in optimizer.state])
+    side.see("saved", list(optimizer.state_dict()["state"]))
 
 
 class Wrapper(Optimizer):

@@ -19,6 +19,7 @@ import pytest
 import torch
 from hazards import (
     Side,
+    compared,
     each_backend,
     each_backend_in_time,
     guarded,
@@ -298,28 +299,24 @@ def test_operands_between_backward_and_step_stay_together(backend: str) -> None:
     _moved_little(hazard(backend, program, aside=False))
 
 
-@each_backend
-def test_a_step_of_the_instance(backend: str) -> None:
+@compared(each_backend)
+def test_a_step_of_the_instance(side: Side) -> None:
     """``optimizer.step`` wrapped by an attribute of the instance, as schedulers do."""
+    calls = []
 
-    def program(side: Side) -> None:
-        calls = []
+    def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        optimizer = SGD(parameters, lr=1e-2, momentum=0.9)
+        plain = optimizer.step
 
-        def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
-            optimizer = SGD(parameters, lr=1e-2, momentum=0.9)
-            plain = optimizer.step
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            return plain(*args, **kwargs)
 
-            def counted(*args: Any, **kwargs: Any) -> Any:
-                calls.append(1)
-                return plain(*args, **kwargs)
+        optimizer.step = counted  # type: ignore[method-assign]
+        return optimizer
 
-            optimizer.step = counted  # type: ignore[method-assign]
-            return optimizer
-
-        trained(optimizer=make)(side)
-        side.see("calls", len(calls))
-
-    hazard(backend, program)
+    trained(optimizer=make)(side)
+    side.see("calls", len(calls))
 
 
 @stepwise(guarded)
