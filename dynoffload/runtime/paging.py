@@ -182,7 +182,7 @@ class Paging(Stepping):
         self._undo.callback(updates.close)
         for parameter in (*self.store.slots, *self.store.fused):
             let_come()
-            updates.runner.adopt_state(parameter, optimizer.state)
+            updates.pending.adopt_state(parameter, optimizer.state)
         self.adoption.adopt_whole_state()
 
     def _undo_log(self, optimizer: Optimizer) -> UndoLog | None:
