@@ -22,7 +22,6 @@ from exactness import (
     Loop,
     Twin,
     compare_runs,
-    footprint_of,
     least_budget,
     needs_pager,
 )
@@ -105,37 +104,6 @@ def test_many_tiny_activations_are_counted_too() -> None:
     assert budget // 2 < 600 * 24 * 4
     samples = [torch.randn(1, 24) for _ in range(3)]
     compare_runs(Twin(Tiny(), adamw), Loop(steps=3), samples, chain_loss, budget)
-
-
-def test_a_module_with_more_than_the_pool_trains_on_demand() -> None:
-    """All parameters of one module, their gradients and state, need not fit at once."""
-
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = nn.ParameterList(torch.randn(64, 64) * 0.1 for _ in range(12))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for part in self.parts:
-                x = torch.tanh(x @ part)
-            return x
-
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.wide = Wide()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.wide(x)
-
-    torch.manual_seed(0)
-    model = Root()
-    budget, _ = least_budget(
-        model, adamw(model.parameters()), footprint_of(model) // 6, SMALL_PAGES
-    )
-    assert budget < footprint_of(model) // 2
-    samples = [torch.randn(8, 64) for _ in range(5)]
-    compare_runs(Twin(model, adamw), Loop(steps=5), samples, chain_loss, budget)
 
 
 # What is counted outside of the pool
