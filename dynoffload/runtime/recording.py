@@ -51,10 +51,6 @@ _KINDS = {EventKind.FETCH: "fetch", EventKind.EVICT: "evict"}
 _Record = TypeVar("_Record")
 
 
-def _nothing(device: Device | None) -> int:
-    return 0
-
-
 class Recording:
     """Fills one `RunLog`.
 
@@ -77,7 +73,7 @@ class Recording:
         log: RunLog,
         slack: int,
         *,
-        outside: Callable[[Device | None], int] = _nothing,
+        outside: Callable[[Device | None], int],
         allocated: Callable[[], int] | None = None,
     ) -> None:
         self.log = log
