@@ -8,15 +8,11 @@ computed from the budget, none is copied from a run.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from devices import script
 from exactness import (
     SMALL_PAGES,
     Loop,
@@ -240,21 +236,14 @@ CHILD = """
 @pytest.mark.parametrize("backend", [pytest.param("pager", marks=needs_pager), "mapped"])
 @pytest.mark.parametrize("network", ["layers", "chain"])
 def test_the_process_takes_no_more_than_before_budget_and_headroom(
-    tmp_path: Path, network: str, backend: str
+    network: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """96 MB of weights, 400 MB with gradients and state, or 400 MB of activations of operators that
     no module stands between, under 64 MB: the resident set says so."""
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(CHILD))
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     budget, headroom = 64 * MiB, SLACK + 48 * MiB
-    done = subprocess.run(
-        [sys.executable, str(script), str(budget), backend, str(SLACK), network],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env={**os.environ, "MALLOC_ARENA_MAX": "2", "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    done = script(CHILD, budget, backend, SLACK, network, seconds=90)
     assert done.returncode == 0, done.stderr[-2000:]
     answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     assert answer["footprint"] >= 6 * budget
