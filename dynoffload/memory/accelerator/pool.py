@@ -285,7 +285,7 @@ class RegionPool(HostTier):
 
     # How far the host is ahead; see [Note: ahead] in `accelerator`
 
-    def _next_use(self) -> StreamEvent | None:
+    def _begin_use(self) -> StreamEvent | None:
         """A use begins, and all work of those before was given; return what to wait for, so that
         the host is not too far ahead."""
         self._now += 1
