@@ -327,7 +327,7 @@ def test_what_does_not_fit_in_memory_at_the_end(
         with dynoffload.offload(twin.model, twin.optimizer, budget=budget, config=config):
             train(range(4))
             if disk == "is full":
-                patch.setattr("dynoffload.memory.outside.os.posix_fallocate", full)
+                patch.setattr("dynoffload.memory.spill.take_room", full)
     if disk == "is full":
         assert "under the budget still" in caplog.text
         assert "free space there" in caplog.text
