@@ -79,13 +79,13 @@ class Side:
         backend: None for the plain run.
         notes: what the program has seen, in order.
         sessions: of the blocks that it opened, with their budgets.
-        aside: of those, the ones that have stepped aside.
+        aside: how many of them had stepped aside when they ended.
     """
 
     backend: str | None = None
     notes: list[tuple[str, Any]] = field(default_factory=list)
     sessions: list[tuple[Session, int]] = field(default_factory=list)
-    aside: list[Session] = field(default_factory=list)
+    aside: int = 0
 
     @contextmanager
     def offload(
@@ -119,8 +119,8 @@ class Side:
                     model, optimizer, budget=budget, pilot=None, device=device, config=options
                 ) as session:
                     self.sessions.append((session, budget))
-                    self._watch(session)
                     yield session
+                    self.aside += not session.paging
                 assert_ordinary(model, optimizer, hooks=False, held=True)
         self.see_state(model, optimizer)
 
@@ -143,16 +143,6 @@ class Side:
         """Make the usual steps."""
         for step in steps:
             self.step(loss_of(model, step), optimizer)
-
-    def _watch(self, session: Session) -> None:
-        leave = session._step_aside
-
-        def watched() -> None:
-            leave()
-            if not session.paging:
-                self.aside.append(session)
-
-        session._step_aside = watched  # type: ignore[method-assign]
 
     def see(self, what: str, value: Any) -> None:
         """Note a value, or a nest of them, as it is now."""
