@@ -176,7 +176,7 @@ class StepTime(Experiment[Params]):
     @cached_property
     def fit(self) -> Fitted:
         """The machine, and what the runtime takes on it; one for all rows, also resumed ones."""
-        from dynoffload.estimation import Calibration
+        from dynoffload.estimation.calibration import Fitted
 
         if self.rows:
             known = self.rows[0]["fit"]
@@ -185,7 +185,7 @@ class StepTime(Experiment[Params]):
             work["moves"] = {int(nbytes): seconds for nbytes, seconds in moves.items()}
             return Fitted(Machine(link, **machine), RuntimeOverhead(**work), known["pace_s"])
         self.report("the link")
-        found = Calibration.of(self._spill_dir, self.params.calibration)
+        found = Fitted.of(self.params.calibration).measured(self._spill_dir)
         return Fitted(found.machine, found.work, found.pace_s)
 
     def cases(self) -> Mapping[str, tuple[str, Fraction]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import os
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import Samples, only, small, small_loss
-from hazards import Side, batch, compared, each_backend, each_paged, loss_of, trains
+from hazards import Mlp, Side, batch, compared, each_backend, each_paged, loss_of, trains
 from torch import nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, Dataset
@@ -128,9 +129,12 @@ def told(access: Callable[[], Any]) -> bool:
 @each_paged
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_every_access_in_a_forked_child_is_told(backend: str) -> None:
-    """Also while updates wait, and shapes are told as ever."""
+    """Also while updates wait, and shapes are told as ever. A child that leaves the block, or
+    collects its garbage, does not disturb its parent."""
     side = Side(backend)
-    with side.block() as (model, optimizer):
+    model = Mlp()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with side.offload(model, optimizer) as session:
         model.register_buffer("table", torch.ones(64, 64))
         for step in range(2):
             side.step(loss_of(model, step), optimizer, zero=step == 0)
@@ -146,7 +150,14 @@ def test_every_access_in_a_forked_child_is_told(backend: str) -> None:
             assert isinstance(weight, nn.Parameter)
             raise BackendError("forked from")
 
+        def leaves() -> None:
+            gc.collect()
+            session.close()  # type: ignore[union-attr]
+            raise BackendError("forked from")
+
         assert told(described)
+        assert told(leaves)
+        side.step(loss_of(model, 2), optimizer)
 
 
 @each_paged
