@@ -24,6 +24,7 @@ from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.held import held_parameters
 from dynoffload.runtime.adoption.relocation import Restoration, Room
 from dynoffload.runtime.adoption.slicing import may_slice, slices_of, sole_owners
+from dynoffload.runtime.adoption.slots import Fused, Slot
 from dynoffload.runtime.adoption.store import Store, can_move
 from dynoffload.runtime.counting import (
     SCALARS,
@@ -240,7 +241,8 @@ class Adoption:
             return
         states = States(self._optimizer)
         whole = (s for s in self.store.slots.values() if self.store.pages(s.parameter, s))
-        known = [*((slot, 1) for slot in whole), *((fused, fused.count) for fused in self.rows)]
+        known: list[tuple[Slot | Fused, int]] = [(slot, 1) for slot in whole]
+        known += [(fused, fused.count) for fused in self.rows]
         chunks = int(self._device.guarded)  # else no update is made while one is being filled
         for one, slices in known:
             nbytes = local_bytes(one.parameter)
