@@ -29,9 +29,17 @@ import pytest
 import torch
 from devices import KINDS, NO_PAGER, needs_pager
 from emulated import DEVICE, accelerated
-from exactness import SMALL_PAGES, assert_ordinary, assert_same, footprint_of, least_budget
+from exactness import (
+    SMALL_PAGES,
+    Mlp,
+    assert_ordinary,
+    assert_same,
+    footprint_of,
+    least_budget,
+    loss_of,
+)
+from exactness import batch as batch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
 import dynoffload
@@ -243,36 +251,6 @@ def _frozen(value: Any) -> Any:
     return value
 
 
-class Mlp(nn.Module):
-    """Linear layers with residuals: each weight takes four small pages."""
-
-    def __init__(self, width: int = 64, depth: int = 5, classes: int = 10) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
-        self.head = nn.Linear(width, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return logits ``[rows, classes]`` for ``[rows, width]``."""
-        for layer in self.layers:
-            x = x + F.gelu(layer(x))
-        return self.head(x)
-
-
-def batch(step: int, rows: int = 8, width: int = 64, classes: int = 10) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets that follow from ``step``, drawn from no shared generator."""
-    generator = torch.Generator().manual_seed(step)
-    return (
-        torch.randn(rows, width, generator=generator),
-        torch.randint(0, classes, (rows,), generator=generator),
-    )
-
-
-def loss_of(model: nn.Module, step: int, **sizes: int) -> Tensor:
-    """Return the cross-entropy of ``model`` on `batch`."""
-    x, y = batch(step, **sizes)
-    return F.cross_entropy(model(x).float(), y)
-
-
 _ADAMW = partial(AdamW, lr=1e-2)
 
 
@@ -316,12 +294,7 @@ def trained(
     return program
 
 
-def trains(
-    backend: str,
-    each: Callable[..., None],
-    network: Callable[[], nn.Module] = Mlp,
-    **options: Any,
-) -> Side:
+def trains(backend: str, each: Any, network: Any = Mlp, **options: Any) -> Side:
     """Run, as `hazard` does, the program that makes each step by ``each``; see `trained`."""
     return hazard(backend, trained(network, each, **options))
 
@@ -376,27 +349,26 @@ def stepwise(
 
 
 def prepared(
-    backends: pytest.MarkDecorator, make: Callable[[], nn.Module] = Mlp
+    backends: pytest.MarkDecorator,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test of a function that prepares a model or its optimizer for the usual steps: as the
+    """Make a test of a function that prepares an `Mlp` or its optimizer for the usual steps: as the
     block begins, or before."""
 
     def decorate(prepare: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(prepare)
         def program(side: Side, when: str) -> None:
-            model = make()
+            model = Mlp()
             optimizer = _ADAMW(model.parameters())
-            there = {"side": side, "model": model, "optimizer": optimizer}
+            do = partial(_call, prepare, {"side": side, "model": model, "optimizer": optimizer})
             if when == "before":
-                _call(prepare, there)
+                do()
             with side.offload(model, optimizer):
                 if when == "inside":
-                    _call(prepare, there)
+                    do()
                 side.train(model, optimizer, range(4))
 
         program.__signature__ = inspect.signature(lambda side, when: None)  # type: ignore[attr-defined]
-        test = compared(backends)(program)
-        return pytest.mark.parametrize("when", ["before", "inside"])(test)
+        return pytest.mark.parametrize("when", ["before", "inside"])(compared(backends)(program))
 
     return decorate
 
