@@ -269,8 +269,8 @@ def trained(
 
     Args:
         make: returns the network.
-        each: makes a step, and takes what it names of ``side``, ``model``, ``optimizer`` and
-            ``step``; by default it is the usual one, of ``loss``.
+        each: makes a step, and takes what it names of ``side``, ``model``, ``optimizer`` and the
+            case, and by any other name the step's number; by default the usual one, of ``loss``.
         loss: of a model and the number of a step.
         after: called after each step.
         optimizer: returns the one for parameters.
@@ -288,7 +288,9 @@ def trained(
                     side.step(_call(loss, case, model, step), its)
                 else:
                     there = {"side": side, "model": model, "optimizer": its, "step": step}
-                    _call(each, {**there, **case})
+                    known = {**there, **case}
+                    names = inspect.signature(each).parameters
+                    each(**{name: known.get(name, step) for name in names})
                 after(step, model)
 
     return program
@@ -373,7 +375,7 @@ def prepared(
     return decorate
 
 
-_OF_A_STEP = {"side", "model", "optimizer", "step"}
+_OF_A_STEP = {"side", "model", "optimizer", "step", "number"}
 
 
 def _test(
