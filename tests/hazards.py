@@ -270,7 +270,7 @@ def trained(
     Args:
         make: returns the network.
         each: makes a step, and takes what it names of ``side``, ``model``, ``optimizer`` and the
-            case, and by any other name the step's number; by default the usual one, of ``loss``.
+            case; other names are those of the four that are left. By default the usual one.
         loss: of a model and the number of a step.
         after: called after each step.
         optimizer: returns the one for parameters.
@@ -290,7 +290,8 @@ def trained(
                     there = {"side": side, "model": model, "optimizer": its, "step": step}
                     known = {**there, **case}
                     names = inspect.signature(each).parameters
-                    each(**{name: known.get(name, step) for name in names})
+                    left = (one for name, one in there.items() if name not in names)
+                    each(**{name: known[name] if name in known else next(left) for name in names})
                 after(step, model)
 
     return program
