@@ -13,9 +13,8 @@ from dynoffload.errors import BudgetError
 from dynoffload.experiments.bound import phase_bound
 from dynoffload.planning.lookahead import LookAhead
 from dynoffload.planning.schedule import Action, Kind, Schedule, Use
-from dynoffload.simulation.execution import Execution
+from dynoffload.simulation.execution import Execution, Plan
 from dynoffload.simulation.fast_memory import State, StepResult
-from dynoffload.simulation.following import Plan
 from dynoffload.simulation.machine import Link, Machine
 
 LINK = Link(read_bps=100.0, write_bps=50.0, mixed_bps=150.0)

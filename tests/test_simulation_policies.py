@@ -36,8 +36,7 @@ from dynoffload.simulation import (
     simulate,
     workload,
 )
-from dynoffload.simulation.execution import Execution
-from dynoffload.simulation.following import Plan
+from dynoffload.simulation.execution import Execution, Plan
 from dynoffload.simulation.policies import planned
 from dynoffload.units import GiB
 

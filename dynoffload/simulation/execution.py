@@ -6,12 +6,34 @@ What was used counts as modified where its use says so. Which plan it follows is
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 
-from dynoffload.planning.schedule import Use, infeasible
+from dynoffload.planning.cursor import PlanCursor
+from dynoffload.planning.schedule import Schedule, Use, infeasible
 from dynoffload.simulation.fast_memory import FastMemory, State, StepResult
-from dynoffload.simulation.following import Plan
 from dynoffload.simulation.machine import Machine
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a policy expects of a step, and what it does about it.
+
+    Attributes:
+        keys: what each expected use is known by; the step finds its place by them.
+        uses: the expected uses.
+        schedule: of those.
+        strict: the first use that is not the one expected ends the plan.
+    """
+
+    keys: Sequence[Hashable]
+    uses: Sequence[Use]
+    schedule: Schedule
+    strict: bool = False
+
+
+_NO_PLAN = Plan((), (), Schedule(()))
 
 
 class Execution(FastMemory):
@@ -24,6 +46,8 @@ class Execution(FastMemory):
     def __init__(self, sizes: list[int], machine: Machine, reserve: int = 0) -> None:
         super().__init__(sizes, machine, reserve)
         self._uses: Sequence[Use] = ()
+        self._strict = False
+        self._places: dict[Hashable, list[int]] = {}  # of the plan's uses, by their keys
         self.producer: dict[int, int] = {}
 
     def resize(self, sizes: Sequence[int]) -> None:
@@ -50,7 +74,7 @@ class Execution(FastMemory):
         self._result = result = StepResult(peak_bytes=self._taken)
         self._uses = uses
         self.producer.clear()
-        self._follow(plan)
+        self._expect(plan or _NO_PLAN)
         for position, use in enumerate(uses):
             self._anchor(None if keys is None else keys[position], position)
             self._make(position, use)
@@ -63,13 +87,21 @@ class Execution(FastMemory):
         for region in self.producer:
             self._forget(region)
 
+    def _expect(self, plan: Plan) -> None:
+        self._strict, self._places = plan.strict, {}
+        for position, key in enumerate(plan.keys):
+            self._places.setdefault(key, []).append(position)
+        self._follow(PlanCursor(plan.uses, plan.schedule.actions))
+
     def _anchor(self, key: Hashable, position: int) -> None:
         """Find the place in the plan; what it does not know leaves it where it is."""
         if key is not None:
-            found = self._plan.find(key)
-            if self._plan.strict and found != position:
+            places = self._places.get(key, ())
+            index = bisect_left(places, self._plan.position)
+            found = places[index] if index < len(places) else -1
+            if self._strict and found != position:
                 self._result.broken = True
-                self._follow(None)
+                self._expect(_NO_PLAN)
             if found < 0:
                 return
             position = found

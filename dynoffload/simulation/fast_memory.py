@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from heapq import heappop, heappush
 
-from dynoffload.planning.cursor import NEVER
+from dynoffload.planning.cursor import NEVER, PlanCursor
 from dynoffload.planning.schedule import Kind, infeasible
-from dynoffload.simulation.following import Following, Plan
 from dynoffload.simulation.machine import Machine
 from dynoffload.simulation.traffic import Traffic, Transfer
 
@@ -96,7 +95,7 @@ class FastMemory:
         self._taken = self._leaving = 0
         self._traffic = Traffic(machine.link)
         self._urgent: list[int] = []
-        self._plan = Following(None)
+        self._plan = PlanCursor()
         self._result = StepResult()
         self.extend()
 
@@ -135,8 +134,8 @@ class FastMemory:
         """Let what is under way come to its end."""
         self._wait(lambda: not self._traffic.under_way)
 
-    def _follow(self, plan: Plan | None) -> None:
-        self._plan = Following(plan)
+    def _follow(self, plan: PlanCursor) -> None:
+        self._plan = plan
         for region, state in enumerate(self.state):
             if state is State.HERE:
                 self._offer(region)

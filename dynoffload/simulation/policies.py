@@ -12,9 +12,8 @@ from statistics import median
 
 from dynoffload.errors import BudgetError
 from dynoffload.planning.lookahead import LookAhead
-from dynoffload.simulation.execution import Execution
+from dynoffload.simulation.execution import Execution, Plan
 from dynoffload.simulation.fast_memory import StepResult
-from dynoffload.simulation.following import Plan
 from dynoffload.simulation.machine import Machine
 from dynoffload.simulation.workload import Step, Workload, persistent_part
 

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 
 from dynoffload.errors import BudgetError
 from dynoffload.planning.schedule import Action, Kind, Schedule
-from dynoffload.simulation.execution import Execution
+from dynoffload.simulation.execution import Execution, Plan
 from dynoffload.simulation.fast_memory import StepResult
-from dynoffload.simulation.following import Plan
 from dynoffload.simulation.machine import Machine
 from dynoffload.simulation.policies import Strategy
 from dynoffload.simulation.workload import Step, Workload

@@ -14,9 +14,8 @@ from typing import NamedTuple, Protocol
 
 from dynoffload.errors import BudgetError
 from dynoffload.planning.schedule import Action, Kind, Schedule, Use
-from dynoffload.simulation.execution import Execution
+from dynoffload.simulation.execution import Execution, Plan
 from dynoffload.simulation.fast_memory import State, StepResult
-from dynoffload.simulation.following import Plan
 from dynoffload.simulation.machine import Link, Machine
 from dynoffload.simulation.policies import Strategy
 from dynoffload.simulation.workload import Step, Workload
@@ -97,8 +96,8 @@ class Recomputing(Execution):
         """Return the regions that this step has made from ``region`` so far."""
         return self._made_from.get(region, ())
 
-    def _follow(self, plan: Plan | None) -> None:
-        super()._follow(plan)
+    def _expect(self, plan: Plan) -> None:
+        super()._expect(plan)
         self._drops = deque(plan.drops if isinstance(plan, Dropping) else ())
 
     def _anchor(self, key: Hashable, position: int) -> None:

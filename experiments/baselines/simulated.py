@@ -10,9 +10,8 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dynoffload.planning.schedule import Use
-from dynoffload.simulation.execution import Execution
+from dynoffload.simulation.execution import Execution, Plan
 from dynoffload.simulation.fast_memory import StepResult
-from dynoffload.simulation.following import Plan
 from dynoffload.simulation.machine import Machine
 from dynoffload.simulation.policies import Shaped, Strategy, planned
 from dynoffload.simulation.workload import Step, Workload
