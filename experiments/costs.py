@@ -27,8 +27,7 @@ from dynoffload.experiments.costs_networks import NETWORKS, Network
 from dynoffload.experiments.harness import Experiment, Row, option, table
 from dynoffload.profiler import Recorder, Trace
 from dynoffload.profiler.cost_fitting import SHORTEST, fit
-from dynoffload.profiler.costs import CostModel
-from dynoffload.profiler.work import Kind
+from dynoffload.profiler.costs import CostModel, Kind
 from dynoffload.units import format_seconds
 
 if TYPE_CHECKING:

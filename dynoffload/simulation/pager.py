@@ -105,7 +105,8 @@ class SimulatedPager(FastMemory):
         """Return the region that may trade contents with ``region``."""
         other = self._twins.get(region)
         if other is None:
-            other = self._twins[region] = self.allocate(self._regions[region].content)
+            content = self._regions[region].content
+            other = self._twins[region] = self.allocate(content, extra=True)
         return other
 
     def size(self, region: int) -> int:
