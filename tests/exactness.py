@@ -25,7 +25,7 @@ from dynoffload.around import is_around
 from dynoffload.config import OffloadConfig
 from dynoffload.errors import BudgetError
 from dynoffload.experiments.bits import first_difference
-from dynoffload.experiments.lying import LyingPilot as LyingPilot
+from dynoffload.experiments.predictors import LyingPilot as LyingPilot
 from dynoffload.memory.pager import probe
 from dynoffload.runtime.adoption.held import holders
 from dynoffload.runtime.counting import tensors_of
