@@ -40,7 +40,6 @@ class StepResult:
     Attributes:
         seconds: from its first use to the end of its last.
         compute_s: of the uses themselves, on this machine.
-        recompute_s: of uses that were made again.
         stall_s: waited for regions or for room.
         beside_s: of work, its own and the uses', that was done while transfers were under way.
         bytes_in: read from the tier below.
@@ -48,12 +47,10 @@ class StepResult:
         prefetched_bytes: of those read, by plan.
         faults: regions that a use had to wait for, or to ask for.
         peak_bytes: most fast memory taken at one time.
-        broken: the plan was strict, and ended before the step did.
     """
 
     seconds: float = 0.0
     compute_s: float = 0.0
-    recompute_s: float = 0.0
     stall_s: float = 0.0
     beside_s: float = 0.0
     bytes_in: int = 0
@@ -61,7 +58,6 @@ class StepResult:
     prefetched_bytes: int = 0
     faults: int = 0
     peak_bytes: int = 0
-    broken: bool = False
 
 
 class FastMemory:
