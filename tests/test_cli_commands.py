@@ -214,7 +214,7 @@ def test_an_experiments_options_are_listed(fake: None) -> None:
     assert RUNNER.invoke(app, ["experiment", "fake", "--help"]).stdout == text
     assert "--options" in RUNNER.invoke(app, ["experiment", "--help"]).stdout
     of_all = RUNNER.invoke(app, ["experiment", "all", "--help"]).stdout
-    assert "dynoffload experiment step-time --calibration docs/results/simulation.json" in of_all
+    assert "dynoffload experiment moe-pipeline --ranks 4" in of_all
 
 
 def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
