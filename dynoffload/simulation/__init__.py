@@ -1,8 +1,8 @@
-"""What a training would cost under any budget, policy and machine.
+"""What a training would cost under any budget and on any machine.
 
-Event by event from recorded steps: operator by operator (`simulate`), or as the
-runtime moves it (`Training`); and by formulas for machines and networks that are not here
-(`designs`, `moe_cluster`, `movement`).
+Event by event from recorded steps: operator by operator (`simulate`), or as the runtime moves it
+(`Training`); and by formulas for machines and networks that are not here (`designs`, `moe_cluster`,
+`movement`).
 """
 
 from __future__ import annotations
