@@ -13,7 +13,7 @@ first time then is in memory if it fits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -26,11 +26,9 @@ from dynoffload.experiments.harness import Experiment, Row, option
 from dynoffload.pilot.progress import Report
 from dynoffload.profiler import Trace, load_trace, load_traces, trace_files
 from dynoffload.simulation import (
-    Clairvoyant,
     Link,
     Machine,
     Simulation,
-    Strategy,
     Workload,
     load_costs,
     load_machines,
@@ -45,7 +43,7 @@ if TYPE_CHECKING:
 
 SHARES = (1.0, 0.75, 0.5, 0.375, 0.25, 0.1875, 0.125, 0.0625)
 """Budgets, as shares of what a step takes with everything in memory."""
-POLICIES: dict[str, Callable[[], Strategy]] = {"planned": Clairvoyant, "on demand": Strategy}
+POLICIES = {"planned": True, "on demand": False}
 FACTORS = 64.0
 """Links are looked for between a tier's own bandwidth divided and multiplied by this."""
 _PRECISION = 0.01  # of a budget or of a bandwidth
@@ -176,9 +174,9 @@ def _tier(
     for number, share in enumerate(SHARES):
         on = machine.with_fast(max(1, math.ceil(share * whole)))
         row: dict[str, Any] = {"share": share, "budget_bytes": on.fast_bytes}
-        for place, (policy, make) in enumerate(POLICIES.items()):
+        for place, (policy, planned) in enumerate(POLICIES.items()):
             report(policy, number * len(POLICIES) + place, total)
-            row[policy] = _summary(simulate(work, on, make()))
+            row[policy] = _summary(simulate(work, on, planned=planned))
         rows.append(row)
     report("the least budget", total - 2, total)
     held = sum(work.sizes[region] for region in work.persistent)
@@ -191,7 +189,7 @@ def _tier(
     }
     report("the slowest link", total - 1, total)
     link, on = machine.link, machine.with_fast(asked)
-    found["infeasible"] = _summary(simulate(work, on, Clairvoyant())).get("infeasible", "")
+    found["infeasible"] = _summary(simulate(work, on, planned=True)).get("infeasible", "")
     factor = None if found["infeasible"] else _slowest_link(work, on, tolerance)
     found["link_factor"] = factor
     found["read_bps"] = link.read_bps
@@ -215,7 +213,7 @@ def _summary(found: Simulation) -> dict[str, Any]:
 
 
 def _hidden(work: Workload, machine: Machine, tolerance: float) -> bool:
-    found = _summary(simulate(work, machine, Clairvoyant()))
+    found = _summary(simulate(work, machine, planned=True))
     return bool(found.get("exposed", math.inf) <= tolerance)
 
 

@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 from dynoffload import __version__, experiments
 from dynoffload.cli import app
 from dynoffload.cli.experiment import parser_of
-from dynoffload.doctor.system import filesystem_of
 from dynoffload.errors import ConfigError
 from dynoffload.experiments.harness import Experiment, Row, meanings_of, option, options_of
+from dynoffload.memory.filesystems import MEMORY_FILESYSTEMS, mount_of
 from dynoffload.pilot.evaluate import Scores
 from dynoffload.pilot.train import Evaluation, TrainResult
 
@@ -126,7 +126,7 @@ def test_report_of_what_is_no_log(tmp_path: Path) -> None:
 
 
 def test_doctor_shows_bandwidth_and_a_verdict(tmp_path: Path) -> None:
-    if filesystem_of(tmp_path).in_memory:
+    if mount_of(tmp_path)[0] in MEMORY_FILESYSTEMS:
         pytest.skip("the directory for temporary files is in memory")
     result = RUNNER.invoke(app, ["doctor", "--spill-dir", str(tmp_path), "--seconds", "0.05"])
     assert result.exit_code == 0, result.output
@@ -214,7 +214,7 @@ def test_an_experiments_options_are_listed(fake: None) -> None:
     assert RUNNER.invoke(app, ["experiment", "fake", "--help"]).stdout == text
     assert "--options" in RUNNER.invoke(app, ["experiment", "--help"]).stdout
     of_all = RUNNER.invoke(app, ["experiment", "all", "--help"]).stdout
-    assert "dynoffload experiment step-time --calibration docs/results/simulation.json" in of_all
+    assert "dynoffload experiment moe-pipeline --ranks 4" in of_all
 
 
 def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(

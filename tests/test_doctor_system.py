@@ -31,7 +31,7 @@ def test_the_innermost_and_last_mount_names_the_file_system(tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["missing", "file"])
 def test_what_is_no_directory_is_refused_with_a_remedy(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(SpillError, match="--spill-dir") as caught:
+    with pytest.raises(SpillError, match="spill_dir=") as caught:
         filesystem_of(tmp_path / name)
     assert name in str(caught.value)
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dynoffload.doctor import advise, measure_moves, measure_tiers, tiers
-from dynoffload.doctor.system import FileSystem, System, filesystem_of
+from dynoffload.doctor.system import FileSystem, System
 from dynoffload.doctor.tiers import Direction
 from dynoffload.errors import ConfigError, SpillError
+from dynoffload.memory.filesystems import MEMORY_FILESYSTEMS, mount_of
 from dynoffload.memory.pager import probe
+from dynoffload.memory.spill import SpillFile
 from dynoffload.units import GiB, KiB, MiB
 
 SMALL = 64 * MiB
@@ -21,7 +26,7 @@ SMALL = 64 * MiB
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Path:
-    if filesystem_of(tmp_path).in_memory:
+    if mount_of(tmp_path)[0] in MEMORY_FILESYSTEMS:
         pytest.skip("the directory for temporary files is in memory")
     return tmp_path
 
@@ -44,14 +49,7 @@ def test_all_is_measured_and_nothing_is_left(disk: Path) -> None:
 
 
 def test_without_o_direct_it_measures_buffered(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = os.open
-
-    def refuse(path: str, flags: int, *rest: int) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return original(path, flags, *rest)
-
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(tiers, "SpillFile", partial(SpillFile, direct=False))
     found = measure_tiers(disk, 0.02, file_bytes=SMALL)
     assert not found.direct
     assert found.read_bps > 0
@@ -72,8 +70,8 @@ def test_a_failing_disk_is_an_error_not_a_number(
 def test_a_full_disk_is_refused_before_a_file_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiers, "filesystem_of", lambda _: FileSystem("ext4", "/", 100 * MiB))
-    with pytest.raises(SpillError, match=r"100\.00 MiB free.*64\.00 MiB"):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100 * MiB))
+    with pytest.raises(SpillError, match=r"100\.00 MiB free.*128\.00 MiB"):
         measure_tiers(tmp_path)
     assert list(tmp_path.iterdir()) == []
 

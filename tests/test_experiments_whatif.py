@@ -127,7 +127,7 @@ def test_the_table_may_name_a_model_that_was_saved(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give either model, the path of a file, or the keys"):
         load_costs(path)
     path.write_text(SHEET + "bandwidth = 1e9\n")
-    with pytest.raises(ConfigError, match=r"machine\.toml \[compute\] lacks peak"):
+    with pytest.raises(ConfigError, match=r"machine\.toml \[compute\]: it lacks peak"):
         carry_out(WhatIf, Params(machine=path))
 
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from dynoffload.errors import BudgetError
 from dynoffload.experiments.bound import phase_bound
+from dynoffload.planning.cursor import PlanCursor
 from dynoffload.planning.lookahead import LookAhead
-from dynoffload.planning.schedule import Action, Kind, Schedule, Use
+from dynoffload.planning.schedule import Action, Kind, Use
 from dynoffload.simulation.execution import Execution
 from dynoffload.simulation.fast_memory import State, StepResult
-from dynoffload.simulation.following import Plan
 from dynoffload.simulation.machine import Link, Machine
 
 LINK = Link(read_bps=100.0, write_bps=50.0, mixed_bps=150.0)
@@ -29,24 +29,25 @@ def use(*regions: int, seconds: float = 1.0, **parts: Any) -> Use:
     return Use(regions, seconds=seconds, **parts)
 
 
-def plan(uses: Sequence[Use], *actions: Action, strict: bool = False) -> Plan:
-    schedule = Schedule(actions)
-    return Plan(range(len(uses)), uses, schedule, strict=strict)
+def plan(uses: Sequence[Use], *actions: Action) -> PlanCursor:
+    return PlanCursor(uses, actions)
 
 
-def ran(sizes: list[int], uses: Sequence[Use], on: Machine, plan: Plan | None = None) -> StepResult:
+def ran(
+    sizes: list[int], uses: Sequence[Use], on: Machine, plan: PlanCursor | None = None
+) -> StepResult:
     """Run ``uses``; what none of them creates lies below at first."""
     execution = Execution(sizes, on)
     created = {region for use in uses for region in use.creates}
     execution.place(set(range(len(sizes))) - created)
-    return execution.step(uses, range(len(uses)), plan)
+    return execution.step(uses, plan)
 
 
 def test_a_fault_costs_its_latency_and_a_prefetch_hides_behind_compute() -> None:
     """Demanded, the second region takes half a second and its second; planned, none of both."""
     link = Link(100.0, 50.0, 150.0, latency_s=0.25, fault_s=0.25)
     uses = [use(0, seconds=3.0), use(1)]
-    ahead = plan(uses, Action(0, Kind.FETCH, 1))
+    ahead = Action(0, Kind.FETCH, 1)
     for overlap, followed, seconds in (
         (True, None, 4.0 + 1.5),
         (True, ahead, 4.0),
@@ -55,7 +56,7 @@ def test_a_fault_costs_its_latency_and_a_prefetch_hides_behind_compute() -> None
         execution = Execution([100, 100], machine(200, link=link, overlap=overlap))
         execution.place([0, 1])
         execution.step([use(0)])
-        result = execution.step(uses, range(2), followed)
+        result = execution.step(uses, plan(uses, followed) if followed else None)
         assert result.seconds == pytest.approx(seconds)
         assert result.prefetched_bytes == (100 if followed else 0)
         assert result.faults == (0 if followed else 1)
@@ -80,19 +81,6 @@ def test_both_directions_share_a_link_as_it_says() -> None:
     second = ran(sizes, uses, machine(300, link=turns), leaves)
     assert first.seconds == pytest.approx(3.0)
     assert second.seconds == pytest.approx(4.0)
-
-
-def test_a_strict_plan_ends_with_the_first_use_that_it_did_not_expect() -> None:
-    """What it had in mind for later is not fetched; one that is not strict finds its way back."""
-    expected = [use(0), use(1), use(2)]
-    actions = [Action(1, Kind.FETCH, 2)]
-    for strict, prefetched in ((True, 0), (False, 100)):
-        execution = Execution([100] * 4, machine(400))
-        execution.place(range(4))
-        followed = plan(expected, *actions, strict=strict)
-        result = execution.step([use(0), use(3), use(1), use(2)], [0, "new", 1, 2], followed)
-        assert result.broken is strict
-        assert result.prefetched_bytes == prefetched
 
 
 def test_a_use_that_cannot_fit_is_refused_with_need_and_have() -> None:
@@ -143,8 +131,8 @@ def test_no_run_beats_the_bound(
     followed = None
     if ahead:
         schedule = LookAhead().plan(uses, sizes, capacity, [])
-        followed = Plan(range(len(uses)), uses, schedule)
-    result = execution.step(uses, range(len(uses)), followed)
+        followed = PlanCursor(uses, schedule.actions)
+    result = execution.step(uses, followed)
     least = phase_bound(uses, sizes, capacity)
     resident = sum(sizes[r] for r in range(len(sizes)) if execution.state[r] is not State.ABSENT)
     assert result.peak_bytes <= capacity

@@ -3,8 +3,7 @@ not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -21,20 +20,14 @@ from dynoffload.experiments import zoo
 from dynoffload.profiler import CostModel, Trace, load_trace, profile
 from dynoffload.profiler.costs import Kind
 from dynoffload.simulation import (
-    Clairvoyant,
     Link,
     Machine,
     Simulation,
-    Step,
-    Strategy,
     Workload,
     load_machines,
     simulate,
     workload,
 )
-from dynoffload.simulation.execution import Execution
-from dynoffload.simulation.following import Plan
-from dynoffload.simulation.policies import planned
 from dynoffload.units import GiB
 
 LINK = Link(read_bps=5e8, write_bps=5e8, mixed_bps=8e8, fault_s=2e-5)
@@ -82,25 +75,10 @@ def peak(work: Workload) -> int:
     return max(work.peak(step) for step in work.steps)
 
 
-def run(work: Workload, share: float, strategy: Strategy, **changes: Any) -> Simulation:
+def run(work: Workload, share: float, *, planned: bool, **changes: Any) -> Simulation:
     """Simulate under a share of what the steps take with everything in memory."""
     machine = Machine(changes.pop("link", LINK), int(share * peak(work)) + 1, **changes)
-    return simulate(work, machine, strategy)
-
-
-@dataclass
-class Predicted(Strategy):
-    """Plans each step as the one that is expected, by its number."""
-
-    name: str = "pilot"
-    expect: Callable[[int], Step] = field(kw_only=True)
-
-    def plan(self, number: int, execution: Execution) -> Plan:
-        return planned(self.expect(number), execution)
-
-
-def exact(work: Workload) -> Predicted:
-    return Predicted(expect=lambda number: work.steps[number])
+    return simulate(work, machine, planned=planned)
 
 
 @pytest.mark.parametrize("kind", ["foreach", "fused"])
@@ -117,15 +95,15 @@ def test_optimizers_that_work_on_lists_need_one_parameter_at_a_time(kind: str) -
     ]
     assert max(needs) < whole / 4
     assert work.seconds == pytest.approx(sum(COSTS.time(trace).seconds for trace in traces))
-    found = simulate(work, Machine(LINK, 2 * max(needs)), Strategy())
+    found = simulate(work, Machine(LINK, 2 * max(needs)), planned=False)
     assert not found.infeasible
     assert peak(work) > whole
 
 
-@pytest.mark.parametrize("strategy", [Strategy, Clairvoyant])
-def test_with_room_for_everything_nothing_moves(strategy: Callable[[], Strategy]) -> None:
+@pytest.mark.parametrize("planned", [False, True])
+def test_with_room_for_everything_nothing_moves(planned: bool) -> None:
     """After the first step, which reads what lies below."""
-    found = run(static(), 1.02, strategy())
+    found = run(static(), 1.02, planned=planned)
     assert not found.infeasible
     for step in found.steps[1:]:
         given = sum(static().steps[0].sizes[region] for region in static().steps[0].given)
@@ -135,13 +113,8 @@ def test_with_room_for_everything_nothing_moves(strategy: Callable[[], Strategy]
 
 @pytest.mark.parametrize("share", [0.5, 0.25])
 def test_who_knows_more_waits_less(share: float) -> None:
-    work = routed()
-    seconds = {
-        strategy.name: run(work, share, strategy).seconds()
-        for strategy in (Strategy(), exact(work), Clairvoyant())
-    }
-    assert seconds["clairvoyant"] <= 1.01 * seconds["pilot"]
-    assert seconds["pilot"] < 0.9 * seconds["on-demand"]
+    ahead, demanded = (run(routed(), share, planned=planned) for planned in (True, False))
+    assert ahead.seconds() < 0.9 * demanded.seconds()
 
 
 def test_steps_of_two_networks_are_no_workload() -> None:

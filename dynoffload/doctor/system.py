@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from dynoffload.errors import SpillError
-from dynoffload.memory.filesystems import MEMORY_FILESYSTEMS, mount_of
+from dynoffload.memory.filesystems import mount_of
 from dynoffload.memory.limits import available_bytes
+from dynoffload.memory.spill import check_room
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,6 @@ class FileSystem:
     kind: str
     mount: str
     free_bytes: int
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether its files lie in memory, so that nothing is gained by spilling there."""
-        return self.kind in MEMORY_FILESYSTEMS
 
 
 @dataclass(frozen=True)
@@ -86,18 +82,7 @@ def filesystem_of(directory: Path) -> FileSystem:
     """Return the file system that ``directory`` lies on.
 
     Raises:
-        SpillError: if it does not exist, is no directory, or cannot be written to.
+        SpillError: if no spill file can lie there.
     """
-    if not directory.is_dir():
-        what = "is not a directory" if directory.exists() else "does not exist"
-        raise SpillError(
-            f"spill directory {directory} {what}; create it, or name another by --spill-dir"
-        )
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise SpillError(
-            f"spill directory {directory} cannot be written by this user; "
-            f"name another by --spill-dir"
-        )
-    kind, mount = mount_of(directory)
-    space = os.statvfs(directory)
-    return FileSystem(kind, mount, space.f_bavail * space.f_frsize)
+    check_room(directory, {})
+    return FileSystem(*mount_of(directory), shutil.disk_usage(directory).free)

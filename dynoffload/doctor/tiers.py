@@ -22,7 +22,7 @@ import numpy as np
 
 from dynoffload.doctor.system import filesystem_of
 from dynoffload.errors import ConfigError, SpillError
-from dynoffload.memory.spill import SpillFile
+from dynoffload.memory.spill import SpillFile, check_room
 from dynoffload.units import GiB, MiB, format_bytes
 
 CHUNK = 8 * MiB
@@ -143,20 +143,10 @@ def measure_tiers(
 
 
 def _usable_size(directory: Path, wanted: int | None) -> int:
-    where = filesystem_of(directory)
-    if where.in_memory:
-        raise SpillError(
-            f"spill directory {directory} lies on {where.kind} ({where.mount}), which is memory: "
-            f"spilling there frees nothing; name a directory on a disk by --spill-dir"
-        )
-    least = 8 * CHUNK
-    size = min(FILE_BYTES if wanted is None else wanted, where.free_bytes // 2) // CHUNK * CHUNK
-    if size < least:
-        raise SpillError(
-            f"spill directory {directory} has {format_bytes(where.free_bytes)} free, measuring "
-            f"needs a file of at least {format_bytes(least)} and as much besides; free some space, "
-            f"or name another directory by --spill-dir"
-        )
+    free = filesystem_of(directory).free_bytes
+    size = min(FILE_BYTES if wanted is None else wanted, free // 2) // CHUNK * CHUNK
+    size = max(size, 8 * CHUNK)
+    check_room(directory, {"measuring": 2 * size})
     return size
 
 
@@ -171,7 +161,7 @@ def _spill_file(directory: Path, size: int) -> Iterator[SpillFile]:
     except OSError as error:
         raise SpillError(
             f"{directory}: {error.strerror or error} while measuring a file of "
-            f"{format_bytes(size)}; free some space, or name another directory by --spill-dir"
+            f"{format_bytes(size)}: free some space, or pass spill_dir= another disk"
         ) from error
 
 

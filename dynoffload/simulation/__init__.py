@@ -1,21 +1,20 @@
-"""What a training would cost under any budget, policy and machine.
+"""What a training would cost under any budget and on any machine.
 
-Event by event from recorded steps: operator by operator under a policy (`simulate`), or as the
-runtime moves it (`Training`); and by formulas for machines and networks that are not here
-(`designs`, `moe_cluster`, `movement`).
+Event by event from recorded steps: operator by operator (`simulate`), or as the runtime moves it
+(`Training`); and by formulas for machines and networks that are not here (`designs`, `moe_cluster`,
+`movement`).
 """
 
 from __future__ import annotations
 
+from dynoffload.simulation.execution import Simulation, simulate
 from dynoffload.simulation.machine import Link, Machine, load_costs, load_machines
 from dynoffload.simulation.overhead import Division, RuntimeOverhead
-from dynoffload.simulation.policies import Clairvoyant, Simulation, Strategy, simulate
 from dynoffload.simulation.recorded import Network, Recorded, network_of, recorded
 from dynoffload.simulation.training import Training
 from dynoffload.simulation.workload import Step, Workload, workload
 
 __all__ = [
-    "Clairvoyant",
     "Division",
     "Link",
     "Machine",
@@ -24,7 +23,6 @@ __all__ = [
     "RuntimeOverhead",
     "Simulation",
     "Step",
-    "Strategy",
     "Training",
     "Workload",
     "load_costs",

@@ -1,30 +1,81 @@
-"""Running a reference string on a machine, operator by operator.
+"""Running recorded steps on a machine, operator by operator: planned, or on demand.
 
-What was used counts as modified where its use says so. Which plan it follows is a policy's
-(`dynoffload.simulation.policies`).
+What was used counts as modified where its use says so. Plans are the runtime's planner's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
 
+from dynoffload.errors import BudgetError
+from dynoffload.planning.cursor import PlanCursor
+from dynoffload.planning.lookahead import LookAhead
 from dynoffload.planning.schedule import Use, infeasible
 from dynoffload.simulation.fast_memory import FastMemory, State, StepResult
-from dynoffload.simulation.following import Plan
 from dynoffload.simulation.machine import Machine
+from dynoffload.simulation.workload import Step, Workload, persistent_part
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a run cost.
+
+    Attributes:
+        steps: what each cost, up to the first that could not be made.
+        infeasible: why a step could not be made; "" if all were.
+    """
+
+    steps: tuple[StepResult, ...]
+    infeasible: str = ""
+
+    def seconds(self, warmup: int = 1) -> float:
+        """Return the median seconds of a step after the first ``warmup``."""
+        return median(step.seconds for step in self.steps[warmup:])
+
+
+def simulate(workload: Workload, machine: Machine, *, planned: bool) -> Simulation:
+    """Run ``workload`` on ``machine``; what is there before the first step lies in the tier below.
+
+    Args:
+        workload: recorded steps.
+        machine: a budget that a step cannot run under is reported, never clipped: see
+            `Simulation.infeasible`.
+        planned: each step and the one after it are known: Belady's rule, fetched as early as there
+            is room. Else everything is on demand, and the oldest leaves.
+    """
+    results: list[StepResult] = []
+    execution = Execution(list(workload.sizes), machine)
+    execution.place(workload.persistent)
+    try:
+        for number, step in enumerate(workload.steps):
+            execution.resize([step.sizes.get(r, nbytes) for r, nbytes in enumerate(workload.sizes)])
+            execution.place(step.given)
+            known = workload.steps[number : number + 2]
+            plan = _planned(execution, known) if planned else PlanCursor()
+            results.append(execution.step(step.uses, plan))
+    except BudgetError as error:
+        return Simulation(tuple(results), str(error))
+    return Simulation(tuple(results))
+
+
+def _planned(execution: Execution, steps: Sequence[Step]) -> PlanCursor:
+    """Return a plan for the first of ``steps`` from where ``execution`` stands.
+
+    Of the next, only what is there before it counts: what comes first should stay.
+    """
+    here, *following = steps
+    uses = [*here.uses, *(persistent_part(use, step) for step in following for use in step.uses)]
+    resident = execution.resident()
+    dirty = [region for region in resident if execution.dirty[region]]
+    capacity = execution.machine.fast_bytes
+    schedule = LookAhead().plan(uses, execution.sizes, capacity, resident, dirty)
+    return PlanCursor(uses, schedule.actions)
 
 
 class Execution(FastMemory):
-    """Steps as strings of uses.
-
-    Attributes:
-        producer: region -> position of the use of this step that created it.
-    """
-
-    def __init__(self, sizes: list[int], machine: Machine, reserve: int = 0) -> None:
-        super().__init__(sizes, machine, reserve)
-        self._uses: Sequence[Use] = ()
-        self.producer: dict[int, int] = {}
+    """Steps as strings of uses."""
 
     def resize(self, sizes: Sequence[int]) -> None:
         """Between two steps: give regions that are not in fast memory their sizes in the next."""
@@ -33,49 +84,24 @@ class Execution(FastMemory):
                 assert self.state[region] is State.ABSENT
                 self.sizes[region] = nbytes
 
-    def step(
-        self, uses: Sequence[Use], keys: Sequence[Hashable] | None = None, plan: Plan | None = None
-    ) -> StepResult:
-        """Make ``uses`` in order, following ``plan``.
-
-        Args:
-            uses: what really happens.
-            keys: what each use is known by; needed where a plan has to be found one's way in.
-            plan: what the policy expects; None: everything is on demand.
+    def step(self, uses: Sequence[Use], plan: PlanCursor | None = None) -> StepResult:
+        """Make ``uses`` in order, following ``plan``; without one everything is on demand.
 
         Raises:
             BudgetError: a use cannot be made in ``machine.fast_bytes``.
         """
         began = self.now
         self._result = result = StepResult(peak_bytes=self._taken)
-        self._uses = uses
-        self.producer.clear()
-        self._follow(plan)
+        self._follow(plan or PlanCursor())
         for position, use in enumerate(uses):
-            self._anchor(None if keys is None else keys[position], position)
+            for region in self._plan.advance(position):
+                if self._may_leave(region):
+                    self._offer(region)
             self._make(position, use)
-        self._end()
+        for region in {region for use in uses for region in use.creates}:
+            self._forget(region)
         result.seconds = self.now - began
         return result
-
-    def _end(self) -> None:
-        """The step is over: what it created is gone."""
-        for region in self.producer:
-            self._forget(region)
-
-    def _anchor(self, key: Hashable, position: int) -> None:
-        """Find the place in the plan; what it does not know leaves it where it is."""
-        if key is not None:
-            found = self._plan.find(key)
-            if self._plan.strict and found != position:
-                self._result.broken = True
-                self._follow(None)
-            if found < 0:
-                return
-            position = found
-        for region in self._plan.advance(position):
-            if self._may_leave(region):
-                self._offer(region)
 
     def _make(self, position: int, use: Use) -> None:
         result = self._result
@@ -83,7 +109,8 @@ class Execution(FastMemory):
         need = sum(self.sizes[region] for region in regions)
         if need > self.machine.fast_bytes:
             raise infeasible(position, need, self.machine.fast_bytes)
-        self._create(position, use)
+        for region in use.creates:
+            self._copied[region] = False
         self._get(position, regions)
         for region in regions:
             self._pins[region] += 1
@@ -92,15 +119,7 @@ class Execution(FastMemory):
         result.compute_s += seconds
         self._release(regions, {*use.writes, *use.creates})
         for region in use.frees:
-            self._freed(region)
-
-    def _create(self, position: int, use: Use) -> None:
-        for region in use.creates:
-            self.producer[region] = position
-            self._copied[region] = False
-
-    def _freed(self, region: int) -> None:
-        self._forget(region)
+            self._forget(region)
 
     def _release(self, regions: Iterable[int], written: Iterable[int]) -> None:
         for region in written:

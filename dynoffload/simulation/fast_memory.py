@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from heapq import heappop, heappush
 
-from dynoffload.planning.cursor import NEVER
+from dynoffload.planning.cursor import NEVER, PlanCursor
 from dynoffload.planning.schedule import Kind, infeasible
-from dynoffload.simulation.following import Following, Plan
 from dynoffload.simulation.machine import Machine
 from dynoffload.simulation.traffic import Traffic, Transfer
 
@@ -41,7 +40,6 @@ class StepResult:
     Attributes:
         seconds: from its first use to the end of its last.
         compute_s: of the uses themselves, on this machine.
-        recompute_s: of uses that were made again.
         stall_s: waited for regions or for room.
         beside_s: of work, its own and the uses', that was done while transfers were under way.
         bytes_in: read from the tier below.
@@ -49,12 +47,10 @@ class StepResult:
         prefetched_bytes: of those read, by plan.
         faults: regions that a use had to wait for, or to ask for.
         peak_bytes: most fast memory taken at one time.
-        broken: the plan was strict, and ended before the step did.
     """
 
     seconds: float = 0.0
     compute_s: float = 0.0
-    recompute_s: float = 0.0
     stall_s: float = 0.0
     beside_s: float = 0.0
     bytes_in: int = 0
@@ -62,7 +58,6 @@ class StepResult:
     prefetched_bytes: int = 0
     faults: int = 0
     peak_bytes: int = 0
-    broken: bool = False
 
 
 class FastMemory:
@@ -96,7 +91,7 @@ class FastMemory:
         self._taken = self._leaving = 0
         self._traffic = Traffic(machine.link)
         self._urgent: list[int] = []
-        self._plan = Following(None)
+        self._plan = PlanCursor()
         self._result = StepResult()
         self.extend()
 
@@ -135,8 +130,8 @@ class FastMemory:
         """Let what is under way come to its end."""
         self._wait(lambda: not self._traffic.under_way)
 
-    def _follow(self, plan: Plan | None) -> None:
-        self._plan = Following(plan)
+    def _follow(self, plan: PlanCursor) -> None:
+        self._plan = plan
         for region, state in enumerate(self.state):
             if state is State.HERE:
                 self._offer(region)

@@ -169,7 +169,7 @@ def partly_hidden(whole: Segments, share: float) -> Segments:
 def ahead(steps: Sequence[Visit], device: Accelerator) -> Segments:
     """Return the step when bytes move while layers run; see [Note: moving ahead]."""
     rate, whole, planned = device.remote.share, serial(steps, device), _planned(steps)
-    tasks, ended = Timeline(1), list[Floats]()
+    tasks, ended, waited = Timeline(1), list[Floats](), 0.0
 
     def store(number: int) -> None:
         tasks.add(Resource.LINK, planned[number][1] / rate, [ended[number]])
@@ -178,12 +178,13 @@ def ahead(steps: Sequence[Visit], device: Accelerator) -> Segments:
         if number >= 2:  # then a buffer is free for what will be made
             store(number - 2)
         arrived = tasks.add(Resource.LINK, fetched / rate)
+        waited += max(0.0, float(arrived[0] - (ended[-1][0] if ended else 0.0)))
         done = work(visit.operators, device)
         busy = done.compute_s + done.local_s + device.network.seconds(visit.network_bytes)
         ended.append(tasks.add(Resource.COMPUTE, busy, [arrived]))
     for number in range(max(0, len(steps) - 2), len(steps)):
         store(number)
-    return replace(whole, remote_s=tasks.seconds - whole.busy_s)
+    return replace(whole, remote_s=waited + tasks.seconds - float(ended[-1][0]))
 
 
 def buffer_bytes(steps: Sequence[Visit]) -> float:

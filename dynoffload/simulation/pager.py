@@ -18,10 +18,10 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from dynoffload.planning.cursor import PlanCursor
 from dynoffload.planning.extents import Extents
 from dynoffload.planning.schedule import Schedule, Use
 from dynoffload.simulation.fast_memory import FastMemory, State, StepResult
-from dynoffload.simulation.following import Plan
 from dynoffload.simulation.machine import Machine
 from dynoffload.simulation.traffic import Transfer
 
@@ -300,7 +300,7 @@ class SimulatedPager(FastMemory):
 
     def follow(self, uses: Sequence[Use], schedule: Schedule) -> None:
         """Follow another plan, from its begin."""
-        self._follow(Plan((), uses, schedule))
+        self._follow(PlanCursor(uses, schedule.actions))
         self._dispatch()
 
     def advance(self, position: int) -> None:

@@ -35,25 +35,15 @@ class Step:
 
     Attributes:
         uses: its operators that touch data, in order.
-        keys: what each use is known by in other steps too.
         sizes: bytes of the regions that this step creates or is given.
         phases: positions of forward, backward and optimizer, as half-open ranges.
         given: regions that come from outside, such as the sample.
     """
 
     uses: tuple[Use, ...]
-    keys: tuple[Hashable, ...]
     sizes: Mapping[int, int]
     phases: Mapping[Phase, tuple[int, int]]
     given: tuple[int, ...]
-
-    def timed(self, seconds: Mapping[Phase, float]) -> Step:
-        """Return the same step, its phases as long as given; see `spread`."""
-        uses = list(self.uses)
-        for phase, whole in seconds.items():
-            start, stop = self.phases.get(phase, (0, 0))
-            uses[start:stop] = spread(uses[start:stop], whole)
-        return replace(self, uses=tuple(uses))
 
 
 @dataclass
@@ -166,7 +156,6 @@ class _Reader:
         alive: set[int] = set()
         seen: Counter[Hashable] = Counter()
         uses: list[Use] = []
-        keys: list[Hashable] = []
         spans: dict[Phase, tuple[int, int]] = {}
         glue = 0.0  # seconds of operators that touch no data
         for number, operator in enumerate(trace.operators):
@@ -204,9 +193,8 @@ class _Reader:
                     )
                 )
                 glue = 0.0
-                keys.append(key if len(parts) == 1 else (key, self._parameter[part[0]]))
             spans[operator.phase] = start, len(uses)
-        return Step(tuple(uses), tuple(keys), self._sizes, spans, tuple(self._given))
+        return Step(tuple(uses), self._sizes, spans, tuple(self._given))
 
     def _bytes(self, regions: Iterable[int]) -> int:
         return sum(self._trace.regions[region].nbytes for region in regions)
