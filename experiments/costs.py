@@ -27,8 +27,7 @@ from dynoffload.experiments.harness import Experiment, Row, option, table
 from dynoffload.experiments.networks import COSTED, Sample, Subject
 from dynoffload.profiler import Recorder, Trace
 from dynoffload.profiler.cost_fitting import SHORTEST, fit
-from dynoffload.profiler.costs import CostModel
-from dynoffload.profiler.work import Kind
+from dynoffload.profiler.costs import CostModel, Kind
 from dynoffload.units import format_seconds
 
 if TYPE_CHECKING:

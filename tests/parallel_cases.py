@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dynoffload.errors import ExchangeError
 from dynoffload.moe import MoE
-from dynoffload.moe.parallel import ExpertParallel
+from dynoffload.moe.parallel import ExpertParallel, Strategy
+from dynoffload.moe.parallel.memory import memory
 
 STRATEGIES = ("none", "S1", "S2", "S3", "S4")
 WIDTH, HIDDEN = 12, 20
@@ -152,6 +154,63 @@ def ways_of_use(rank: int, world: int) -> None:
     layer(mine).hidden.sum().backward()
     assert mine.grad is not None
     assert layer.up.grad is None
+
+
+def chooses(rank: int, world: int) -> list[Any]:
+    """Return what was tried and chosen in several ways of use, whose gradients of tokens and router
+    are those of fixed parts; and the exchanges of a step more, beside those of fixed parts."""
+    found: list[Any] = []
+    for kind in ("plain", "reentrant", "not reentrant", "several", "limited"):
+        _, fixed = layers(world, torch.float32)
+        _, layer = layers(world, torch.float32)
+        size = 400 if kind == "limited" else 48
+        limit = memory(Strategy.NONE, 16, layer._shape(size, 4)) * 95 // 100
+        layer.set_pipeline("auto", "auto", limit if kind == "limited" else None)
+        given = torch.randn(size // (rank + 1), WIDTH, requires_grad=True)
+        tried: list[str] = []
+        make = layer._call
+
+        def call(taken: Any, *args: Any, tried: list[str] = tried, make: Any = make) -> Any:
+            tried.append(f"{taken.parts} {taken.strategy.value}")
+            return make(taken, *args)
+
+        layer._call = call  # type: ignore[method-assign]
+
+        def step(
+            one: ExpertParallel, kind: str = kind, given: Tensor = given
+        ) -> tuple[list[Tensor], int]:
+            start, asked = one.exchange.start, []
+
+            def counted(*args: Any) -> Any:
+                asked.append(args[-1])
+                return start(*args)
+
+            with mock.patch.object(one.exchange, "start", counted):
+                if kind.endswith("reentrant"):
+                    keep = kind == "reentrant"
+                    out = checkpoint(lambda own: one(own).hidden, given, use_reentrant=keep)
+                    loss = out.square().sum()
+                else:
+                    many = 3 if kind == "several" else 1
+                    loss = torch.stack([one(given).hidden.square().sum() for _ in range(many)])
+                loss.sum().backward()
+            made = [given.grad, one.router.grad]
+            given.grad = None
+            one.zero_grad()
+            return made, len(asked)  # type: ignore[return-value]
+
+        wanted, _ = step(fixed)
+        for _ in range(2):
+            made, _ = step(layer)
+            assert all(torch.equal(x, y) for x, y in zip(made, wanted, strict=True)), kind
+        trials = len(tried)
+        made, count = step(layer)
+        fixed.set_pipeline(layer.choice.parts, layer.choice.strategy.value)
+        step(fixed)
+        more = count - step(fixed)[1]
+        assert len(tried) - trials <= 3, "it is tried again"
+        found.append((kind, sorted(set(tried)), tuple(map(str, layer.choice)), more))
+    return found
 
 
 def autocast(rank: int, world: int) -> None:

@@ -13,22 +13,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from devices import script
-from exactness import Twin, footprint_of, needs_pager, small, small_loss, small_samples
 from torch import nn
-from torch.optim import SGD, AdamW
 
 import dynoffload
-from dynoffload.checkpoint.loading import load
-from dynoffload.checkpoint.saving import save
-from dynoffload.checkpoint.tensors import Ordinary
-from dynoffload.errors import CheckpointError, StepLostError
+from dynoffload.checkpoint import loading
+from dynoffload.errors import CheckpointError
 
 KILLED = """
 import errno, os, signal
@@ -117,7 +112,7 @@ def test_a_save_killed_before_any_system_call_leaves_a_whole_checkpoint(tmp_path
     """
     for name in ("exchange", "rename"):
         (tmp_path / name).mkdir()
-    done = script(KILLED, tmp_path / "exchange" / "last", tmp_path / "rename" / "last", seconds=200)
+    done = script(KILLED, tmp_path / "exchange" / "last", tmp_path / "rename" / "last", seconds=400)
     assert done.returncode == 0, done.stderr[-3000:]
     for line in done.stdout.splitlines():
         kills, *outcomes = line.split()
@@ -230,31 +225,6 @@ def test_a_disk_without_room_is_refused_before_a_byte_is_written(tmp_path: Path)
     assert "free: free space there, or save to another disk" in done.stdout
 
 
-class Interrupting(Ordinary):
-    """Memory that is interrupted by Ctrl-C at the ``count``-th piece."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def held(self, tensor: torch.Tensor) -> Any:
-        """Count, and interrupt."""
-        self.count -= 1
-        if not self.count:
-            raise KeyboardInterrupt
-        return super().held(tensor)
-
-
-def test_an_interrupt_leaves_nothing_but_the_old(tmp_path: Path) -> None:
-    model = nn.Linear(4, 4)
-    path = tmp_path / "run"
-    dynoffload.save_checkpoint(model, None, path)
-    old = {entry.name: entry.read_bytes() for entry in path.iterdir()}
-    with pytest.raises(KeyboardInterrupt):
-        save(model, None, path, extra=None, max_shard_size="5GB", memory=Interrupting(2))
-    assert os.listdir(tmp_path) == ["run"]
-    assert {entry.name: entry.read_bytes() for entry in path.iterdir()} == old
-
-
 def test_leftovers_go_with_the_next_save_unless_somebody_writes_them(tmp_path: Path) -> None:
     """A directory that another process has locked is a save under way."""
     model = nn.Linear(4, 4)
@@ -271,15 +241,6 @@ def test_leftovers_go_with_the_next_save_unless_somebody_writes_them(tmp_path: P
 
 
 # Directories that are something else
-
-
-@pytest.fixture
-def here(tmp_path: Path) -> Iterator[Path]:
-    """Return the working directory of the test."""
-    before = os.getcwd()
-    os.chdir(tmp_path)
-    yield tmp_path
-    os.chdir(before)
 
 
 def test_directories_above_are_made(tmp_path: Path) -> None:
@@ -300,9 +261,12 @@ def test_directories_above_are_made(tmp_path: Path) -> None:
         ("weights", r"it has model\.safetensors, which is of no checkpoint"),
     ],
 )
-def test_what_is_not_a_checkpoint_is_not_replaced(make: str, told: str, here: Path) -> None:
+def test_what_is_not_a_checkpoint_is_not_replaced(
+    make: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The error names the culprit and the remedy, and everything is as it was."""
-    path = here / "run"
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "run"
     if make == "no parent":
         path.write_text("mine")
         path = path / "away" / "run"
@@ -314,11 +278,11 @@ def test_what_is_not_a_checkpoint_is_not_replaced(make: str, told: str, here: Pa
         path.mkdir()
         (path / "model.safetensors").write_text("mine")
     else:
-        path = here
-    before = sorted(str(entry) for entry in here.rglob("*"))
+        path = tmp_path
+    before = sorted(str(entry) for entry in tmp_path.rglob("*"))
     with pytest.raises(CheckpointError, match=told):
         dynoffload.save_checkpoint(nn.Linear(2, 2), None, path)
-    assert sorted(str(entry) for entry in here.rglob("*")) == before
+    assert sorted(str(entry) for entry in tmp_path.rglob("*")) == before
 
 
 def test_modes_links_and_files_of_others_stay(tmp_path: Path) -> None:
@@ -337,66 +301,18 @@ def test_modes_links_and_files_of_others_stay(tmp_path: Path) -> None:
     dynoffload.load_checkpoint(model, None, tmp_path / "link")
 
 
-# Lost steps
-
-
-@needs_pager
-def test_a_lost_step_is_not_saved_and_a_load_makes_up_for_it(
+def test_an_error_while_it_is_read_back_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the same block, from the last checkpoint, the run goes on as it would have."""
-
-    def broken(optimizer: Any) -> None:
-        raise ArithmeticError("a broken optimizer")
-
-    samples = small_samples(8)
-
-    def train(model: nn.Module, optimizer: Any, start: int, stop: int) -> None:
-        for step in range(start, stop):
-            torch.manual_seed(step)
-            small_loss(model, samples[step]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    twin = Twin(small(), lambda p: AdamW(p, lr=1e-2))
-    model, optimizer = twin.model, twin.optimizer
-    with twin.paged(footprint_of(model) // 3) as session:
-        train(model, optimizer, 0, 3)
-        session.save(tmp_path / "run")
-        saved = {entry.name: entry.read_bytes() for entry in (tmp_path / "run").iterdir()}
-        train(model, optimizer, 3, 5)
-        with monkeypatch.context() as patch:
-            assert session._paging is not None
-            patch.setattr(session._paging.updates.runner, "step", broken)
-            model.embedding.weight.norm()  # its update is made, and fails, behind this
-        for _ in range(2):
-            with pytest.raises(StepLostError, match="go on from the last checkpoint"):
-                session.save(tmp_path / "run")
-        assert {e.name: e.read_bytes() for e in (tmp_path / "run").iterdir()} == saved
-        session.load(tmp_path / "run")
-        train(model, optimizer, 3, 8)
-        session.save(tmp_path / "run")
-    train(twin.reference, twin.its, 0, 8)
-    twin.assert_same()
-
-
-def test_an_error_while_it_is_read_back_is_told(tmp_path: Path) -> None:
     """A disk that fails after everything was verified: it says that the model is partly loaded."""
+    model = nn.Linear(2, 2)
+    dynoffload.save_checkpoint(model, None, tmp_path / "run")
+    with monkeypatch.context() as patch:
 
-    class Failing(Ordinary):
-        def held(self, tensor: torch.Tensor) -> Any:
+        def failing(*_: Any) -> None:
             raise OSError(errno.EIO, "Input/output error")
 
-    model = nn.Linear(2, 2)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    dynoffload.save_checkpoint(model, optimizer, tmp_path / "run")
-    with pytest.raises(CheckpointError, match=r"half-way .*Input/output.* load it again"):
-        load(
-            model,
-            optimizer,
-            tmp_path / "run",
-            extra=None,
-            memory=Failing(),
-            prepare=lambda: None,
-        )
-    dynoffload.load_checkpoint(model, optimizer, tmp_path / "run")
+        patch.setattr(loading, "drop_gradients", lambda _: patch.setattr(os, "preadv", failing))
+        with pytest.raises(CheckpointError, match=r"half-way .*Input/output.* load it again"):
+            dynoffload.load_checkpoint(model, None, tmp_path / "run")
+    dynoffload.load_checkpoint(model, None, tmp_path / "run")

@@ -383,3 +383,18 @@ def test_what_json_cannot_say_is_named_and_nothing_is_written(tmp_path: Path) ->
     with pytest.raises(ConfigError, match="max_shard_size"):
         dynoffload.save_checkpoint(model, None, tmp_path / "run", max_shard_size=0)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("call", [dynoffload.save_checkpoint, dynoffload.load_checkpoint])
+def test_arguments_of_another_kind_or_order_are_refused(
+    call: Callable[..., Any], tmp_path: Path
+) -> None:
+    model = Small()
+    optimizer = SGD(model.parameters())
+    with pytest.raises(ConfigError, match=r"\(model, optimizer, directory\).* not str and Small"):
+        call(str(tmp_path / "run"), model, optimizer)
+    scheduler = StepLR(optimizer, 1)
+    for extra in (scheduler, [scheduler], {0: scheduler}):
+        with pytest.raises(ConfigError, match=r"as in extra=\{'scheduler': scheduler\}: pass"):
+            call(model, optimizer, tmp_path / "run", extra=extra)
+    assert not list(tmp_path.iterdir())

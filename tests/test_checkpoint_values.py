@@ -67,19 +67,19 @@ def test_values_come_back_as_themselves(value: Any) -> None:
         np.bool_(True),
         np.int64(-3),
         -math.inf,
+        np.arange(6).reshape(2, 3),
+        np.zeros((0, 2)),
+        np.array(1 + 2j),
+        np.eye(2) > 0,
     ],
     ids=repr,
 )
 def test_types_come_back(value: Any) -> None:
     found = there_and_back(value)
     assert type(found) is type(value)
-    assert found == value
-
-
-def test_arrays_come_back() -> None:
-    for array in (np.arange(6).reshape(2, 3), np.zeros((0, 2)), np.array(1 + 2j), np.eye(2) > 0):
-        found = there_and_back(array)
-        assert found.dtype == array.dtype
-        assert np.array_equal(found, array)
-        assert found.shape == array.shape
-        found.flags.writeable = True
+    if not isinstance(value, np.ndarray):
+        assert found == value
+        return
+    assert (found.dtype, found.shape) == (value.dtype, value.shape)
+    assert np.array_equal(found, value)
+    found.flags.writeable = True

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated import DEVICE, Emulated, Waited, accelerated
+from emulated import DEVICE, Emulated, accelerated
 from torch import Tensor, nn
 
 from dynoffload.experiments import gpu_check, gpu_check_training
@@ -170,7 +170,7 @@ def test_late_queues_and_poison_show_a_moment_that_nobody_waits_for(
 ) -> None:
     """The accelerator does not wait; that it would be found as a race is not looked at here."""
     monkeypatch.setattr(gpu_check_training, "SCRATCH", MiB)
-    monkeypatch.setattr(Emulated, "after", lambda self, moment: Waited((0.0, 0.0)))
+    monkeypatch.setattr(Emulated, "after", lambda self, moment: moment)
     monkeypatch.setattr(Emulated, "access", lambda *args, **how: None)
     try:
         row = run(Case("small", PLAIN, Kind.RACES))

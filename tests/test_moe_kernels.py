@@ -116,53 +116,41 @@ def _check(
     return found
 
 
-@pytest.mark.parametrize("activation", [SwiGLU(), SiLU()], ids=["swiglu", "silu"])
-@pytest.mark.parametrize("k", [1, 2])
-def test_results_and_gradients(activation: Activation, k: int) -> None:
-    chosen = _choice(64, 4, k)
-    _check(chosen, _inputs(chosen, 4, 64, 64, parts=activation.parts), activation)
-
-
-@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(
-    ("length", "width", "hidden"), [(1, 1, 1), (67, 37, 43), (70, 80, 70), (129, 5, 66)]
+    ("sizes", "count", "k", "dtype", "gated", "transposed"),
+    [
+        ((64, 64, 64), 4, 1, torch.float32, True, False),
+        ((64, 64, 64), 4, 2, torch.float32, False, False),
+        ((1, 1, 1), 3, 2, torch.float32, True, False),  # sizes that no block divides
+        ((67, 37, 43), 3, 2, torch.float32, True, True),
+        ((70, 80, 70), 3, 2, torch.float32, True, False),
+        ((129, 5, 66), 3, 2, torch.float32, False, True),
+        ((50, 48, 72), 4, 2, torch.bfloat16, True, False),
+        ((50, 48, 72), 4, 2, torch.bfloat16, False, False),
+        ((50, 48, 72), 4, 2, torch.float16, True, False),
+        ((9, 20, 24), 12, 1, torch.float32, True, False),  # experts without tokens
+    ],
 )
-def test_sizes_that_no_block_divides(
-    length: int, width: int, hidden: int, transposed: bool
+def test_results_and_gradients(
+    sizes: tuple[int, int, int],
+    count: int,
+    k: int,
+    dtype: torch.dtype,
+    gated: bool,
+    transposed: bool,
 ) -> None:
-    chosen = _choice(length, 3, 2, none=True)
-    chosen[0, 0] = 0
-    chosen[0, 1] = 1
-    _check(
-        chosen,
-        _inputs(chosen, 3, width, hidden, transposed=transposed),
-        transposed=transposed,
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("activation", [SwiGLU(), SiLU()], ids=["swiglu", "silu"])
-def test_half_precision_sums_in_float32(activation: Activation, dtype: torch.dtype) -> None:
-    chosen = _choice(50, 4, 2)
-    _check(chosen, _inputs(chosen, 4, 48, 72, dtype, parts=activation.parts), activation)
-
-
-def test_experts_without_tokens_have_no_gradient_but_zeros() -> None:
-    chosen = torch.where(_choice(40, 2, 1) == 0, 1, 4)
-    *_, d_up, d_down = _check(chosen, _inputs(chosen, 6, 20, 24))
-    for unused in (0, 2, 3, 5):
-        assert not d_up[unused].any()
-        assert not d_down[unused].any()
-    assert d_up[1].any()
-    assert d_up[4].any()
-
-
-def test_a_choice_of_none_adds_nothing_and_its_gate_has_no_gradient() -> None:
-    chosen = torch.tensor([[0, 2], [2, 2], [1, 0]], device=DEVICE)
-    out, d_tokens, d_gates, *_ = _check(chosen, _inputs(chosen, 2, 8, 8))
-    assert not out[1].any()
-    assert not d_tokens[1].any()
-    assert not d_gates[chosen == 2].any()
+    """Some choices are of no expert, and add nothing."""
+    length, width, hidden = sizes
+    chosen = _choice(length, count, k, none=True)
+    chosen[0] = torch.arange(k)
+    activation = SwiGLU() if gated else SiLU()
+    parts = activation.parts
+    given = _inputs(chosen, count, width, hidden, dtype, parts=parts, transposed=transposed)
+    *_, d_gates, d_up, d_down = _check(chosen, given, activation, transposed)
+    assert not d_gates[chosen == count].any()
+    for expert in set(range(count)) - set(chosen.flatten().tolist()):
+        assert not d_up[expert].any()
+        assert not d_down[expert].any()
 
 
 def test_bits_are_the_same_in_each_run() -> None:

@@ -46,6 +46,18 @@ def test_layers_are_used_in_all_ways() -> None:
     assert not torch.equal(one[both:], other[both:])
 
 
+def test_ranks_choose_alike_once_and_no_bit_depends_on_it() -> None:
+    """Under activation checkpointing, with several forwards before a backward, within a limit."""
+    one, other = run_ranks(cases.chooses, 2)
+    assert one == other
+    for kind, tried, _, more in one:
+        assert len(tried) >= 5, kind
+        # Beside what fixed parts exchange, one of sizes for each forward with gradients.
+        assert more == {"several": 3, "not reentrant": 2}.get(kind, 1), kind
+        if kind == "limited":
+            assert {each.split()[1] for each in tried} == {"S1", "S2", "S3", "S4"}
+
+
 def test_a_rank_that_does_not_come_is_an_error_that_says_what_was_awaited() -> None:
     message, _ = run_ranks(cases.one_does_not_come, 2)
     assert "rank 0 of 2, layer 'blocks.3.moe': counts of rows from rank 1 did not" in message

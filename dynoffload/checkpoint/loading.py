@@ -30,7 +30,7 @@ from dynoffload.checkpoint.matching import (
     place_of,
 )
 from dynoffload.checkpoint.peers import Peers, peers_of
-from dynoffload.checkpoint.reading import Opened, Stored, opened
+from dynoffload.checkpoint.reading import Opened, Stored
 from dynoffload.checkpoint.saving import state_of, things_of
 from dynoffload.checkpoint.tensors import Memory
 from dynoffload.distributed.sharded import drop_gradients, reshard
@@ -70,7 +70,7 @@ def load(
             for name, thing in things.items():
                 state_of(name, thing)  # refuses what has none
             reshard(model)
-            checkpoint = stack.enter_context(opened(directory, peers))
+            checkpoint = Opened(directory, stack, peers)
             fills.append(_verified(checkpoint, model, optimizer, things, peers))
             return str(checkpoint.path), checkpoint.checksum
 

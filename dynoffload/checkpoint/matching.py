@@ -93,19 +93,16 @@ def match_model(checkpoint: Opened, model: nn.Module, extents: Extents) -> None:
         "Build the model, and convert its dtypes, as before it was saved"
         + _of_tiles([name for name in (*here, *there) if (name in known) != (name in wanted)]),
     )
+    sides = {"there and two here": (their_ties, tied), "here and two there": (tied, their_ties)}
     _fail(
         checkpoint,
         {
-            "one tensor there and two here are": [
+            f"one tensor {where} are": [
                 f"{name!r} and {first!r}"
-                for name, first in their_ties.items()
-                if tied.get(name, name) != tied.get(first, first)
-            ],
-            "one tensor here and two there are": [
-                f"{name!r} and {first!r}"
-                for name, first in tied.items()
-                if their_ties.get(name, name) != their_ties.get(first, first)
-            ],
+                for name, first in one.items()
+                if other.get(name, name) != other.get(first, first)
+            ]
+            for where, (one, other) in sides.items()
         },
         type(model).__name__,
         "Tie and clone tensors as before it was saved",

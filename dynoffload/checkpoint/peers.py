@@ -26,7 +26,7 @@ class Peers:
     Args:
         group: of `torch.distributed`; None: this process alone.
         compares: whether only the user's loop keeps equal what they have in common, so that a save
-            compares it first (`dynoffload.checkpoint.replicated`).
+            compares it first.
 
     Attributes:
         rank: of this process.

@@ -62,43 +62,42 @@ def replacing(target: Path, need: int) -> Iterator[Path]:
     there too.
 
     Args:
-        target: as of `target_of`; it need not exist, its parent must.
+        target: as of `target_of`; it need not exist.
         need: bytes that will be written.
 
     Raises:
         CheckpointError: the target cannot be replaced, or something went wrong on the disk. The
             old checkpoint is what it was.
     """
-    new: Path | None = None
-    old: Path | None = None
-    lock = -1
+    leftover: Path | None = None
+    lock, swapped = -1, False
     try:
-        try:
-            _check(target)
-            _heal(target)
-            _remove_leftovers(target)
-            _check_room(target, need)
-            new, lock = _make(target)
-            yield new
-            sync(new)
-            _swap(new, target)
-            old, new = new, None  # what was there before stays until the disk knows of the swap
-            sync(target.parent)
-            new = old
-        except OSError as error:
-            if isinstance(error, DynOffloadError):
-                raise
-            raise CheckpointError(
-                error.errno or errno.EIO,
-                f"cannot save checkpoint {target} ({error.strerror or error}; {_free(target)} "
-                f"free): {_remedy(error)}; what was saved there before is as it was"
-                if old is None
-                else f"checkpoint {target} is saved, but the disk may forget it if power fails now "
-                f"({error.strerror or error}): check that disk, and save again",
-            ) from error
+        _check(target)
+        _clean(target)
+        _check_room(target, need)
+        leftover, lock = _make(target)
+        _carry(target, leftover)
+        yield leftover
+        sync(leftover)
+        _swap(leftover, target)
+        swapped, old, leftover = True, leftover, None  # stays until the disk knows of the swap
+        sync(target.parent)
+        leftover = old
+    except OSError as error:
+        if isinstance(error, DynOffloadError):
+            raise
+        why = error.strerror or error
+        raise CheckpointError(
+            error.errno or errno.EIO,
+            f"checkpoint {target} is saved, but the disk may forget it if power fails now ({why}): "
+            "check that disk, and save again"
+            if swapped
+            else f"cannot save checkpoint {target} ({why}): {_remedy(error)}; what was saved there "
+            "before is as it was",
+        ) from error
     finally:
-        if new is not None:
-            _remove(new)  # the old checkpoint after the swap; before it the new one, which failed
+        if leftover is not None:
+            _remove(leftover)
             if target.exists():
                 _remove(_replaced(target))
         if lock >= 0:
@@ -115,6 +114,7 @@ def sync(path: Path) -> None:
 
 
 def _check(target: Path) -> None:
+    """Refuse to replace what is no directory of a checkpoint's own."""
     parent = target.parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -130,33 +130,26 @@ def _check(target: Path) -> None:
         raise CheckpointError(
             errno.ENOTDIR, f"cannot save checkpoint {target}: it is a file; name a directory"
         )
-    why = ""
-    if any(entry.is_dir(follow_symlinks=False) for entry in os.scandir(target)):
+    entries = list(os.scandir(target))
+    foreign = sorted(entry.name for entry in entries if OURS.fullmatch(entry.name))
+    with contextlib.suppress(OSError), open(target / manifest.NAME, "rb") as file:
+        if manifest.is_manifest(file.read(64)):
+            foreign = []
+    why, here = "", False
+    with contextlib.suppress(OSError):
+        here = target.samefile(os.curdir)
+    if any(entry.is_dir(follow_symlinks=False) for entry in entries):
         why = "it has directories in it"
-    elif _is_here(target):
+    elif here:
         why = "it is the working directory"
-    elif not _is_ours(target):
-        names = sorted(entry.name for entry in os.scandir(target) if OURS.fullmatch(entry.name))
-        why = f"it has {names[0]}, which is of no checkpoint of dynoffload" if names else ""
+    elif foreign:
+        why = f"it has {foreign[0]}, which is of no checkpoint of dynoffload"
     if why:
         raise CheckpointError(
             errno.EEXIST,
             f"cannot save checkpoint {target}: {why}, and the whole directory would be replaced; "
             "name a directory that is the checkpoint's own",
         )
-
-
-def _is_here(target: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return target.samefile(os.curdir)
-    return False
-
-
-def _is_ours(target: Path) -> bool:
-    with contextlib.suppress(OSError):
-        with open(target / manifest.NAME, "rb") as file:
-            return manifest.is_manifest(file.read(64))
-    return False
 
 
 def _check_room(target: Path, need: int) -> None:
@@ -170,13 +163,6 @@ def _check_room(target: Path, need: int) -> None:
         )
 
 
-def _free(target: Path) -> str:
-    try:
-        return format_bytes(shutil.disk_usage(target.parent).free)
-    except OSError:
-        return "nothing known"
-
-
 def _remedy(error: OSError) -> str:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "make the directory above it writable, or save elsewhere"
@@ -188,32 +174,31 @@ def _remedy(error: OSError) -> str:
 # The new directory
 
 
+def _prefix(target: Path) -> str:
+    return f".{target.name}.saving-"
+
+
 def _make(target: Path) -> tuple[Path, int]:
-    """Return a new directory, of the target's mode and with its foreign files, and its lock."""
+    """Return a new directory and its lock."""
     while True:
         new = target.parent / f"{_prefix(target)}{secrets.token_hex(4)}"
         os.mkdir(new)
         lock = _locked(new)
         if lock is not None:
-            break
-    try:
-        if target.exists():
-            os.chmod(new, stat.S_IMODE(target.stat().st_mode))
-            for entry in os.scandir(target):
-                if not OURS.fullmatch(entry.name):
-                    _carry(entry.path, new / entry.name)
-    except BaseException:
-        os.close(lock)
-        _remove(new)
-        raise
-    return new, lock
+            return new, lock
 
 
-def _carry(old: str, new: Path) -> None:
-    try:
-        os.link(old, new, follow_symlinks=False)
-    except OSError:  # no links here
-        shutil.copy2(old, new, follow_symlinks=False)
+def _carry(target: Path, new: Path) -> None:
+    """Give the new directory the target's mode and its foreign files."""
+    if not target.exists():
+        return
+    os.chmod(new, stat.S_IMODE(target.stat().st_mode))
+    for entry in os.scandir(target):
+        if not OURS.fullmatch(entry.name):
+            try:
+                os.link(entry.path, new / entry.name, follow_symlinks=False)
+            except OSError:  # no links here
+                shutil.copy2(entry.path, new / entry.name, follow_symlinks=False)
 
 
 def _locked(path: Path) -> int | None:
@@ -227,10 +212,8 @@ def _locked(path: Path) -> int | None:
     except BlockingIOError:
         os.close(fd)
         return None
-    except OSError as error:
-        if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            os.close(fd)
-            raise
+    except OSError:  # nothing can be locked here
+        pass
     if os.fstat(fd).st_nlink == 0:  # whoever takes it for a leftover was faster
         os.close(fd)
         return None
@@ -267,32 +250,21 @@ def _exchange(one: Path, other: Path) -> None:
         raise OSError(error, os.strerror(error), str(other))
 
 
-# What is left
-
-
-def _prefix(target: Path) -> str:
-    return f".{target.name}.saving-"
-
-
 def _replaced(target: Path) -> Path:
     return target.parent / f".{target.name}.replaced"
 
 
-def _heal(target: Path) -> None:
+def _clean(target: Path) -> None:
+    """Put back, or remove, what saves have left that were killed."""
     if located(target) != target:
         os.rename(_replaced(target), target)
-
-
-def _remove_leftovers(target: Path) -> None:
     for entry in list(os.scandir(target.parent)):
         path = Path(entry.path)
         if path == _replaced(target):
             _remove(path)
-        elif entry.name.startswith(_prefix(target)):
-            lock = _locked(path)
-            if lock is not None:
-                _remove(path)
-                os.close(lock)
+        elif entry.name.startswith(_prefix(target)) and (lock := _locked(path)) is not None:
+            _remove(path)
+            os.close(lock)
 
 
 def _remove(path: Path) -> None:

@@ -76,11 +76,19 @@ class Stored(NamedTuple):
 class Opened:
     """A checkpoint whose files have the sizes and checksums that its manifest says.
 
+    Args:
+        directory: of the checkpoint.
+        stack: closes its files.
+        peers: of whom each sums up some of the files.
+
     Attributes:
         path: of the directory.
         said: the manifest.
         checksum: of the manifest, so of all that it says.
         tensors: of each set (``model``, ``optimizer``, ``extra``), by name.
+
+    Raises:
+        CheckpointError: there is none, or a file is missing, damaged, foreign or of a new version.
     """
 
     def __init__(
@@ -202,14 +210,3 @@ class Opened:
             return tensor
 
         return decode(value, get)
-
-
-@contextlib.contextmanager
-def opened(directory: str | os.PathLike[str], peers: Peers) -> Iterator[Opened]:
-    """Open a checkpoint and verify its files; of several processes, each sums up some of them.
-
-    Raises:
-        CheckpointError: there is none, or a file is missing, damaged, foreign or of a new version.
-    """
-    with contextlib.ExitStack() as stack:
-        yield Opened(directory, stack, peers)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import zlib
@@ -34,11 +35,11 @@ from dynoffload.checkpoint.files import Shard
 from dynoffload.checkpoint.manifest import File, Manifest
 from dynoffload.checkpoint.peers import Peers, peers_of
 from dynoffload.checkpoint.publishing import replacing, target_of
-from dynoffload.checkpoint.replicated import check_replicated
 from dynoffload.checkpoint.tensors import Memory
 from dynoffload.checkpoint.values import encode
 from dynoffload.distributed.sharded import reshard
 from dynoffload.errors import CheckpointError, ConfigError, DynOffloadError
+from dynoffload.memory.local import local
 from dynoffload.memory.pieces import Buffer
 from dynoffload.units import format_bytes, parse_bytes
 from dynoffload.version import __version__
@@ -46,7 +47,6 @@ from dynoffload.version import __version__
 logger = logging.getLogger(__name__)
 
 _SLACK = 65536  # bytes beyond content, for the directory
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 def things_of(extra: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -116,17 +116,18 @@ def save(
             "other: build them alike, and step them alike, before they save together"
         )
     if peers.compares:
-        tensors = layout.held("model"), layout.held("optimizer")
-        check_replicated(peers, layout.target, *tensors, layout.said.optimizer, memory)
+        _check_replicated(layout, memory, peers)
     with contextlib.ExitStack() as stack:  # an error ends the new directory
 
         def begin() -> str | None:
             if not peers.first:
                 return None
             layout.check_covered([spans for _, spans in found])
-            new = stack.enter_context(replacing(layout.target, layout.need()))
+            content = sum(shard.nbytes for shard in layout.shards())
+            need = content + len(layout.said.to_bytes()) + _SLACK
+            new = stack.enter_context(replacing(layout.target, need))
             for shard in layout.shards():
-                os.close(os.open(new / shard.file, _NEW, 0o666))
+                (new / shard.file).touch(exist_ok=False)
             return str(new)
 
         new = Path(peers.share(begin)[0])
@@ -143,7 +144,8 @@ def save(
             stack.close()  # what is there by now takes the target's place
 
         peers.share(end)
-    logger.info("saved checkpoint %s: %s", layout.target, format_bytes(layout.content()))
+    nbytes = sum(shard.nbytes for shard in layout.shards())
+    logger.info("saved checkpoint %s: %s", layout.target, format_bytes(nbytes))
 
 
 @dataclass
@@ -162,16 +164,14 @@ class _Layout:
         """Return all files of tensors."""
         return [shard for parts in self.sets.values() for shard in parts]
 
-    def spans(self) -> dict[tuple[str, str], tuple[int, int]]:
+    def spans(self) -> dict[str, tuple[int, int]]:
         """Return what this process is to write of each tensor that is spread."""
-        return {
-            (stem, name): held.span
-            for stem in self.sets
-            for name, held in self.held(stem).items()
-            if held.span is not None
+        found = {
+            f"{stem}/{n}": one.span for stem in self.sets for n, one in self.held(stem).items()
         }
+        return {name: span for name, span in found.items() if span is not None}
 
-    def check_covered(self, everyone: Sequence[Mapping[tuple[str, str], tuple[int, int]]]) -> None:
+    def check_covered(self, everyone: Sequence[Mapping[str, tuple[int, int]]]) -> None:
         """Refuse spans of all ranks that leave a gap in a tensor, or overlap.
 
         Raises:
@@ -186,7 +186,8 @@ class _Layout:
                         f"tensor {name!r} is spread over processes, and of extra a checkpoint has "
                         "what the first rank has: keep it in the model, or as optimizer state"
                     )
-                spans = sorted(one[stem, name] for one in everyone if (stem, name) in one)
+                key = f"{stem}/{name}"
+                spans = sorted(one[key] for one in everyone if key in one)
                 whole, end = held.extent.shape[held.extent.dim] if held.extent.shape else 1, 0
                 for begin, stop in (*spans, (whole, whole)):
                     if begin != end:
@@ -198,13 +199,55 @@ class _Layout:
                         )
                     end = stop
 
-    def content(self) -> int:
-        """Return the bytes of all files of tensors."""
-        return sum(shard.nbytes for shard in self.shards())
 
-    def need(self) -> int:
-        """Return the bytes that will be written."""
-        return self.content() + len(self.said.to_bytes()) + _SLACK
+def _check_replicated(layout: _Layout, memory: Memory, peers: Peers) -> None:
+    """Compare what several ranks have, where only the user's loop keeps it equal; all call it.
+
+    So it is beside experts that are spread over ranks, and beside a `DistributedDataParallel`
+    within the model. Buffers are the first rank's; where they differ a warning says so.
+
+    Raises:
+        CheckpointError: something else differs; all raise it.
+    """
+
+    def checksums() -> dict[str, int]:
+        buffer, found = Buffer(), {}
+        for stem in ("model", "optimizer"):
+            for name, held in layout.held(stem).items():
+                if held.extent is not None and not held.extent.several:
+                    continue
+                what = f"optimizer state {name!r}"
+                if stem == "model":
+                    kind = "parameter" if isinstance(held.tensor, nn.Parameter) else "buffer"
+                    what = f"{kind} {name!r}"
+                if held.extent is not None:
+                    what += f", of experts {held.extent.begin} and on, which both hold,"
+                found[what] = 0
+                for data in files.bytes_of(local(held.tensor.detach()), memory, buffer):
+                    found[what] = zlib.crc32(data, found[what])
+        numbers = json.dumps(layout.said.optimizer, sort_keys=True).encode()
+        return {**found, "what the optimizer has beside tensors": zlib.crc32(numbers)}
+
+    first: dict[str, tuple[int, int]] = {}  # checksum, and whose
+    warnings = []
+    for rank, found in enumerate(peers.share(checksums)):
+        for what, checksum in found.items():
+            known, before = first.setdefault(what, (checksum, rank))
+            if known == checksum:
+                continue
+            differs = f"{what} differs between ranks {before} and {rank}"
+            if not what.startswith("buffer "):
+                raise CheckpointError(
+                    f"{differs} of {peers.world}, and a checkpoint has it once for all: begin "
+                    "alike; sum the gradients of replicated_parameters(), and of all else that "
+                    "several ranks hold, over those ranks before each step; clip by a norm that is "
+                    "the same on all, as of dynoffload.moe.parallel.clip_grad_norm_; step a "
+                    "scheduler on each; nothing was written, and what was saved there before is "
+                    "as it was"
+                )
+            warnings.append(differs)
+    for differs in warnings if peers.first else ():
+        logger.warning("%s: checkpoint %s has the first rank's", differs, layout.target)
 
 
 def _laid_out(
@@ -260,43 +303,36 @@ def _laid_out(
 
 
 @contextlib.contextmanager
-def _opened(path: Path, flags: int, target: Path, peers: Peers) -> Iterator[int]:
-    """Yield the descriptor of a file in the new directory, to write or read a rank's part.
+def _of_rank(target: Path, peers: Peers) -> Iterator[None]:
+    """Say of a system's error on a rank beside the first, which says it itself, what it is of.
 
     Raises:
-        CheckpointError: in place of the system's error on a rank beside the first, which itself
-            says what becomes of the directory.
+        CheckpointError: in its place.
     """
     try:
-        fd = os.open(path, flags | os.O_CLOEXEC)
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            error.errno,
-            f"rank {peers.rank} of {peers.world} does not see {path.parent}, which the first has "
-            "made: save to a directory that all ranks have in common",
-        ) from error
-    try:
-        yield fd
+        yield
     except OSError as error:
         if peers.first or isinstance(error, DynOffloadError):
             raise
+        remedy = "free space there, raise the limit, or save to another disk"
+        if isinstance(error, FileNotFoundError):
+            remedy = "save to a directory that all ranks have in common"
         raise CheckpointError(
             error.errno or errno.EIO,
-            f"cannot write the part of rank {peers.rank} in checkpoint {target} "
-            f"({error.strerror or error}): free space there, raise the limit, or save to another "
-            "disk; what was saved there before is as it was",
+            f"cannot write the part of rank {peers.rank} of {peers.world} in checkpoint {target} "
+            f"({error.strerror or error}): {remedy}; what was saved there before is as it was",
         ) from error
-    finally:
-        os.close(fd)
 
 
 def _write(new: Path, layout: _Layout, memory: Memory, peers: Peers) -> dict[str, int]:
     """Write what this process has to write; return the checksums of that by file."""
     buffer, found = Buffer(), {}
-    for shard in layout.shards():
-        with _opened(new / shard.file, os.O_WRONLY, layout.target, peers) as fd:
-            found[shard.file] = files.write(fd, shard, memory, buffer, first=peers.first)
-            os.fsync(fd)
+    with _of_rank(layout.target, peers):
+        for shard in layout.shards():
+            with open(new / shard.file, "r+b", buffering=0) as file:
+                fd = file.fileno()
+                found[shard.file] = files.write(fd, shard, memory, buffer, first=peers.first)
+                os.fsync(fd)
     return found
 
 
@@ -304,30 +340,25 @@ def _summed(new: Path, layout: _Layout, peers: Peers) -> dict[str, int]:
     """Return the checksums of this rank's share of the files that several may have written, which
     are read back for that."""
     buffer, found = Buffer(), {}
-    for number, shard in enumerate(shard for shard in layout.shards() if shard.is_spread):
-        if number % peers.world == peers.rank:
-            with _opened(new / shard.file, os.O_RDONLY, layout.target, peers) as fd:
-                found[shard.file] = files.checksum_of(fd, shard.nbytes, buffer)
+    spread = [shard for shard in layout.shards() if shard.is_spread]
+    with _of_rank(layout.target, peers):
+        for shard in spread[peers.rank :: peers.world]:
+            with open(new / shard.file, "rb", buffering=0) as file:
+                found[shard.file] = files.checksum_of(file.fileno(), shard.nbytes, buffer)
     return found
 
 
 def _finish(new: Path, layout: _Layout) -> None:
     """Write the indices, and the manifest, which says what all other files are."""
-    said = layout.said
+
+    def create(name: str, data: bytes) -> None:
+        with open(new / name, "xb", buffering=0) as file:
+            files.write_all(file.fileno(), data)
+            os.fsync(file.fileno())
+
     for stem, parts in layout.sets.items():
         if len(parts) > 1:
-            index = files.index_of(parts)
-            name = f"{stem}.safetensors.index.json"
-            _create(new / name, index)
-            said.files[name] = File(len(index), zlib.crc32(index))
-    _create(new / manifest.NAME, said.to_bytes())
-
-
-def _create(path: Path, data: bytes) -> None:
-    """Write a new file, and wait until the disk has it."""
-    fd = os.open(path, _NEW, 0o666)
-    try:
-        files.write_all(fd, data)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+            index, name = files.index_of(parts), f"{stem}.safetensors.index.json"
+            create(name, index)
+            layout.said.files[name] = File(len(index), zlib.crc32(index))
+    create(manifest.NAME, layout.said.to_bytes())

@@ -1,31 +1,38 @@
-"""Chooses the number of parts and the strategy while training runs, by times of its steps.
+"""Chooses the number of parts and the strategy of a layer by timing them on a batch.
 
-[Note: steps]  While a race lasts, a choice is held until every forward made by it has had its
-backward, or never will. A forward that is run again (activation checkpointing) has to save what the
-first one saved, and one of several forwards before a backward is no step. Ranks exchange whether
-that is so, with the time of the last step and the size of the next batch, so all hold the same. A
-rank whose backward does not come makes nobody wait here.
+The first batch of a size goes forward and backward several times before its own step: with each
+number of parts, by the strategy of least work that fits, then with each strategy. What is clearly
+slower drops out (successive halving); a rank-sum test decides what is clear, so a noisy machine
+takes more rounds. The choice for a size never changes, so a forward that is run again, as by
+activation checkpointing, is cut as it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
-
-import torch
+import math
+import random
+from collections.abc import Callable, Hashable, Sequence
+from statistics import median_low
+from typing import NamedTuple, TypeVar
 
 from dynoffload.errors import ConfigError
-from dynoffload.moe.parallel.exchange import Exchange
 from dynoffload.moe.parallel.memory import Shape, memory
-from dynoffload.moe.parallel.race import ROUNDS, Race
-from dynoffload.moe.parallel.step_timer import StepTimer, TimedStep, in_backward
 from dynoffload.planning.strategies import Strategy
 from dynoffload.units import format_bytes
 
 NUMBERS = (1, 2, 4, 8, 16)
 """Of parts, of which ``"auto"`` chooses."""
 
-_FIRST_ROUNDS = ROUNDS  # of the race of numbers
+ROUNDS = 5
+"""After which the quickest of those that are left is kept."""
+
+MORE = 0.97
+"""Of the time of what does less work, below which what does more is taken."""
+
+_FAR = 1.3  # times the best one's worse one of two: so far behind two times are enough
+_CHANCE = 1.96  # standard deviations of a rank sum: more is no chance, but for one in twenty
+
+Method = TypeVar("Method", bound=Hashable)
 
 
 class Choice(NamedTuple):
@@ -43,11 +50,45 @@ class Choice(NamedTuple):
 PLAIN = Choice(1, Strategy.NONE)
 
 
-class Chooser:
-    """Chooses by two races for each size: of numbers of parts, then of strategies.
+def quickest(methods: Sequence[Method], seconds: Callable[[Method], float]) -> Method:
+    """Return the quickest method; what does more work has to be quicker by `MORE`.
 
-    Numbers race with the strategy of least work that fits in the limit; then all strategies race
-    with the number that has won. All ranks choose alike, as they record the same times.
+    Args:
+        methods: at least one, those that do less work first.
+        seconds: runs a method once.
+    """
+    times: dict[Method, list[float]] = {one: [] for one in methods}
+    left = list(methods)
+    for number in range(ROUNDS):
+        if len(left) == 1:
+            break
+        # Another order each round: a run can slow the next one.
+        for one in random.Random(number).sample(left, len(left)):
+            times[one].append(seconds(one))
+        first = min((times[one] for one in left), key=median_low)
+        left = [one for one in left if not _behind(times[one], first)]
+    best = left[0]
+    for one in left[1:]:
+        if median_low(times[one]) < MORE * median_low(times[best]):
+            best = one
+    return best
+
+
+def _behind(times: list[float], first: list[float]) -> bool:
+    """Return whether times are clearly longer than those of the first, of which there are as many.
+
+    Source: the rank-sum test of Wilcoxon, and Mann and Whitney.
+    """
+    count = len(times)
+    if count < 3:
+        return count == 2 and min(times) > _FAR * max(first)
+    longer = sum((one > other) + 0.5 * (one == other) for one in times for other in first)
+    deviation = math.sqrt(count**2 * (2 * count + 1) / 12)
+    return longer - count**2 / 2 > _CHANCE * deviation
+
+
+class Chooser:
+    """Chooses once for all sizes within a factor of two; all ranks choose alike.
 
     Args:
         shape: of a batch of so many tokens.
@@ -66,67 +107,37 @@ class Chooser:
         strategies: Sequence[Strategy] = tuple(Strategy),
     ) -> None:
         self._shape, self._limit = shape, limit
-        self._all = [Choice(parts, strategy) for strategy in strategies for parts in numbers]
-        self._races: dict[int, list[Race[Choice]]] = {}
+        self._all = [Choice(number, strategy) for strategy in strategies for number in numbers]
+        self._chosen: dict[int, Choice] = {}
 
-    @property
-    def timed_steps(self) -> int:
-        """How many steps have raced."""
-        return sum(race.timed_steps for races in self._races.values() for race in races)
-
-    @property
-    def settled(self) -> bool:
-        """Whether the choice stands for all sizes so far."""
-        return all(len(races) == 2 and races[1].settled for races in self._races.values())
-
-    def turn(self, tokens: int) -> tuple[Choice, bool]:
-        """Return the choice for a step, and whether its time is to be recorded.
+    def choose(self, tokens: int, seconds: Callable[[Choice], float]) -> Choice:
+        """Return the choice for a batch.
 
         Args:
             tokens: of the rank that has most.
+            seconds: runs a choice once on this batch, and returns the time of the slowest rank.
 
         Raises:
             ConfigError: nothing fits in the limit.
         """
-        fitting, races = self._fitting(tokens), self._races_of(tokens)
-        turn = races[-1].turn(fitting.__contains__)
-        if turn is not None:
-            return turn, True
-        for race in reversed(races):
-            best = race.best(fitting.__contains__)
-            if best is not None:
-                return best, False
-        return fitting[0], False  # sizes of one race, of which not all fit alike
-
-    def record(self, tokens: int, choice: Choice, seconds: float) -> None:
-        """Take the time of a step, of the slowest rank."""
-        self._races_of(tokens)[-1].record(choice, seconds / tokens)
-
-    def settled_for(self, tokens: int) -> bool:
-        """Whether batches of this size are made in the same way from now on."""
-        races = self._races_of(tokens)
-        return len(races) == 2 and races[1].settled
-
-    def _races_of(self, tokens: int) -> list[Race[Choice]]:
-        # Sizes within a factor of two share races, so that those of every step can be others.
+        fitting = self._fitting(tokens)
         upto = 1 << (tokens - 1).bit_length()
-        if upto not in self._races:
+        if upto not in self._chosen:
             lightest: dict[int, Choice] = {}
-            for one in self._fitting(tokens):
+            for one in fitting:
                 lightest.setdefault(one.parts, one)
-            self._races[upto] = [Race(list(lightest.values()), _FIRST_ROUNDS)]
-        races = self._races[upto]
-        if len(races) == 1 and races[0].settled:
-            best = races[0].best()
-            races.append(Race([one for one in self._all if best and one.parts == best.parts]))
-        return races
+            parts = quickest(list(lightest.values()), seconds).parts
+            same = [one for one in fitting if one.parts == parts]
+            self._chosen[upto] = quickest(same, seconds)
+        found = self._chosen[upto]
+        return found if found in fitting else fitting[0]  # larger than the one it was chosen for
 
     def _fitting(self, tokens: int) -> list[Choice]:
         """Return what fits in the limit, what does less work first."""
-        shape = self._shape(tokens)
-        needs = {one: memory(one.strategy, one.parts, shape) for one in self._all}
         if self._limit is None:
             return self._all
+        shape = self._shape(tokens)
+        needs = {one: memory(one.strategy, one.parts, shape) for one in self._all}
         found = [one for one in self._all if needs[one] <= self._limit]
         if not found:
             raise ConfigError(
@@ -135,92 +146,3 @@ class Chooser:
                 "make batches smaller"
             )
         return found
-
-
-class Adapting:
-    """Chooses for one layer, batch by batch; all ranks do so together.
-
-    Args:
-        exchange: of the layer.
-        shape: of a batch of so many tokens, of numbers of so many bytes.
-        limit: see `Chooser`.
-        numbers: see `Chooser`.
-        strategies: see `Chooser`.
-
-    Attributes:
-        last: the choice for the last batch that was trained on.
-        chooser: None before the first batch.
-    """
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        shape: Callable[[int, int], Shape],
-        *,
-        limit: int | None,
-        numbers: Sequence[int],
-        strategies: Sequence[Strategy],
-    ) -> None:
-        self._exchange, self._shape = exchange, shape
-        self._limit, self._numbers, self._strategies = limit, numbers, strategies
-        self.last = PLAIN
-        self.chooser: Chooser | None = None
-        self._timer = StepTimer()
-        self._held: dict[int, Choice] = {}  # of sizes that still race; see [Note: steps]
-        self._timed: tuple[int, Choice] | None = None
-
-    @property
-    def settled(self) -> bool:
-        """Whether nothing is timed any more, for the sizes of batches so far."""
-        return self.chooser is not None and self.chooser.settled
-
-    def choose(self, tokens: torch.Tensor) -> tuple[Choice, TimedStep | None]:
-        """Return the choice for a batch of this rank, (L, d).
-
-        Returns:
-            The choice, and what times forward and backward, if anything does.
-
-        Raises:
-            ConfigError: nothing fits in the limit.
-        """
-        size, waits = self._agreed(tokens)
-        if not size:  # no step, and nothing that could be cut
-            return PLAIN, None
-        choice, timed = self._held.get(size), False
-        if choice is None:
-            if self.chooser is None:
-                itemsize, on_cpu = tokens.element_size(), tokens.device.type == "cpu"
-                serve = [one for one in self._strategies if on_cpu or not one.offloads]
-                self.chooser = Chooser(
-                    lambda count: self._shape(count, itemsize),
-                    limit=self._limit,
-                    numbers=self._numbers,
-                    strategies=serve or self._strategies,
-                )
-            choice, timed = self.chooser.turn(size)
-            if not self.chooser.settled_for(size):
-                self._held[size] = choice
-        self.last = choice
-        if size not in self._held or (waits and in_backward()):
-            return choice, None
-        timed = timed and not waits
-        if timed:
-            self._timed = (size, choice)
-        return choice, self._timer.start(self._exchange, tokens.device, timed=timed)
-
-    def _agreed(self, tokens: torch.Tensor) -> tuple[int, bool]:
-        """Return the size of the largest batch, and whether a backward may be to come."""
-        given = [float(len(tokens))]
-        if not self._held:
-            (most,) = self._exchange.largest(given, tokens.device, "sizes of batches")
-            return int(most), False
-        most, waits, missing, forward, backward = self._exchange.largest(
-            given + self._timer.state(), tokens.device, "sizes of batches, and times"
-        )
-        if most and not waits:
-            if self.chooser and self._timed and not missing:
-                self.chooser.record(*self._timed, forward + backward)
-            self._held.clear()
-            self._timer.clear()
-            self._timed = None
-        return int(most), bool(waits)

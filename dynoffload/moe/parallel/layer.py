@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,11 @@ from dynoffload.distributed.replicas import Rows
 from dynoffload.errors import ConfigError
 from dynoffload.moe.indices import Routing
 from dynoffload.moe.layer import MoE
-from dynoffload.moe.parallel.choice import NUMBERS, Adapting, Choice
+from dynoffload.moe.parallel.choice import NUMBERS, PLAIN, Choice, Chooser
 from dynoffload.moe.parallel.dispatch import dispatch
 from dynoffload.moe.parallel.exchange import Exchange
 from dynoffload.moe.parallel.memory import Shape, shape_of
 from dynoffload.moe.parallel.pipeline import Call, pipelined
-from dynoffload.moe.parallel.step_timer import TimedStep
 from dynoffload.moe.parallel.tiers import FileTier
 from dynoffload.planning.strategies import Strategy, strategy_of
 from dynoffload.units import format_bytes, parse_bytes
@@ -74,8 +74,8 @@ class ExpertParallel(MoE):
             quickest that fits in ``memory``.
         memory: that buffers and what is kept may take where something is ``"auto"``: bytes, or
             such as ``"2GiB"``; for loads that are alike. None for as much as it takes.
-            What is ``"auto"`` changes from step to step for some 20 to 250 steps of sizes that
-            are new, in which choices race; ``adapting.settled`` says whether that is over.
+            What is ``"auto"`` is chosen at the first batch of a size that is trained on, which
+            goes forward and backward some 20 to 50 times for that.
         timeout: seconds that a rank waits for the others.
         name: of the layer, for errors.
         spill_dir: where offloaded parts lie, on the CPU; by default the system's for temporary
@@ -86,8 +86,7 @@ class ExpertParallel(MoE):
     Attributes:
         up: (E/world, p·h, d).
         down: (E/world, d, h).
-        adapting: what chooses, where something is ``"auto"``, else None; ``adapting.settled`` is
-            whether the choice stands.
+        choice: parts and strategy: as given, or of the last batch that was trained on.
 
     Raises:
         ConfigError: sizes that cannot be, or experts that cannot be spread evenly.
@@ -160,26 +159,12 @@ class ExpertParallel(MoE):
                 "are given"
             )
         limit = None if memory is None else parse_bytes(memory, "memory")
+        strategies = tuple(Strategy) if strategy == AUTO else (strategy_of(strategy),)
         self._agreed, self._asked = False, (parts, strategy, limit)
-        self.adapting: Adapting | None = None
+        self._chooser: Chooser | None = None
+        self.choice = PLAIN
         if AUTO not in (parts, strategy):
-            self._fixed = Choice(int(parts), strategy_of(strategy))
-            return
-        self.adapting = Adapting(
-            self.exchange,
-            self._shape,
-            limit=limit,
-            numbers=(parts,) if isinstance(parts, int) else NUMBERS,
-            strategies=tuple(Strategy) if strategy == AUTO else (strategy_of(strategy),),
-        )
-
-    @property
-    def choice(self) -> Choice:
-        """Parts and strategy: as given, or of the last batch that was trained on.
-
-        It changes from step to step until ``adapting.settled``.
-        """
-        return self.adapting.last if self.adapting else self._fixed
+            self.choice = Choice(int(parts), *strategies)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -216,18 +201,13 @@ class ExpertParallel(MoE):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles choose anew, and have a tier of their own."""
-        return {**self.__dict__, "_tier": None, "adapting": None, "_agreed": False}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """See `__getstate__`."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.set_pipeline(*self._asked)
+        return {**self.__dict__, "_tier": None, "_chooser": None, "_agreed": False}
 
     def extra_repr(self) -> str:
         """See `torch.nn.Module.extra_repr`."""
         where = f"rank {self.exchange.rank} of {self.exchange.world}"
         parts, strategy = self.choice
-        chosen = " (auto)" if self.adapting else ""
+        chosen = " (auto)" if AUTO in self._asked else ""
         return f"{super().extra_repr()}, {where}, parts={parts}, {strategy.value}{chosen}"
 
     def replicated_parameters(self) -> Iterator[nn.Parameter]:
@@ -317,20 +297,59 @@ class ExpertParallel(MoE):
             tokens = tokens.to(torch.get_autocast_dtype(kind))
         gates = gates.to(tokens.dtype)
         up, down = self.up.to(tokens.dtype), self.down.to(tokens.dtype)
-        choice, step = self.choice, None
-        if self.adapting and torch.is_grad_enabled():
-            choice, step = self.adapting.choose(tokens)
-        with torch.autocast(kind, enabled=False), step.forward() if step else nullcontext():
-            call = self._call(choice, tokens, routing.token_expert_indices, gates, step)
+        chosen = routing.token_expert_indices
+        with torch.autocast(kind, enabled=False):
+            if AUTO in self._asked and torch.is_grad_enabled():
+                self.choice = self._choose(tokens, chosen, gates, up, down)
+            call = self._call(self.choice, tokens, chosen, gates)
             return pipelined(tokens, gates, up, down, call).to(result)
 
-    def _call(
+    def _choose(
         self,
-        choice: Choice,
         tokens: torch.Tensor,
         chosen: torch.Tensor,
         gates: torch.Tensor,
-        step: TimedStep | None,
+        up: torch.Tensor,
+        down: torch.Tensor,
+    ) -> Choice:
+        """Return how a batch is cut; all ranks call this together."""
+        needs = any(one.requires_grad for one in (tokens, gates, up, down))
+        given = [float(len(tokens)), float(needs)]
+        size, trains = self.exchange.largest(given, tokens.device, "sizes of batches")
+        if not size or not trains:  # nothing that could be cut, or no backward to time
+            return self.choice if size else PLAIN
+        if self._chooser is None:
+            parts, strategy, limit = self._asked
+            serve = tuple(Strategy) if strategy == AUTO else (strategy_of(strategy),)
+            if tokens.device.type != "cpu":
+                serve = tuple(one for one in serve if not one.offloads) or serve
+            self._chooser = Chooser(
+                partial(self._shape, itemsize=tokens.element_size()),
+                limit=limit,
+                numbers=(parts,) if isinstance(parts, int) else NUMBERS,
+                strategies=serve,
+            )
+        own = [tokens.detach().requires_grad_(), gates.detach().requires_grad_()]
+        own += [one.detach().requires_grad_(one.requires_grad) for one in (up, down)]
+
+        def seconds(choice: Choice) -> float:
+            start = time.perf_counter()
+            call = self._call(choice, own[0], chosen, own[1])
+            out = pipelined(own[0], own[1], own[2], own[3], call)
+            torch.autograd.grad(
+                out, [one for one in own if one.requires_grad], torch.ones_like(out)
+            )
+            if tokens.device.type != "cpu":
+                torch.accelerator.synchronize(tokens.device)
+            passed = [time.perf_counter() - start]
+            return self.exchange.largest(passed, tokens.device, "times of a trial")[0]
+
+        # What trials save for backward is nobody's to keep, count or make again.
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one):
+            return self._chooser.choose(int(size), seconds)
+
+    def _call(
+        self, choice: Choice, tokens: torch.Tensor, chosen: torch.Tensor, gates: torch.Tensor
     ) -> Call:
         """Agree with the other ranks on what goes where."""
         grads = torch.is_grad_enabled()
@@ -353,7 +372,7 @@ class ExpertParallel(MoE):
         if offloads and self._tier is None:
             self._tier = FileTier(self._spill_dir, timeout=self.exchange.timeout)
         tier = self._tier if offloads else None
-        return Call(self.exchange, sent, self.activation, choice.strategy, tier, step)
+        return Call(self.exchange, sent, self.activation, choice.strategy, tier)
 
     def _shape(self, tokens: int, itemsize: int) -> Shape:
         first, world = self.activation.parts, self.exchange.world

@@ -19,7 +19,6 @@ gradients of tokens or gates go home is what any rank needs, which is agreed wit
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,7 +31,6 @@ from dynoffload.moe.activations import Activation
 from dynoffload.moe.parallel import computation
 from dynoffload.moe.parallel.dispatch import Dispatch, Part
 from dynoffload.moe.parallel.exchange import Exchange, Pending
-from dynoffload.moe.parallel.step_timer import TimedStep
 from dynoffload.moe.parallel.tiers import Copying, FileTier, Stored
 from dynoffload.planning.strategies import Strategy
 
@@ -77,7 +75,6 @@ class Call:
         activation: of the experts.
         strategy: for what reuse overwrites.
         tier: takes what is offloaded; None where the strategy offloads nothing.
-        step: times the backward; None if it is not timed.
         rows: of each part, that were offloaded.
         middles: of each part, in pieces by expert, that were offloaded.
     """
@@ -87,7 +84,6 @@ class Call:
     activation: Activation
     strategy: Strategy
     tier: FileTier | None
-    step: TimedStep | None = None
     rows: list[Stored] = field(default_factory=list)
     middles: list[list[tuple[slice, Stored]]] = field(default_factory=list)
 
@@ -243,11 +239,6 @@ class _Pipelined(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        with ctx.call.step.backward() if ctx.call.step is not None else nullcontext():
-            return _Pipelined._backward(ctx, *gradients)
-
-    @staticmethod
-    def _backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         call: Call = ctx.call
         up, down, *rest = ctx.saved_tensors
         d_out = gradients[0].contiguous()
