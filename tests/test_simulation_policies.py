@@ -18,10 +18,7 @@ from torch.optim import AdamW
 
 from dynoffload.errors import ConfigError, TraceError
 from dynoffload.experiments import zoo
-<<<<<<< HEAD
 from dynoffload.experiments.bound import phase_bound
-=======
->>>>>>> integ
 from dynoffload.profiler import CostModel, Trace, load_trace, profile
 from dynoffload.profiler.costs import Kind
 from dynoffload.simulation import (
@@ -148,7 +145,6 @@ def test_who_knows_more_waits_less(share: float) -> None:
     assert seconds["pilot"] < 0.9 * seconds["on-demand"]
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize(("bandwidth", "slack"), [(2e9, 1.01), (5e8, 1.1)])
 @pytest.mark.parametrize("share", [0.5, 0.25, 0.125])
 def test_plans_stay_near_the_bound(share: float, bandwidth: float, slack: float) -> None:
@@ -164,8 +160,6 @@ def test_plans_stay_near_the_bound(share: float, bandwidth: float, slack: float)
         assert least <= result.seconds <= slack * least
 
 
-=======
->>>>>>> integ
 def test_steps_of_two_networks_are_no_workload() -> None:
     (one,) = recorded(Chain(), [torch.randn(2, 16)])
     with pytest.raises(TraceError, match="traces of two networks"):
