@@ -42,26 +42,9 @@ EXPERIMENTS: dict[str, str] = {
 }
 """Name on the command line -> ``module:class``."""
 BENCH: dict[str, str] = {
-    "paged": "",
-    "exactness": "",
-    "resident": "step-time --network moe,tree --budgets 2 --policies repeat --steps 40 --warmup 12",
-    "pilot-accuracy": "",
-    "pilot-benefit": "",
-    "memory-expansion": "",
-    "cluster": "",
-    "simulation": "",
+    **{name: "" for name in EXPERIMENTS if name not in ("demo", "gpu")},
     "estimates": "estimates --calibration {folder}/simulation.json",
-    "step-time": "",
-    "whatif": "",
-    "idioms": "",
-    "capacity": "",
-    "max-batch": "",
-    "costs": "",
-    "host-optimizer": "",
-    "tiling": "",
-    "moe-layer": "",
-    "ranks": "",
-    "moe-pipeline": "",
+    "resident": "step-time --network moe,tree --budgets 2 --policies repeat --steps 40 --warmup 12",
     "moe-pipeline-4": "moe-pipeline --ranks 4 --mbit 200",
 }
 """What ``dynoffload experiment all`` runs: name of the result -> words, if more than the name."""

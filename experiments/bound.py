@@ -1,39 +1,24 @@
 """The bound: no plan under a budget runs a step faster.
 
-For each phase of a step, the fewest bytes that any plan must read and write during that phase, and
-from them the least time. It takes each phase by itself and a region as divisible to the byte, so no
-plan need reach it.
+For each phase of a step, the fewest bytes that any plan must read and write in it, and from them
+the least time. It takes each phase by itself and a region as divisible to the byte, so no plan need
+reach it.
 
-[Note: The fewest bytes of one phase]
-Cut a phase out of a string. Whatever a plan did before it, at most C bytes are resident at its
-start; let the plan choose them freely.
-
-*Reads.* Between two uses of a region, the second of which reads it, each of its bytes either stays
-resident or is read again; likewise between the start of the phase and a first use that reads. Such
-a gap may be kept at a position only in the room that the regions in use there leave. Letting bytes
-of one region go different ways only widens the choice, and makes the problem one of keeping as many
-unit intervals as fit. Sweeping forward and dropping the interval that ends last whenever too many
-overlap is optimal for it (Faigle and Nawijn 1995; for paging this is Belady's rule, 1966), also
-where the room changes with the position: the dropped one relieves at least as many positions.
-
-*Writes.* Bytes modified or created in the phase must either stay resident until they are modified
-again, overwritten, freed or the phase is over, or be written once in between (what nobody reads
-before it is created anew or freed needs neither). These again are intervals, none of which overlaps
-another of its region, and at each position those kept share C with the regions in use that no such
-interval covers. The same sweep drops the fewest bytes. What was dirty when the phase began counts
-for the phase that made it so.
-
-The two minima need not belong to one plan; each holds by itself for every plan.
+[Note: the fewest bytes of one phase]  Whatever a plan did before, at most the capacity is resident
+as the phase begins; let the plan choose that freely. Between two uses of a region, the second of
+which reads it, each byte stays resident or is read again; each modified byte stays until it is
+overwritten, freed or the phase is over, or is written once. Both are intervals of which as many as
+possible are kept in the room that the regions in use leave. Dropping the one that ends last
+whenever too many overlap is optimal (Faigle and Nawijn 1995; for paging Belady's rule, 1966). The
+two minima need not belong to one plan.
 
 [Note: the phases]  A parameter's update may wait until its next use, so forward and optimizer are
-one phase: a plan that puts updates off may overlap the optimizer's traffic with forward's work.
-Backward is the other. Taken as three phases the figure would be larger, and no bound. A plan that
-makes updates in backward already may move some of their traffic there; for such plans only the sum
-over the phases binds, which is `StepBound.spread_s`.
+one phase, and backward is the other; as three phases the figure would be no bound. For plans that
+update in backward only the sum over the phases binds, which is `StepBound.spread_s`.
 
-[Note: one link or two]  Reads and writes overlap freely on some storage and take turns on other.
-Which it is, is measured: where both directions at once moved no more than turns would have, the
-link is shared, and a phase takes at least its reads and its writes one after the other.
+[Note: one link or two]  Where both directions at once were measured to move no more than turns
+would have, the link is shared, and a phase takes at least its reads and its writes one after the
+other.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
 """Training on an accelerator under a cap of its memory: time, capacity and exactness against peers.
 
-Time per step at caps from all that plain training takes down to a sixteenth of it, for networks and
-batch lengths; the largest network under one cap, by each way; and the link as measured here. Every
-row is a process of its own whose allocator is capped alike. It has never run on a GPU so far: what
-it does was tested over an emulated one, and no number of it is published.
+Every row is a process of its own whose allocator is capped alike. It has never run on a GPU so far:
+what it does was tested over an emulated one, and no number of it is published.
 
-[Note: caps]  A cap is what `set_per_process_memory_fraction` lets the allocator take, cached
-blocks included; ``1`` is what plain training took at most. Ways that count bytes get a budget of
-`HEADROOM` of the cap, the first with which they run: what the allocator keeps in pieces is not
-theirs. Managed memory is never asked for.
+[Note: caps]  A cap is what `set_per_process_memory_fraction` lets the allocator take, cached blocks
+included; ``1`` is what plain training took at most. Ways that count bytes get the first budget of
+`HEADROOM` with which they run: what the allocator keeps in pieces is not theirs.
 
-[Note: bound]  Copies take bytes over bandwidth, in the direction that takes longer, by the rates
-measured with both directions at once. A step can take no less than the larger of that and of plain
-training's step in memory.
+[Note: bound]  A step takes no less than plain training's in memory, nor than its copies by the
+rates measured with both directions at once, in the direction that takes longer.
 """
 
 from __future__ import annotations

@@ -1,18 +1,12 @@
 """Training one case of `dynoffload.experiments.gpu_check`.
 
-It is trained plainly, again, and by this library; losses, parameters, gradients, buffers,
-optimizer state and random numbers are compared bit by bit.
+It is trained plainly, again, and by this library, and all state is compared bit by bit. Plain
+training runs twice as not every operator of every accelerator is deterministic: a case that does
+not equal itself counts neither as exact nor as failed.
 
-[Note: beside]  A budget on an accelerator caps all that its allocator gives: workspaces of
-libraries, which for networks as small as these are far more than all they keep, and the copies that
-comparing takes. So two sums come to the budget: what is still held as the block begins, once
-garbage is collected, and what plain training took beyond that and beside what it keeps. The second
-plain training says the latter, as workspaces are held since the first.
-
-[Note: not deterministic]  Deterministic algorithms are on, but not every operator of every
-accelerator has one. So plain training runs twice, and only where it equals itself can paged
-training be asked to equal it: a case in which it does not counts neither as exact nor as failed.
-A case that plain PyTorch cannot train here is not run.
+[Note: beside]  A budget on an accelerator caps all that its allocator gives, also workspaces of
+libraries and the copies that comparing takes. So what is still held as the block begins comes on
+top, and what the second plain training took beyond that and beside what it keeps.
 """
 
 from __future__ import annotations

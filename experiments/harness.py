@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import make_room, write_json
 from dynoffload.experiments.comparing import Table, fill_page, marks_of, show
-from dynoffload.experiments.processes import ONE_THREAD, fresh
 from dynoffload.experiments.provenance import provenance
 from dynoffload.pilot.progress import Report, progress_bar
 
@@ -61,9 +60,8 @@ class Experiment(Generic[P]):
         title: of its table.
         columns: of its table: head -> text of a row.
         words: heads, beside the first, whose cells are words and not numbers.
-        isolated: whether each case has a process of its own.
         resumes: whether a row is all that later cases and the summary take of a case.
-        one_thread: whether torch computes with one thread, here and in isolated processes.
+        one_thread: whether torch computes with one thread.
         height: of the figure, in inches.
         params: this run's.
         rows: of the cases that are done.
@@ -75,7 +73,6 @@ class Experiment(Generic[P]):
     title: ClassVar[str] = ""
     columns: ClassVar[Mapping[str, Cell]] = {}
     words: ClassVar[Sequence[str]] = ()
-    isolated: ClassVar[bool] = False
     resumes: ClassVar[bool] = True
     one_thread: ClassVar[bool] = False
     height: ClassVar[float] = 4.6
@@ -255,25 +252,11 @@ def _rows(one: Experiment[Any], begun: Mapping[str, Any], json_path: Path | None
         if name in done:
             continue
         one.report(name, number, len(cases))
-        done[name] = {"case": name, **_row(one, name, case)}
+        done[name] = {"case": name, **one.run(case)}
         one.rows.append(done[name])
         if json_path is not None and one.resumes:
             write_json(_partial(json_path), {**begun, "rows": one.rows})
     return [done[name] for name in cases]
-
-
-def _row(one: Experiment[Any], name: str, case: Any) -> Row:
-    if not one.isolated:
-        return one.run(case)
-    environment = ONE_THREAD if one.one_thread else None
-    return fresh(name, _isolated, type(one), one.params, one.rows, case, environment=environment)
-
-
-def _isolated(kind: type[Experiment[Any]], params: Any, rows: list[Row], case: Any) -> Row:
-    one = kind(params)
-    one.rows = rows
-    with one.stack:
-        return one.run(case)
 
 
 def _partial(json_path: Path) -> Path:

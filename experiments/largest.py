@@ -1,15 +1,10 @@
 """The largest that trains in so much memory, by trying: plain, and by every policy.
 
 `capacity` grows a mixture of experts by layers, `max-batch` the batches of two trunks of
-AlphaFold's kind by rows, for each way of training, until it no longer trains. Each try is a process
-in a memory cgroup of its own.
-
-[Note: what fits]  Every way has the same memory: what a process takes before there is a network,
-and so many bytes. A try fits if it makes its steps without being refused or killed, none of them
-longer than ``slowest`` times what plain training takes for as much: paging by the system has no
-other end than the disk's. How slow is too slow is a matter of taste, so the largest of what was
-tried is also told for the paces of `PACES`. Ways that count bytes themselves get a share of the
-memory as their budget, and the rest is for operators' temporaries, which nobody can put off.
+AlphaFold's kind by rows, until they no longer train. Each try is a process in a memory cgroup of
+its own, of what a process takes before there is a network and so many bytes. It fits if no step
+takes longer than ``slowest`` times plain training's for as much; the largest is also told for the
+paces of `PACES`. Ways that count bytes have a share as their budget, the rest is for temporaries.
 """
 
 from __future__ import annotations

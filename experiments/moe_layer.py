@@ -1,12 +1,10 @@
 """Experts of one layer: time and memory beside transformers' and a reference with routed buffers.
 
 The seven configurations of MoEBlaze (arXiv 2601.05296, section 6), whole on an accelerator and
-scaled down on a CPU; forward and backward of each way on the same tokens and choices, one after the
-other in every round.
+scaled down on a CPU; all ways take the same tokens and choices, one after the other in every round.
 
-[Note: memory]  *Saved* is what a forward leaves alive for its backward, without its result: what a
-layer costs for as long as others run. *Peak* is the most that is alive in forward and backward
-beside weights and tokens, gradients of weights included. On a CPU both are counted from what the
+[Note: memory]  *Saved* is what a forward leaves alive for its backward, without its result. *Peak*
+is the most that is alive in both beside weights and tokens. On a CPU both are counted from what the
 allocator gives and takes, operators' temporaries included.
 """
 

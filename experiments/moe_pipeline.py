@@ -2,8 +2,7 @@
 
 2 and 4 gloo processes whose exchanges take as long as their bytes would on a link; layers in the
 proportions of GPT-S, BERT-L and GPT-XL, made smaller. Measured are every number of parts and
-strategy, the layer's own choice, what it took to choose, and peaks of allocations. Ranks share the
-cores of one machine.
+strategy, the layer's own choice, and peaks of allocations. Ranks share the cores of one machine.
 """
 
 from __future__ import annotations
@@ -142,9 +141,8 @@ class Pipeline(Experiment[Params]):
                 timed,
             ),
             _table("the same" + bound, "bound", timed),
-            f"medians of {params['steps']} or more; noise: how far the same is apart from itself; "
-            "again: behind in steps that had no part in saying which is best; overhead: of 1,000 "
-            "steps",
+            f"medians of {params['steps']} or more; again: behind in steps that had no part in "
+            "saying which is best",
             Table(
                 "peak of allocations of a step beside one part that is kept", columns, rows, (0, 1)
             ),
@@ -158,14 +156,11 @@ def _table(title: str, name: str, rows: list[Row]) -> Table:
         "Mbit/s": lambda row: f"{row['mbit']:g}",
         "communication": lambda row: f"{row['communication_share']:.0%}",
         "one part": lambda row: format_seconds(_seconds_of(row)[_PLAIN]),
-        "noise": lambda row: f"{row['noise']:.1%}",
         "chosen": lambda row: _name(row[name]["chosen"]),
         "speedup": lambda row: f"{row[name]['speedup']:.2f}",
         "best": lambda row: _name(row[name]["best"]),
         "behind": lambda row: f"{row[name]['behind']:.1%}",
         "again": lambda row: f"{row[name]['behind_again']:+.1%}",
-        "steps": lambda row: str(row[name]["steps"]),
-        "overhead": lambda row: f"{row[name]['overhead_share']:.1%}",
     }
     return table(title, heads, rows)
 
@@ -269,65 +264,47 @@ def _peaks(layer: ExpertParallel, tokens: torch.Tensor) -> list[dict[str, Any]]:
     return rows
 
 
-def _raced(layer: ExpertParallel, tokens: torch.Tensor, bound: int | None) -> Row:
-    """Make a step, in which the layer chooses, and return the choice and what it took."""
+def _chosen(layer: ExpertParallel, tokens: torch.Tensor, bound: int | None) -> Combination:
+    """Make a step, in which the layer chooses, and return the choice."""
     layer.set_pipeline("auto", "auto", bound)
-    took = _step(layer, tokens)[0]
-    return {
-        "chosen": (layer.choice.parts, layer.choice.strategy.value),
-        "steps": 1,
-        "steps_s": took,
-    }
+    _step(layer, tokens)
+    return layer.choice.parts, layer.choice.strategy.value
 
 
 def _measured(task: Task, layer: ExpertParallel, tokens: torch.Tensor) -> Row:
     """Let the layer choose, with and without a bound, then time every combination in turn."""
     given = task.params
-    combinations: list[Combination] = [
-        (parts, strategy.value)
-        for strategy in Strategy
-        for parts in NUMBERS
-        if parts > 1 or not strategy.reuses
-    ]
     shape = shape_of(
         given.tokens, given.k, given.experts, task.world, layer.width, layer.hidden,
         layer.activation.parts, 4,
     )  # fmt: skip
     limit = int(given.limit_share * memory(Strategy.NONE, 1, shape))
     bounds = {"free": None, "bound": limit}
-    raced = {name: _raced(layer, tokens, bound) for name, bound in bounds.items()}
-    for one in raced.values():
-        if one["chosen"] not in combinations:
-            combinations.append(one["chosen"])
-    # The same once more, as if they were others: how far two entries are apart is the noise.
-    again = sorted({_PLAIN, *(one["chosen"] for one in raced.values())})
-    times: dict[tuple[Combination, bool], list[float]] = {
-        one: [] for one in [*((c, False) for c in combinations), *((c, True) for c in again)]
+    chosen = {name: _chosen(layer, tokens, bound) for name, bound in bounds.items()}
+    combinations: list[Combination] = [
+        (parts, strategy.value)
+        for strategy in Strategy
+        for parts in NUMBERS
+        if parts > 1 or not strategy.reuses
+    ]
+    times: dict[Combination, list[float]] = {
+        one: [] for one in dict.fromkeys((*combinations, *chosen.values()))
     }
     waits: list[float] = []
     start, number, spent = time.monotonic(), 0, 0.0
     while number <= given.steps or spent < given.seconds:  # quick steps are timed more often
         for one in _shuffled(list(times), number):
-            layer.set_pipeline(*one[0])
+            layer.set_pipeline(*one)
             took, waited = _step(layer, tokens)
             if number:  # the first round warms up
                 times[one].append(took)
-                if one == (_PLAIN, False):
+                if one == _PLAIN:
                     waits.append(waited / took)
         number += 1
         passed = [time.monotonic() - start]
         (spent,) = layer.exchange.largest(passed, tokens.device, "seconds of all steps")
-    medians = {one: median(times[one, False]) for one in combinations}
-    repeated = {one: median(times[one, True]) for one in again}
-    found: Row = {
-        "seconds": [{"parts": p, "strategy": s, "seconds": t} for (p, s), t in medians.items()],
-        "again": [{"parts": p, "strategy": s, "seconds": t} for (p, s), t in repeated.items()],
-        "rounds": number - 1,
-        "noise": max(abs(took / medians[one] - 1) for one, took in repeated.items()),
-        "communication_share": median(waits),
-        "limit_bytes": limit,
-    }
-    best_of = {
+    medians = {one: median(each) for one, each in times.items()}
+    best = {
         name: min(
             (
                 one
@@ -341,28 +318,29 @@ def _measured(task: Task, layer: ExpertParallel, tokens: torch.Tensor) -> Row:
     # Of many medians the least is the luckiest, too: so what was chosen and what was best are
     # timed once more, in steps that had no part in saying which is best.
     final: dict[Combination, list[float]] = {
-        one: [] for one in sorted({*best_of.values(), *(one["chosen"] for one in raced.values())})
+        one: [] for one in sorted({*best.values(), *chosen.values()})
     }
     for number in range(_FINAL * given.steps):
         for one in _shuffled(list(final), number):
             layer.set_pipeline(*one)
             final[one].append(_step(layer, tokens)[0])
-    for name, best in best_of.items():
-        race = raced[name]
-        chosen_s = medians[race["chosen"]]
-        # What the choice cost: steps until it stood, beyond as many steps of what was chosen.
-        overhead = race["steps_s"] - race["steps"] * chosen_s
-        found[name] = {
-            **race,
-            "chosen_s": chosen_s,
-            "best": best,
-            "best_s": medians[best],
-            "behind": chosen_s / medians[best] - 1,
-            "behind_again": median(final[race["chosen"]]) / median(final[best]) - 1,
-            "speedup": medians[_PLAIN] / chosen_s,
-            "overhead_share": overhead / (1000 * chosen_s),
-        }
-    return found
+    return {
+        "seconds": [{"parts": p, "strategy": s, "seconds": t} for (p, s), t in medians.items()],
+        "communication_share": median(waits),
+        "limit_bytes": limit,
+        **{
+            name: {
+                "chosen": chosen[name],
+                "chosen_s": medians[chosen[name]],
+                "best": best[name],
+                "best_s": medians[best[name]],
+                "behind": medians[chosen[name]] / medians[best[name]] - 1,
+                "behind_again": median(final[chosen[name]]) / median(final[best[name]]) - 1,
+                "speedup": medians[_PLAIN] / medians[chosen[name]],
+            }
+            for name in bounds
+        },
+    }
 
 
 def _shuffled(entries: list[Any], number: int) -> list[Any]:

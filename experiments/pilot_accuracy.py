@@ -18,6 +18,7 @@ from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.harness import Cell, Experiment, Row, option, table
 from dynoffload.experiments.pilot_recording import CASES, DATA, STRUCTURE, record
 from dynoffload.experiments.pilot_scores import BASELINES, scores
+from dynoffload.experiments.processes import ONE_THREAD, fresh
 from dynoffload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -69,8 +70,6 @@ class PilotAccuracy(Experiment[Params]):
     """A case is a network at a seed, in a process of its own."""
 
     parameters = Params
-    isolated = True
-    one_thread = True
     height = 7.0
 
     def cases(self) -> Mapping[str, tuple[str, int]]:
@@ -90,10 +89,8 @@ class PilotAccuracy(Experiment[Params]):
 
     def run(self, case: tuple[str, int]) -> Row:
         key, seed = case
-        one = CASES[key]
-        samples = max(_LEAST, round(one.share * self.params.samples))
-        found = scores(record(one, samples, seed), seed)
-        return {"network": key, "seed": seed, **found}
+        samples = max(_LEAST, round(CASES[key].share * self.params.samples))
+        return fresh(key, _scored, key, samples, seed, environment=ONE_THREAD)
 
     def summary(self, rows: Sequence[Row]) -> dict[str, Any]:
         networks = {
@@ -154,6 +151,10 @@ class PilotAccuracy(Experiment[Params]):
         axes.set_xlim(-0.02, 1.02)
         axes.set_xlabel("block-order accuracy on held-out samples")
         figure.legend(loc="outside upper center", ncols=5, frameon=False)
+
+
+def _scored(key: str, samples: int, seed: int) -> Row:
+    return {"network": key, "seed": seed, **scores(record(CASES[key], samples, seed), seed)}
 
 
 def judged(origin: str, seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

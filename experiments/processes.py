@@ -1,13 +1,11 @@
 """Fresh processes that call functions of this package: the one way experiments have to start one.
 
-``process.call(function, *args)`` runs a module's function in the process and returns its value. The
-process stays until it is closed, so that later calls find what earlier ones left in their modules;
-`fresh` takes a process for one call. What a function prints goes to the error stream, whose end is
-quoted if the process dies.
+The process stays until it is closed, so that later calls find what earlier ones left in its
+modules. What a function prints goes to the error stream, whose end is quoted if the process dies.
 
 [Note: leaving without restoring]  A process ends by `os._exit`, and what a function has entered on
-`NEVER_LEFT` is not left. Leaving an ``offload`` block would copy gigabytes back into ordinary
-tensors that nobody looks at; the spill file has no name and goes with the process.
+`NEVER_LEFT` is not left: leaving a block would copy gigabytes back into tensors that nobody looks
+at.
 """
 
 from __future__ import annotations

@@ -104,46 +104,28 @@ WAYS: dict[str, Callable[[nn.Module], Spread]] = {"ddp": replicated, "fsdp": sha
 """By name, how a model is spread over ranks; each is called in all of them at once."""
 
 
-def layerdrop() -> nn.Module:
-    """Return an OPT of transformers of 8 layers, of which each is left out with chance 0.3."""
-    from transformers import OPTConfig, OPTForCausalLM
+def _network(name: str, **options: Any) -> nn.Module:
+    """Return an architecture of transformers with other options."""
+    from dynoffload.experiments.architectures import ARCHITECTURES
 
-    sizes = OPTConfig(
-        vocab_size=1024,
-        hidden_size=192,
-        word_embed_proj_dim=192,
-        ffn_dim=768,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        max_position_embeddings=256,
-        layerdrop=0.3,
-        dropout=0.0,
-        use_cache=False,
-    )
-    model: nn.Module = OPTForCausalLM(sizes)
-    return model.train()
+    sizes = {"vocab_size": 1024, "max_position_embeddings": 256, "use_cache": False, **options}
+    found = ARCHITECTURES[name]
+    return replace(found, options={**found.options, **sizes}).build()
+
+
+def layerdrop() -> nn.Module:
+    """Return an OPT of 8 layers, of which each is left out with chance 0.3."""
+    widths = {"hidden_size": 192, "word_embed_proj_dim": 192, "ffn_dim": 768}
+    return _network("opt", **widths, num_hidden_layers=8, layerdrop=0.3, dropout=0.0)
 
 
 def mixture() -> nn.Module:
-    """Return a Mixtral of transformers, whose experts are fused and run one by one."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    sizes = MixtralConfig(
-        vocab_size=1024,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        num_local_experts=8,
-        num_experts_per_tok=2,
-        max_position_embeddings=256,
-        use_cache=False,
-    )
-    model = MixtralForCausalLM(sizes)
+    """Return a Mixtral, whose experts are fused and run one by one."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "output_router_logits": False}
+    model: Any = _network("mixtral", **sizes, **experts, num_key_value_heads=4)
     model.set_experts_implementation("eager")
-    made: nn.Module = model
-    return made.train()
+    return model  # type: ignore[no-any-return]
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {"layerdrop": layerdrop, "moe": mixture}

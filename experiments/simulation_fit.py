@@ -1,19 +1,12 @@
-"""Real steps and the same ones simulated, and what the runtime itself takes, fitted to make up for
-what is between them.
-
-`fitted` finds a link's latency and the seconds of the runtime's own work. The network's work and
-what the link moves in a second are measured.
+"""Real steps beside simulated ones; what the runtime itself takes is fitted to the difference.
 
 [Note: the fit]  Real seconds less simulated ones are explained, setting by setting and phase by
-phase, relative to the setting's real step, by how often the runtime does what it does, with no
-negative cost (Lawson and Hanson's non-negative least squares): what takes each of `COSTS`, faults,
-and seconds of work beside transfers. Forward, backward and the optimizer's step tell apart what
-comes as often in a step as another but not in the same phase. Part of all this hides behind
-transfers, and the other way round, so the simulation is made anew with what was found, and half of
-the way gone, several times. What the kernel takes to move pages is not fitted, but measured before
-each setting; and the runtime's own work in each is that of the same minute (`probe_overhead`),
-carried to one pace for all. Before all that a transfer's latency is taken from fetches that
-somebody waited for, as what they took beyond their bytes.
+phase, by how often the runtime does what it does, with no negative cost (non-negative least
+squares): what takes each of `COSTS`, faults, and seconds of work beside transfers. Part of all this
+hides behind transfers, so the simulation is made anew with what was found, and half of the way
+gone, several times. What the kernel takes to move pages is measured, and the runtime's own work is
+carried to one pace (`probe_overhead`). A transfer's latency is what fetches that somebody waited
+for took beyond their bytes.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """Your recorded steps on a machine that you describe: which budget, tier or link hides transfers.
 
-Traces of `dynoffload profile` run on simulated machines, over budgets and over the tiers that a
-TOML file lists; the least budget and the slowest link at which a step waits for nothing. Operators
-take the recorded seconds, divided by how many times faster the machine computes, or what a cost
-model of it says, if the file has a table ``[compute]``; plans know every step, so a pilot that errs
-waits longer.
-
-All steps are run twice, one after the other, and count the second time: what is touched for the
-first time then is in memory if it fits.
+Traces of `dynoffload profile` run on simulated machines, over budgets and the tiers of a TOML file.
+Operators take the recorded seconds over how many times faster the machine computes, or what a table
+``[compute]`` says. Plans know every step, so a pilot that errs waits longer. All steps are run
+twice and count the second time: what is touched for the first time then is in memory if it fits.
 """
 
 from __future__ import annotations

@@ -16,10 +16,9 @@ import pytest
 import torch
 
 from dynoffload.errors import ConfigError
-from dynoffload.experiments import harness, idioms
+from dynoffload.experiments import harness
 from dynoffload.experiments.comparing import BEGIN, END
 from dynoffload.experiments.harness import Experiment, Row, carry_out, option, rendered, turns
-from dynoffload.experiments.idioms import Idioms
 from dynoffload.experiments.processes import Process, WorkerError, at_once, fresh
 
 PAGE = f"""# Squares
@@ -243,12 +242,3 @@ def test_threads_are_as_many_as_the_experiment_asks_for() -> None:
         assert (rows[0]["threads"], torch.get_num_threads()) == (1, 2)
     finally:
         torch.set_num_threads(before)
-
-
-def test_an_isolated_case_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers")
-    params = idioms.Params(architectures=("gpt2",), steps=1)
-    (here,) = carry_out(Idioms, params)["rows"]
-    monkeypatch.setattr(Idioms, "isolated", True)
-    monkeypatch.setattr(Idioms, "run", None)  # in this process
-    assert carry_out(Idioms, params)["rows"] == [here]

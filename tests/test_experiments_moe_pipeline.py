@@ -23,9 +23,6 @@ def test_it_measures_and_chooses(capsys: pytest.CaptureFixture[str]) -> None:
     )  # fmt: skip
     peaks, row = carry_out(Pipeline, params)["rows"]
     assert len(row["seconds"]) >= 21  # all numbers of parts, with 16
-    assert row["rounds"] == 1
-    assert row["noise"] >= 0
-    assert [1, "none"] in [[one["parts"], one["strategy"]] for one in row["again"]]
     # 4 trips of 256 rows of 32 numbers to another rank, at 40 Mbit/s, and no less.
     one_part = next(
         one["seconds"] for one in row["seconds"] if (one["parts"], one["strategy"]) == (1, "none")
@@ -37,12 +34,6 @@ def test_it_measures_and_chooses(capsys: pytest.CaptureFixture[str]) -> None:
         same = row[name]["chosen"] == row[name]["best"]
         assert row[name]["behind_again"] > -0.9
         assert (row[name]["behind_again"] == 0) is same
-        assert row[name]["steps"] >= 1
-        # Steps until it stood, with what they were slower than.
-        spent = row[name]["overhead_share"] * 1000 * row[name]["chosen_s"]
-        assert spent == pytest.approx(
-            row[name]["steps_s"] - row[name]["steps"] * row[name]["chosen_s"]
-        )
     assert row["bound"]["chosen"][1] != "none"  # no number of parts makes that fit
     at = {(one["parts"], one["strategy"]): one["bytes"] for one in peaks["peaks"]}
     assert at[4, "S4"] < at[1, "none"]

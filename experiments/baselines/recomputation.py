@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import UntypedStorage
@@ -34,6 +34,11 @@ from dynoffload.runtime.passes.finalization import Endings
 from dynoffload.units import format_bytes
 
 _AT_LEAST_S = 1e-9
+T = TypeVar("T")
+
+
+def _alive(reference: weakref.ref[T] | None) -> T | None:
+    return None if reference is None else reference()
 
 
 class Saved:
@@ -69,11 +74,11 @@ class Record:
 
     def here(self) -> UntypedStorage | None:
         """Return the storage that has this content, if anybody holds it."""
-        return self._storage and self._storage()
+        return _alive(self._storage)
 
     def save(self, storage: UntypedStorage) -> Saved:
         """Return what another handle is to hold."""
-        saved = self.saved and self.saved()
+        saved = _alive(self.saved)
         if saved is None:
             saved = Saved(self, storage)
             self.saved = weakref.ref(saved)
@@ -82,13 +87,13 @@ class Record:
     def put(self, storage: UntypedStorage | None) -> None:
         """The content is in ``storage`` from now on; None: it is dropped."""
         self._storage = None if storage is None else weakref.ref(storage)
-        saved = self.saved and self.saved()
+        saved = _alive(self.saved)
         if saved is not None:
             saved.storage = storage
 
     def become(self, after: Record) -> None:
         """The storage was written: what it holds now is ``after``, which handles ask for."""
-        saved = self.saved and self.saved()
+        saved = _alive(self.saved)
         self._storage = self.saved = None
         if saved is not None:
             saved.record, after.saved = after, weakref.ref(saved)
@@ -184,7 +189,7 @@ class Known:
     @property
     def record(self) -> Record | None:
         """The record of what it holds now."""
-        return self.record_of and self.record_of()
+        return _alive(self.record_of)
 
 
 class Ledger:
