@@ -56,13 +56,14 @@ test: lint
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow --timeout 3600
 
+# With the Python at hand nothing is installed: the link makes this checkout's package importable, and
+# not the folders beside it.
 test-here:
 	@$(PY) -c '$(call OLD_PYTHON,$(PY))'
 	@$(PY) setup.py --quiet build_ext --inplace || echo "dynoffload: the extension could not be built here (setuptools missing?); going on without it."
-	$(PY) -m pytest -m "not slow"
+	@mkdir -p build/path && ln -sfn ../../dynoffload build/path/dynoffload
+	PYTHONPATH="build/path$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m pytest -m "not slow"
 
-# With the Python at hand, which has a torch for its accelerator: nothing is installed. The link
-# makes this checkout's package importable, and not the folders beside it.
 gpu-check:
 	@$(PY) -c '$(call OLD_PYTHON,$(PY))'
 	@$(PY) -c 'import torch' 2>/dev/null || { echo "gpu-check: $(PY) has no torch; name one that has: make gpu-check PY=/path/to/python"; exit 1; }
