@@ -1,8 +1,5 @@
 """Build of dynoffload: the list of its packages, and the optional C pager of Linux.
 
-What it is: the two things that pyproject.toml cannot say. What it is not: the place for names,
-versions or dependencies; those stand in pyproject.toml.
-
 The wings (``pilot/``, ``profiler/``, ``datasets/``, ``experiments/``) lie at the top level of the
 repository and are installed below ``dynoffload``. In a checkout there are links to them inside
 ``dynoffload/``; a package is listed once, from the place where its files lie.

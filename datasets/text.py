@@ -23,22 +23,17 @@ VOCABULARY = 256
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Rows of consecutive bytes.
+    """Rows of consecutive bytes of one file.
 
     Attributes:
         tokens: int64 ``[rows, length]``.
         targets: int64 ``[rows, length]``: for each token the one after it.
-        sources: the names of the files the rows were cut from, without repetition, in row order.
+        source: the name of the file.
     """
 
     tokens: Tensor
     targets: Tensor
-    sources: tuple[str, ...]
-
-    @property
-    def source(self) -> str:
-        """The files as one name."""
-        return "+".join(self.sources)
+    source: str
 
 
 def batches(
@@ -47,20 +42,17 @@ def batches(
     rows: int = 1,
     length: int = 256,
     seed: int = 0,
-    mixed: bool = False,
     root: Path | None = None,
 ) -> Iterator[TextBatch]:
     """Yield batches of source text for ever, the same ones for the same arguments.
 
-    A file is drawn in proportion to its bytes, and the place in it uniformly.
+    A file is drawn in proportion to its bytes, and the places of its rows uniformly.
 
     Args:
         split: training or held-out files.
         rows: sequences per batch.
         length: tokens per sequence.
         seed: of the draws.
-        mixed: draw a file for each row; by default all rows of a batch come from one file, so that
-            a batch belongs to one file.
         root: the folder of source files; the standard library by default.
 
     Raises:
@@ -75,46 +67,22 @@ def batches(
         raise DataError(
             f"no {wanted.value} source file has more than {length} bytes; ask for a shorter length"
         )
-    return _draw(files, rows, length, seed, mixed)
+    return _draw(files, rows, length, seed)
 
 
-def _draw(
-    files: list[SourceFile], rows: int, length: int, seed: int, mixed: bool
-) -> Iterator[TextBatch]:
+def _draw(files: list[SourceFile], rows: int, length: int, seed: int) -> Iterator[TextBatch]:
     """Yield the batches; apart from `batches` so that bad arguments raise at the call."""
     generator = np.random.default_rng(seed)
     chances = np.array([source.nbytes for source in files], dtype=np.float64)
     chances /= chances.sum()
     texts: dict[str, npt.NDArray[np.uint8]] = {}
     while True:
-        picks = generator.choice(len(files), size=rows if mixed else 1, p=chances)
-        chosen = [files[pick] for pick in picks]
-        pieces = [
-            _piece(texts, source, length, generator)
-            for source in (chosen if mixed else chosen * rows)
-        ]
-        block = torch.from_numpy(np.stack(pieces).astype(np.int64))
-        yield TextBatch(
-            tokens=block[:, :-1].contiguous(),
-            targets=block[:, 1:].contiguous(),
-            sources=tuple(dict.fromkeys(source.name for source in chosen)),
-        )
-
-
-def _piece(
-    texts: dict[str, npt.NDArray[np.uint8]],
-    source: SourceFile,
-    length: int,
-    generator: np.random.Generator,
-) -> npt.NDArray[np.uint8]:
-    """Return ``length + 1`` consecutive bytes of a file from a random place on."""
-    text = texts.get(source.name)
-    if text is None:
-        text = texts[source.name] = np.frombuffer(source.read(), dtype=np.uint8)
-    if len(text) <= length:
-        raise DataError(
-            f"the source file {source.path} shrank from {source.nbytes} to {len(text)} bytes "
-            "while it was in use; leave the folder alone during a run"
-        )
-    start = int(generator.integers(0, len(text) - length))
-    return text[start : start + length + 1]
+        # An array of one: a scalar is drawn from the same stream, but differently.
+        source = files[generator.choice(len(files), size=1, p=chances)[0]]
+        if source.name not in texts:
+            texts[source.name] = np.frombuffer(source.read(), dtype=np.uint8)
+        text = texts[source.name]
+        starts = [int(generator.integers(0, len(text) - length)) for _ in range(rows)]
+        pieces = np.stack([text[start : start + length + 1] for start in starts])
+        block = torch.from_numpy(pieces.astype(np.int64))
+        yield TextBatch(block[:, :-1].contiguous(), block[:, 1:].contiguous(), source.name)

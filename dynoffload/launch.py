@@ -1,8 +1,5 @@
-"""What a launcher such as torchrun says of this process, and what ranks may not share.
-
-What it is: names of files and folders that each rank writes for itself. What it is not: a process
-group, which may not be there yet. Launchers set ``RANK`` and ``WORLD_SIZE`` in the environment.
-"""
+"""What a launcher such as torchrun says of this process by ``RANK`` and ``WORLD_SIZE``, and names
+of files and folders that each rank writes for itself. A process group may not be there yet."""
 
 from __future__ import annotations
 

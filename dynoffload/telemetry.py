@@ -206,7 +206,7 @@ class RunLog:
             value, kind = document.get(one.name), _TABLES.get(one.name)
             try:
                 if kind is None:
-                    values[one.name] = _CHECKS[str(one.type)](value)
+                    values[one.name] = _checked(str(one.type), value)
                 else:
                     values[one.name] = _records(value, kind)
             except _BadValue as bad:
@@ -237,62 +237,53 @@ def _refuse(expected: str, found: object) -> NoReturn:
     raise _BadValue(f" is not {expected} but {shown}")
 
 
-def _count(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        _refuse("a count", value)
-    return value
+def _is_number(value: Any, least: float, most: float) -> bool:
+    return type(value) in (int, float) and least <= value <= most
 
 
-def _seconds(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e15:
-        _refuse("a finite number of seconds", value)
-    return float(value)
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
-def _share(value: Any) -> float:
-    if value is None:
-        return math.nan
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        _refuse("a share between 0 and 1", value)
-    return float(value)
+def _one_of(*known: str) -> tuple[str, Callable[[Any], bool]]:
+    return f"one of {', '.join(known)}", lambda value: value in known
 
 
-def _text(value: Any, known: Sequence[str] = ()) -> str:
-    if not isinstance(value, str) or (known and value not in known):
-        _refuse(f"one of {', '.join(known)}" if known else "a text", value)
-    return value
-
-
-def _names(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        _refuse("a list of block names", value)
-    return tuple(value)
-
-
-_CHECKS: dict[str, Callable[[Any], Any]] = {
-    "int": _count,
-    "float": _seconds,
-    "Share": _share,
-    "str": _text,
-    "Kind": lambda value: _text(value, ("fetch", "evict")),
-    "Cause": lambda value: _text(value, ("plan", "fault", "room")),
-    "Phase": lambda value: _text(value, PHASES),
-    "tuple[str, ...]": _names,
-    "tuple[str, ...] | None": lambda value: None if value is None else _names(value),
+_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "int": ("a count", lambda value: type(value) is int and 0 <= value < 2**63),
+    "float": ("a finite number of seconds", lambda value: _is_number(value, -1e15, 1e15)),
+    "Share": ("a share between 0 and 1", lambda v: v is None or _is_number(v, 0, 1)),
+    "str": ("a text", lambda value: isinstance(value, str)),
+    "Kind": _one_of("fetch", "evict"),
+    "Cause": _one_of("plan", "fault", "room"),
+    "Phase": _one_of(*PHASES),
+    "tuple[str, ...]": ("a list of block names", _are_names),
+    "tuple[str, ...] | None": ("a list of block names", lambda v: v is None or _are_names(v)),
 }
-"""By the type of a field, as it is written above."""
+"""By the type of a field, as it is written above: what its values are in the file."""
+
+
+def _checked(kind: str, value: Any) -> Any:
+    expected, holds = _CHECKS[kind]
+    if not holds(value):
+        _refuse(expected, value)
+    if kind == "Share" and value is None:
+        return math.nan
+    if kind in ("Share", "float"):
+        return float(value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _records(table: Any, kind: type[Any]) -> list[Any]:
-    columns = {one.name: _CHECKS[str(one.type)] for one in fields(kind)}
+    columns = {one.name: str(one.type) for one in fields(kind)}
     if not isinstance(table, dict) or set(table) != set(columns):
         _refuse(f"a table with the columns {', '.join(columns)}", table)
     checked: list[list[Any]] = []
-    for name, check in columns.items():
+    for name, type_ in columns.items():
         try:
             if not isinstance(table[name], list):
                 _refuse("a list", table[name])
-            checked.append([check(value) for value in table[name]])
+            checked.append([_checked(type_, value) for value in table[name]])
         except _BadValue as bad:
             raise _BadValue(f".{name}{bad}") from None
     if len({len(column) for column in checked}) > 1:

@@ -1,7 +1,4 @@
-"""How ``kill`` ends what has files, processes or settings to take back.
-
-What it is: `ended_by_signal`. What it is not: Ctrl-C, which Python makes an exception by itself.
-"""
+"""How ``kill`` ends what has files, processes or settings to take back."""
 
 from __future__ import annotations
 

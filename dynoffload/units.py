@@ -1,9 +1,4 @@
-"""Bytes and seconds, as people write and read them.
-
-What it is: the one parser and the two formatters for quantities. What it is not: arithmetic; inside
-the package bytes are ints and seconds are floats. It stands on the ground floor and imports only
-errors.
-"""
+"""Bytes and seconds, as people write and read them; inside the package they are ints and floats."""
 
 from __future__ import annotations
 

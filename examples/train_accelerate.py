@@ -3,8 +3,7 @@
     python examples/train_accelerate.py --budget 80MB
     dynoffload run --wrap --budget 80MB examples/train_accelerate.py
 
-What it is: ``offload()`` around a loop over what ``prepare`` returns; it takes the wrapped
-optimizer as it is. What it is not: a launch on several devices; one process trains on the CPU.
+``offload()`` takes what ``prepare`` returns, the wrapped optimizer too.
 """
 
 from __future__ import annotations

@@ -3,10 +3,8 @@
     python examples/train_experts.py --budget 80MB
     dynoffload run --wrap --budget 80MB examples/train_experts.py
 
-What it is: ``experts_implementation="dynoffload"``, and a loop that leaves the router as it was,
-as fine-tuning often does. ``--model`` is a directory that ``save_pretrained`` has written; without
-it one is made, an OLMoE with random weights. What it is not: anything from the hub; the text is
-Python's own source, a byte is a token.
+The router is frozen, as fine-tuning often does. ``--model`` is a directory that ``save_pretrained``
+has written; without it an OLMoE with random weights is made.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     python examples/train_lightning.py --budget 80MB
     dynoffload run --wrap --budget 80MB examples/train_lightning.py
 
-What it is: one more callback for Lightning's Trainer. What it is not: a strategy; accumulation,
-clipping, precision and checkpoints are Lightning's own.
+One more callback; accumulation, clipping, precision and checkpoints are Lightning's own.
 """
 
 from __future__ import annotations

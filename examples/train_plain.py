@@ -4,9 +4,8 @@
     dynoffload run --wrap --budget 80MB examples/train_plain.py
     dynoffload profile --wrap -o traces/ --steps 20 examples/train_plain.py
 
-What it is: accumulation, clipping, a schedule, autocast, evaluation and a checkpoint, in one loop.
-What it is not: changed by the budget. Without ``--budget`` there is no trace of dynoffload in it;
-the second command puts the block around it from outside.
+Accumulation, clipping, a schedule, autocast, evaluation and a checkpoint. Without ``--budget`` the
+loop is plain PyTorch; the second command offloads it from outside.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     python examples/train_trainer.py --budget 80MB
     dynoffload run --wrap --budget 80MB examples/train_trainer.py
 
-What it is: one more callback for the Trainer. What it is not: anything from the hub; the text is
-Python's own source, a byte is a token.
+One more callback; the text is Python's own source, a byte is a token.
 """
 
 from __future__ import annotations

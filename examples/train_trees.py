@@ -5,8 +5,7 @@
     dynoffload pilot train traces/ -o trees.pilot
     dynoffload run --budget 16MB --pilot trees.pilot examples/train_trees.py
 
-What it is: a network whose cell runs once per node, so that each tree is another program. What it
-is not: tied to the command line; `dynoffload.offload` takes budget and pilot as arguments too.
+The cell runs once per node, so that each tree is another program.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
     torchrun --nproc-per-node 2 examples/two_processes.py --budget 200MB
     torchrun --nproc-per-node 2 -m dynoffload run --budget 200MB examples/two_processes.py --offload
 
-What it is: replicas by `DistributedDataParallel`, whose tokens take other experts on each rank. The
-model is wrapped before the block, and the wrapped one is passed to it. What it is not: changed by
-the budget; without ``--budget`` and ``--offload`` it is plain PyTorch.
+The model is wrapped in `DistributedDataParallel` before the block, and the wrapped one is passed to
+it. Without ``--budget`` and ``--offload`` this is plain PyTorch.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 from dynoffload.errors import ConfigError
@@ -115,6 +116,16 @@ def marks_of(page: Path) -> list[str]:
 def marked(error: float, most: float) -> str:
     """Return a relative error as text; one beyond ``most`` is a miss."""
     return f"{error:+.1%}{' miss' if abs(error) > most else ''}"
+
+
+def judged(name: str, errors: Sequence[float], most: float) -> str:
+    """Return what came of relative errors that were asked to be at most ``most``."""
+    sizes = [abs(error) for error in errors] or [0.0]
+    worst, within = max(sizes), sum(size <= most for size in sizes)
+    return (
+        f"{name}: median error {median(sizes):.1%}, worst {worst:.1%} (at most {most:.0%}: "
+        f"{'holds' if worst <= most else 'missed'}), {within} of {len(sizes)} within"
+    )
 
 
 def draw_diagonal(

@@ -6,12 +6,13 @@ times a plain one leaves the turns. What it said is its result; the others go on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from dynoffload.experiments import harness
 from dynoffload.experiments.baselines.cgroup import (
@@ -63,12 +64,6 @@ class Turns:
         """All that each makes."""
         return self.warmup + self.rounds * (self.lead + self.per_turn)
 
-    @property
-    def counted(self) -> list[int]:
-        """The numbers of those that count."""
-        turn = self.lead + self.per_turn
-        return [n for n in range(self.warmup, self.steps) if (n - self.warmup) % turn >= self.lead]
-
 
 @dataclass(frozen=True)
 class Way:
@@ -79,25 +74,27 @@ class Way:
         limit: bytes of its memory group; None for no group.
         swap_bytes: of a swap file, which lets the system page the group. Swapped bytes are those of
             all processes.
+        orders: what each step visits, for a clairvoyant.
     """
 
     spec: Spec
     limit: int | None = None
     swap_bytes: int = 0
+    orders: Sequence[Sequence[str]] = ()
 
 
 @dataclass(frozen=True)
 class Side:
-    """What a way did under a budget, measured or simulated.
+    """What a way did under a budget.
 
     Attributes:
-        why: it has no time; "" if it has, or if there is no such side.
+        why: it has no time; "" if it has.
         steps_s: seconds of the steps that count.
         bytes_in: read from the tier below, per step.
         bytes_out: written to it.
         note: what is to be known of it.
         losses_equal: whether losses are those of plain training, bit by bit, as far as it came;
-            None if it made no step, or is simulated.
+            None if it made no step.
         sizing: how the runtime divided the budget; None if it refused it, or did not.
         stall_s: of a step, that compute waited for bytes; None if nothing counts it.
         peak_fast_bytes: most bytes of the budget that were taken; None if nothing counts them.
@@ -158,8 +155,9 @@ class Contestant:
             return None
         self._worker.patience = self._patience()
         before = swapped_bytes() if self._way.swap_bytes else (0, 0)
+        told = [json.dumps(self._way.orders[len(self._worker.steps)])] if self._way.orders else []
         try:
-            made = self._worker.step(measured=measured)
+            made = self._worker.step(*told, measured=measured)
         except WorkerError as error:
             self._leave(error)
             return None
@@ -199,6 +197,34 @@ class Contestant:
             group_before_bytes=None if self._group is None else own.charged_bytes,
         )
 
+    @property
+    def steps(self) -> list[Step]:
+        """The steps that count."""
+        return [] if self._worker is None else self._worker.measured
+
+    @property
+    def losses(self) -> list[str]:
+        """The losses of all its steps."""
+        return [] if self._worker is None else self._worker.losses
+
+
+class Found(NamedTuple):
+    """What came of the turns.
+
+    Attributes:
+        plain: the plain steps that count.
+        plain_losses: of all plain steps.
+        steps: those of each way.
+        sides: what each way did.
+        described: what `Trainer.describe` says of a step.
+    """
+
+    plain: list[Step]
+    plain_losses: list[str]
+    steps: dict[str, list[Step]]
+    sides: dict[str, Side]
+    described: dict[str, Any]
+
 
 def measure(
     spec: Spec,
@@ -207,7 +233,7 @@ def measure(
     on_step: Callable[[str], None],
     *,
     describe: bool = False,
-) -> tuple[list[Step], dict[str, Side], dict[str, Any]]:
+) -> Found:
     """Let plain training and ``ways`` take turns.
 
     Args:
@@ -216,9 +242,6 @@ def measure(
         turns: how many steps, in which order.
         on_step: called with who made a step.
         describe: all make one step before the others, and plain training describes it.
-
-    Returns:
-        The plain steps that count, what each way did, and what `Trainer.describe` says.
 
     Raises:
         WorkerError: plain training failed.
@@ -250,4 +273,10 @@ def measure(
         ):
             each.step(measured=measured)
             on_step(each.name)
-        return plain.measured, {one.name: one.result(plain) for one in everyone}, described
+        return Found(
+            plain.measured,
+            plain.losses,
+            {one.name: one.steps for one in everyone},
+            {one.name: one.result(plain) for one in everyone},
+            described,
+        )

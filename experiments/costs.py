@@ -23,12 +23,11 @@ import torch
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import provenance
 from dynoffload.experiments.comparing import Table
-from dynoffload.experiments.costs_networks import NETWORKS, Network
 from dynoffload.experiments.harness import Experiment, Row, option, table
+from dynoffload.experiments.networks import COSTED, Sample, Subject
 from dynoffload.profiler import Recorder, Trace
 from dynoffload.profiler.cost_fitting import SHORTEST, fit
-from dynoffload.profiler.costs import CostModel
-from dynoffload.profiler.work import Kind
+from dynoffload.profiler.costs import CostModel, Kind
 from dynoffload.units import format_seconds
 
 if TYPE_CHECKING:
@@ -57,11 +56,9 @@ class Params:
     model: Path | None = option(None, "where to write the model fitted to all", place=True)
 
     def __post_init__(self) -> None:
-        if strange := [name for name in self.networks if name not in NETWORKS]:
-            raise ConfigError(
-                f"no network is named {strange[0]!r}; there are {', '.join(NETWORKS)}"
-            )
-        if len(set(self.networks or NETWORKS)) < 2 or self.samples < 1:
+        if strange := [name for name in self.networks if name not in COSTED]:
+            raise ConfigError(f"no network is named {strange[0]!r}; there are {', '.join(COSTED)}")
+        if len(set(self.networks or COSTED)) < 2 or self.samples < 1:
             raise ConfigError(
                 "a residual on held-out networks takes two networks and a sample of each"
             )
@@ -88,10 +85,10 @@ class Costs(Experiment[Params]):
         self.measured: dict[str, _Measured] = {}
 
     def cases(self) -> Mapping[str, str]:
-        return {name: name for name in self.params.networks or NETWORKS}
+        return {name: name for name in self.params.networks or COSTED}
 
     def run(self, case: str) -> Row:
-        found = self.measured[case] = measure(NETWORKS[case], self.params.samples)
+        found = self.measured[case] = measure(COSTED[case](), self.params.samples)
         took = [_seconds(trace) for trace in found.held]
         return {
             "network": case,
@@ -125,7 +122,7 @@ class Costs(Experiment[Params]):
         _draw(figure.subplots(), color, result["summary"]["steps"])
 
 
-def measure(network: Network, samples: int) -> _Measured:
+def measure(network: Subject, samples: int) -> _Measured:
     """Train for some steps; every other one is to be fitted to, the ones between are held out.
 
     The first step makes what later ones find, such as the optimizer's state; it is left out. Held
@@ -137,18 +134,18 @@ def measure(network: Network, samples: int) -> _Measured:
     found = _Measured()
     traces: list[Trace] = []
 
-    def step(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        network.loss(model(*args, **kwargs)).backward()  # type: ignore[no-untyped-call]
+    def step(sample: Sample) -> None:
+        sample.call(model).backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    for number, (args, kwargs) in enumerate(islice(network.samples(model), 2 * samples + 1)):
+    for number, sample in enumerate(islice(network.samples(_SEED), 2 * samples + 1)):
         if number and number % 2 == 0:
             begin = _clock()
-            step(args, kwargs)
+            step(sample)
             found.plain.append(_clock() - begin)
         with Recorder(model, optimizer, on_step=traces.append, clock=_clock):
-            step(args, kwargs)
+            step(sample)
         if number:
             (found.fitted if number % 2 else found.held).append(traces[-1])
     return found

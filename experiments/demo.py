@@ -8,13 +8,11 @@ the runs follow one another in one process.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -22,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from dynoffload.experiments import make_room
 from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.harness import Experiment, Row, option
-from dynoffload.experiments.trainer import finite
+from dynoffload.experiments.pilot_recording import learned
+from dynoffload.experiments.trainer import BUDGETED, PLAIN, Spec, Trainer, finite
 from dynoffload.pilot.progress import Report
 from dynoffload.units import format_bytes, format_seconds
 
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from dynoffload.reporting.tables import ComparisonRow
     from dynoffload.telemetry import RunLog
 
-NETWORK = "moe"
 SHARE = 8
 """The budget is one part in so many of the footprint."""
 _WARMUP = 2  # as the report page leaves out
@@ -49,8 +47,8 @@ class Params:
     spill_dir: Path | None = option(None, "where the spill files lie", place=True)
 
 
-WAYS: dict[str, tuple[str | None, str]] = {
-    "plain": (None, "with plain PyTorch, in all the memory it takes"),
+WAYS: dict[str, tuple[str, str]] = {
+    PLAIN: ("", "with plain PyTorch, in all the memory it takes"),
     "on-demand": ("on-demand", "under the budget, without prefetch"),
     "repeat-last": ("repeat", "under the budget, with prefetch by the order of the step before"),
     "pilot": ("pilot", "under the budget, with prefetch by the pilot"),
@@ -74,26 +72,37 @@ class Demo(Experiment[Params]):
         from dynoffload.reporting import ComparisonRow, comparison_table, write_run
 
         own, begin = self.params, time.perf_counter()
+        where = None if own.spill_dir is None else str(own.spill_dir)
+        plain = Spec("moe", own.preset, shape={"length": own.tokens}, lr=own.lr, spill_dir=where)
         _say("six phases, which take two to three minutes on two cores without other work")
+        _say(
+            f"1/6 recording {own.profiled} plain steps of a language model of routed experts, "
+            "and training a pilot on them"
+        )
+        rows: list[ComparisonRow] = []
         with tempfile.TemporaryDirectory() as scratch:
+            pilot = Path(scratch) / "demo.pilot"
+            footprint, trained = learned(plain, own.profiled, self.report, pilot)
+            accuracy = trained.evaluation.pilot.block_order_accuracy
             _say(
-                f"1/6 recording {own.profiled} plain steps of a language model of routed experts, "
-                "and training a pilot on them"
+                f"recorded {own.profiled} steps; a pilot learned from {trained.train_samples} of "
+                f"them and scores {accuracy:.1%} on files it has not seen"
             )
-            pilot, footprint_bytes, accuracy = _pilot(Path(scratch), own, self.report)
-            budget = footprint_bytes // SHARE
+            budget = footprint // SHARE
             _say(
-                f"a step takes {format_bytes(footprint_bytes)} (parameters, gradients, optimizer "
+                f"a step takes {format_bytes(footprint)} (parameters, gradients, optimizer "
                 f"state and activations); the budget is one eighth: {format_bytes(budget)}"
             )
-            rows: list[ComparisonRow] = []
+            plain = replace(plain, split="held-out", data_seed=1)
             for number, (name, (policy, how)) in enumerate(WAYS.items(), 2):
                 _say(f"{number}/6 training {own.steps} steps {how}")
-                steers = pilot if policy == "pilot" else None
-                found, seconds, log = _trained(name, own, policy, budget, steers, self.report)
+                spec = replace(plain, mode=BUDGETED, budget=budget, config={"policy": policy})
+                steers = str(pilot) if policy == "pilot" else None
+                spec = replace(spec, pilot=steers) if policy else plain
+                found, seconds, log = _trained(name, spec, own.steps, self.report)
                 if log is None:
                     losses, step_s = found, median(seconds[_WARMUP:])
-                    rows.append(ComparisonRow(name, step_s, peak_fast_bytes=footprint_bytes))
+                    rows.append(ComparisonRow(name, step_s, peak_fast_bytes=footprint))
                 else:
                     equal = found == losses
                     rows.append(ComparisonRow.of(name, log, losses_equal=equal, warmup=_WARMUP))
@@ -111,7 +120,7 @@ class Demo(Experiment[Params]):
         )
         _say(f"(all of it took {format_seconds(took)})")
         return {
-            "footprint_bytes": footprint_bytes,
+            "footprint_bytes": footprint,
             "budget_bytes": budget,
             "pilot_held_out_accuracy": finite(accuracy),
             "losses_equal": all(row.losses_equal for row in rows[1:]),
@@ -122,6 +131,20 @@ class Demo(Experiment[Params]):
 
     def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
         return []
+
+
+def _trained(
+    name: str, spec: Spec, steps: int, report: Report
+) -> tuple[list[str], list[float], RunLog | None]:
+    """Train; return the losses, the seconds, and the log of the block if there is one."""
+    gc.collect()
+    trainer, made = Trainer(spec), []
+    with trainer.training():
+        for number in range(steps):
+            report(f"training: {name}", number, steps)
+            made.append(trainer.step())
+    log = None if trainer.session is None else trainer.session.log
+    return [one["loss"] for one in made], [one["seconds"] for one in made], log
 
 
 def _told(rows: Sequence[ComparisonRow], log: RunLog, budget: int, steps: int) -> Iterator[str]:
@@ -142,75 +165,6 @@ def _told(rows: Sequence[ComparisonRow], log: RunLog, budget: int, steps: int) -
         f"{times[plain.name]}; so {paged[-1].step_s / plain.step_s:.1f} times as long, in one run "
         "of each."
     )
-
-
-def _pilot(folder: Path, params: Params, report: Report) -> tuple[Path, int, float]:
-    """Return the path of a trained pilot, the footprint of a step, and the pilot's accuracy."""
-    from dynoffload.experiments.pilot_cases import Case
-    from dynoffload.experiments.pilot_recording import recorded
-    from dynoffload.pilot.train import train_pilot
-    from dynoffload.planning.footprint import footprint
-    from dynoffload.profiler import load_trace, trace_files
-
-    case = Case("profile", NETWORK, params.preset, {"length": params.tokens})
-    keep = folder / "traces"
-    with recorded(case, params.profiled, params.lr, report, keep=keep) as traces:
-        report("pilot: learning")
-        trained = train_pilot(traces, progress=False)
-        path = folder / "demo.pilot"
-        trained.pilot.save(path)
-        paths = trace_files(traces)
-        total = max(footprint(load_trace(trace)).total for trace in paths[-8:])
-    score = trained.evaluation.pilot.block_order_accuracy
-    _say(
-        f"recorded {params.profiled} steps; a pilot learned from "
-        f"{trained.train_samples} of them and scores {score:.1%} on files it has not seen"
-    )
-    return path, total, score
-
-
-def _trained(
-    name: str,
-    params: Params,
-    policy: str | None,
-    budget: int,
-    pilot: Path | None,
-    report: Report,
-) -> tuple[list[float], list[float], RunLog | None]:
-    """Train; return the losses, the seconds, and the log of the block if there is one."""
-    import torch
-
-    import dynoffload
-    from dynoffload.experiments import zoo
-
-    gc.collect()
-    model = zoo.build(NETWORK, params.preset)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=params.lr, fused=True)
-    samples = zoo.samples(NETWORK, "held-out", seed=1, length=params.tokens)
-    losses: list[float] = []
-    seconds: list[float] = []
-    with contextlib.ExitStack() as stack:
-        session: Any = None
-        if policy is not None:
-            block = dynoffload.offload(
-                model,
-                optimizer,
-                budget=budget,
-                pilot=pilot,
-                spill_dir=params.spill_dir,
-                config={"policy": policy},
-            )
-            session = stack.enter_context(block)
-        for number, sample in enumerate(islice(samples, params.steps)):
-            report(f"training: {name}", number, params.steps)
-            begin = time.perf_counter()
-            loss = model(*sample.args).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-            seconds.append(time.perf_counter() - begin)
-    return losses, seconds, None if session is None else session.log
 
 
 def _numbers(row: ComparisonRow) -> dict[str, Any]:

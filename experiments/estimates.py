@@ -17,10 +17,10 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from dynoffload.errors import BudgetError, ConfigError
-from dynoffload.experiments.comparing import Table, draw_diagonal, marked
+from dynoffload.experiments.comparing import Table, draw_diagonal, judged, marked
 from dynoffload.experiments.harness import Experiment, Row, option, table
+from dynoffload.experiments.networks import FIT
 from dynoffload.experiments.processes import NEVER_LEFT, ONE_THREAD, fresh
-from dynoffload.experiments.simulated_networks import FIT
 from dynoffload.units import MiB
 
 if TYPE_CHECKING:
@@ -98,12 +98,9 @@ class Estimates(Experiment[Params]):
         ]
         return compared(network, share, ours, real, seconds)
 
-    def summary(self, rows: Sequence[Row]) -> dict[str, Any]:
-        return summary(rows)
-
     def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
         shown = table("estimated and real", _COLUMNS, result["rows"], ["bound by"])
-        return [shown, *said(result["summary"])]
+        return [shown, *said(result["rows"])]
 
     def draw(self, figure: Figure, color: Mapping[str, str], result: Mapping[str, Any]) -> None:
         shown = [row for row in result["rows"] if row["real"]]
@@ -131,7 +128,7 @@ class Estimates(Experiment[Params]):
 
 def footprint(network: str) -> int:
     """Return the bytes of a network's parameters, gradients and optimizer state."""
-    from dynoffload.experiments.simulated_networks import NETWORKS
+    from dynoffload.experiments.networks import NETWORKS
     from dynoffload.experiments.simulated_run import adamw
     from dynoffload.runtime.counting import whole_bytes
 
@@ -144,7 +141,7 @@ def estimated(
 ) -> tuple[dict[str, Any], float]:
     """Return the estimate, and the seconds that it took."""
     from dynoffload.estimation import estimates
-    from dynoffload.experiments.simulated_networks import NETWORKS
+    from dynoffload.experiments.networks import NETWORKS
     from dynoffload.experiments.simulated_run import adamw
 
     kind = NETWORKS[network]()
@@ -167,7 +164,7 @@ def trained(
 ) -> dict[str, Any]:
     """Train under a budget; return a step's seconds, and the peaks."""
     import dynoffload
-    from dynoffload.experiments.simulated_networks import NETWORKS
+    from dynoffload.experiments.networks import NETWORKS
     from dynoffload.experiments.simulated_run import adamw
 
     kind = NETWORKS[network]()
@@ -236,48 +233,17 @@ def compared(
     }
 
 
-def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return how many rows hit what is asked for, and the errors over all but those where both
-    sides refuse the budget."""
+def said(rows: Sequence[Row]) -> list[str]:
+    """Return whether what was asked for holds, over all but those where both sides refuse."""
     counted = [one for one in rows if one["real"] or not one["agrees"]]
     unseen = [one for one in counted if one["network"] not in KINDS_FITTED]
-
-    def errors(of: Sequence[Row], key: str) -> dict[str, Any]:
-        found, most = [abs(one[key]) for one in of], _ERRORS[key][1]
-        return {
-            "median": median(found) if found else 0.0,
-            "worst": max(found, default=0.0),
-            "within": sum(error <= most for error in found),
-            "holds": all(error <= most for error in found),
-        }
-
-    return {
-        "rows": len(counted),
-        "both_refuse": len(rows) - len(counted),
-        **{key: errors(counted, key) for key in _ERRORS},
-        "unseen": {
-            "networks": sorted({one["network"] for one in unseen}),
-            "rows": len(unseen),
-            **errors(unseen, "step_error"),
-        },
-    }
-
-
-def said(found: Mapping[str, Any]) -> list[str]:
-    """Return what was asked for, and whether it holds."""
-    unseen = found["unseen"]
     lines = [
-        f"{name}: median error {found[key]['median']:.1%}, worst {found[key]['worst']:.1%} (at "
-        f"most {most:.0%}: {'holds' if found[key]['holds'] else 'missed'}), "
-        f"{found[key]['within']} of {found['rows']} within"
-        for key, (name, most) in _ERRORS.items()
+        judged(name, [one[key] for one in counted], most) for key, (name, most) in _ERRORS.items()
     ]
-    if unseen["rows"]:
-        lines.append(
-            f"step time of kinds that nothing was fitted to ({', '.join(unseen['networks'])}): "
-            f"median error {unseen['median']:.1%}, worst {unseen['worst']:.1%}, "
-            f"{unseen['within']} of {unseen['rows']} within"
-        )
+    if unseen:
+        names = ", ".join(sorted({one["network"] for one in unseen}))
+        what = f"step time of kinds that nothing was fitted to ({names})"
+        lines.append(judged(what, [one["step_error"] for one in unseen], STEP_WORST))
     return lines
 
 

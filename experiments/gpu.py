@@ -31,6 +31,7 @@ from dynoffload.experiments.gpu_rows import MEASURED, NO_ROOM, NOT_MEASURED, mea
 from dynoffload.experiments.gpu_ways import COUNTED, FILES, PLAIN, WAYS, Task
 from dynoffload.experiments.harness import Experiment, Row, option, table
 from dynoffload.experiments.processes import WorkerError, fresh
+from dynoffload.experiments.trainer import Spec
 from dynoffload.memory.spill import default_spill_dir
 from dynoffload.units import format_bytes, format_seconds, parse_bytes
 
@@ -40,11 +41,11 @@ HEADROOM = (0.9, 0.75, 0.5)
 _FILE_AT = "1/8"  # the cap at which the way with a file below is measured
 _MOST_LAYERS = 4096
 _FOLDS = {"rows": 1, "min_length": 64, "max_length": 96, "min_depth": 16, "max_depth": 32}
-PRESETS: dict[str, dict[str, Task]] = {
+PRESETS: dict[str, dict[str, Spec]] = {
     preset: {
-        "moe": Task("", "moe", preset, shape={"rows": 1, "length": length}),
-        "evoformer": Task("", "evoformer", preset, shape={**_FOLDS, "max_cycles": 3}),
-        CAPACITY: Task("", "moe", "tiny", layer, {"rows": 1, "length": length}, meta=True),
+        "moe": Spec("moe", preset, shape={"rows": 1, "length": length}),
+        "evoformer": Spec("evoformer", preset, shape={**_FOLDS, "max_cycles": 3}),
+        CAPACITY: Spec("moe", "tiny", sizes=layer, shape={"rows": 1, "length": length}),
     }
     for preset, length, layer in (
         ("tiny", 16, {"hidden": 64, "experts": 4, "width": 80}),
@@ -135,23 +136,23 @@ class Gpu(Experiment[Params]):
             link = self._ask("the link", measure_link, str(accelerator()))
             return {**row, "state": MEASURED, "why": "", **link}
         name, _, tokens = case.part.partition(":")
-        task = replace(
-            PRESETS[self.params.preset][name],
-            way=case.way,
-            device=str(accelerator()),
+        spec = PRESETS[self.params.preset][name]
+        shape = {"rows": 1, "length": int(tokens)} if tokens else spec.shape
+        where = str(self.params.spill_dir or default_spill_dir())
+        task = Task(
+            case.way,
+            replace(spec, shape=shape, spill_dir=where),
+            str(accelerator()),
             steps=self.params.steps,
             warmup=self.params.warmup,
-            spill_dir=str(self.params.spill_dir or default_spill_dir()),
         )
         if case.part == CAPACITY:
             return {**row, **self._largest(task)}
-        if tokens:
-            task = replace(task, shape={"rows": 1, "length": int(tokens)})
         return {**row, **(self._at(case, task) if case.share else self.train(task))}
 
     def train(self, task: Task) -> Row:
         """Return a task's row: ``task``, ``state``, ``why`` and its numbers."""
-        found = self._ask(f"{task.way}, {task.network}", measure, task)
+        found = self._ask(f"{task.way}, {task.spec.network}", measure, task)
         return {"task": asdict(task), **found}
 
     def _ask(self, what: str, function: Callable[[Any], Row], given: Any) -> Row:
@@ -183,7 +184,8 @@ class Gpu(Experiment[Params]):
         """Return the row of a task with the first budget of [Note: caps] that runs."""
         found: Row = {}
         for share in HEADROOM if task.way in COUNTED else (0.0,):
-            found = self.train(replace(task, budget_bytes=int(share * task.cap_bytes)))
+            spec = replace(task.spec, budget=int(share * task.cap_bytes))
+            found = self.train(replace(task, spec=spec))
             if found["state"] != NO_ROOM:
                 break
         return found
@@ -195,14 +197,15 @@ class Gpu(Experiment[Params]):
             task,
             cap_bytes=parse_bytes(params.cap),
             host_bytes=parse_bytes(params.host) if task.way == FILES else 0,
-            meta=task.way in COUNTED,
             steps=2,
             warmup=1,
         )
         best: Row = {"state": NO_ROOM, "why": "one layer does not fit"}
         layers = 1
         while layers <= _MOST_LAYERS:
-            found = self._within(replace(task, sizes={**task.sizes, "layers": layers}))
+            sizes = {**task.spec.sizes, "layers": layers}
+            spec = replace(task.spec, sizes=sizes, meta=task.way in COUNTED)
+            found = self._within(replace(task, spec=spec))
             if found["state"] != MEASURED:
                 best = best if found["state"] == NO_ROOM else found
                 break
@@ -260,7 +263,7 @@ _TIMES = {
     "out": _cell("bytes_out", lambda nbytes: format_bytes(int(nbytes))),
     "stalled": _cell("stall_s", format_seconds),
     "allocator's peak": _cell("peak_allocated", format_bytes),
-    "budget": lambda row: format_bytes(row["task"]["budget_bytes"]) if "bytes_in" in row else "",
+    "budget": lambda row: format_bytes(row["task"]["spec"]["budget"]) if "bytes_in" in row else "",
     "losses equal": _cell("losses_equal", lambda equal: "yes" if equal else "NO"),
 }
 _SIZES = {

@@ -38,7 +38,7 @@ from dynoffload.experiments.allowed import CONFIG, budget_of
 from dynoffload.experiments.bits import first_difference, state_of
 from dynoffload.experiments.gpu_check_cases import Case, Kind
 from dynoffload.experiments.late import Late
-from dynoffload.experiments.lying import LyingPilot
+from dynoffload.experiments.predictors import LyingPilot
 from dynoffload.experiments.zoo.building import moved
 from dynoffload.memory.accelerator.streams import Streams
 from dynoffload.runtime import target

@@ -20,7 +20,7 @@ from dynoffload.errors import BudgetError, DynOffloadError
 from dynoffload.experiments.gpu_check_training import deterministic
 from dynoffload.experiments.gpu_ways import PLAIN, WAYS, Task
 from dynoffload.experiments.processes import NEVER_LEFT
-from dynoffload.experiments.trainer import finite
+from dynoffload.experiments.trainer import Spec, finite
 from dynoffload.experiments.zoo.building import moved
 from dynoffload.memory.accelerator import torch_streams
 from dynoffload.memory.accelerator.streams import StreamEvent
@@ -60,14 +60,15 @@ def _trained(task: Task) -> dict[str, Any]:
 
     device = place_of(task)
     NEVER_LEFT.enter_context(deterministic())
-    tiny = replace(task, way=PLAIN, preset="tiny", sizes={}, shape={})
+    spec = task.spec
+    tiny = replace(task, way=PLAIN, spec=Spec(spec.network, "tiny"))
     with WAYS[PLAIN](tiny, device) as ready:
-        ready.step(moved(next(zoo.samples(task.network)).args, device))
+        ready.step(moved(next(zoo.samples(spec.network)).args, device))
     _cap(device, task.cap_bytes)
     before = resident_bytes()
     ready = NEVER_LEFT.enter_context(WAYS[task.way](task, device))
     torch.manual_seed(0)
-    stream = zoo.samples(task.network, "train", **task.shape)
+    stream = zoo.samples(spec.network, "train", **spec.shape)
     seconds, losses = [], []
     for _ in range(task.warmup + task.steps):
         args = moved(next(stream).args, device)

@@ -15,19 +15,20 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dynoffload.experiments.trainer import Spec, adamw, network
+
 Step = Callable[[tuple[Any, ...]], Tensor]
 """Makes one training step and returns its loss, on the accelerator."""
 PLAIN, OURS, FILES = "plain", "ours", "ours-file"
 COUNTED = (OURS, FILES)
 """Ways that take a budget in bytes."""
-_LR = 1e-3
 
 
 @dataclass(frozen=True)
@@ -36,35 +37,23 @@ class Task:
 
     Attributes:
         way: a key of `WAYS`.
-        network: name in the zoo.
-        preset: its sizes, ...
-        sizes: ... and those that differ.
-        shape: of the samples.
+        spec: the network, its samples and optimizer; of ways that count bytes also the budget,
+            options, where files lie, and whether to build on the meta device, so that the network
+            is never whole.
         device: the accelerator.
         cap_bytes: that its allocator may take; 0 for all there are.
-        budget_bytes: of ways that count bytes.
         host_bytes: of host memory, for a way with a file below that.
         steps: that count, ...
         warmup: ... after so many that do not.
-        meta: ways that count build on the meta device, so that the network is never whole.
-        spill_dir: where files lie.
-        config: options of `dynoffload.OffloadConfig` that differ.
     """
 
     way: str
-    network: str
-    preset: str = "base"
-    sizes: dict[str, int] = field(default_factory=dict)
-    shape: dict[str, int] = field(default_factory=dict)
+    spec: Spec
     device: str = "cuda"
     cap_bytes: int = 0
-    budget_bytes: int = 0
     host_bytes: int = 0
     steps: int = 6
     warmup: int = 3
-    meta: bool = False
-    spill_dir: str | None = None
-    config: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -80,20 +69,14 @@ Way = Callable[[Task, torch.device], AbstractContextManager[Ready]]
 """Makes a task's network ready within a block."""
 
 
-def _built(task: Task, *, meta: bool = False) -> nn.Module:
-    from dynoffload.experiments import zoo
-
-    sizes: dict[str, Any] = {**task.sizes, "device": "meta" if meta else "cpu"}
-    return zoo.build(task.network, task.preset, **sizes)
-
-
 def _ready(
+    task: Task,
     model: nn.Module,
     optimizer: Optimizer | None = None,
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     session: Any = None,
 ) -> Ready:
-    stepped = optimizer or torch.optim.AdamW(model.parameters(), lr=_LR, fused=True)
+    stepped = optimizer or adamw(model, task.spec)
 
     def step(args: tuple[Any, ...]) -> Tensor:
         with around():
@@ -108,24 +91,24 @@ def _ready(
 
 @contextlib.contextmanager
 def _plain(task: Task, device: torch.device) -> Iterator[Ready]:
-    yield _ready(_built(task).to(device))
+    yield _ready(task, network(task.spec).to(device))
 
 
 @contextlib.contextmanager
 def _save_on_cpu(task: Task, device: torch.device) -> Iterator[Ready]:
     pinned = device.type != "cpu"
     around = functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=pinned)
-    yield _ready(_built(task).to(device), around=around)
+    yield _ready(task, network(task.spec).to(device), around=around)
 
 
 @contextlib.contextmanager
 def _checkpoint(task: Task, device: torch.device) -> Iterator[Ready]:
     from torch.utils.checkpoint import checkpoint
 
-    model = _built(task).to(device)
+    model = network(task.spec).to(device)
     for block in blocks_of(model):
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    yield _ready(model)
+    yield _ready(task, model)
 
 
 @contextlib.contextmanager
@@ -145,11 +128,11 @@ def _fsdp2(task: Task, device: torch.device) -> Iterator[Ready]:
     try:
         mesh = init_device_mesh(device.type, (1,))
         policy = CPUOffloadPolicy(pin_memory=device.type != "cpu")
-        model = _built(task)
+        model = network(task.spec)
         for block in blocks_of(model):
             fully_shard(block, mesh=mesh, offload_policy=policy)
         fully_shard(model, mesh=mesh, offload_policy=policy)
-        yield _ready(model)
+        yield _ready(task, model)
     finally:
         dist.destroy_process_group()
 
@@ -158,28 +141,28 @@ def _fsdp2(task: Task, device: torch.device) -> Iterator[Ready]:
 def _host_optimizer(task: Task, device: torch.device) -> Iterator[Ready]:
     import dynoffload
 
-    model = _built(task).to(device)
-    optimizer = dynoffload.HostOptimizer(model.parameters(), torch.optim.AdamW, lr=_LR)
+    model = network(task.spec).to(device)
+    optimizer = dynoffload.HostOptimizer(model.parameters(), torch.optim.AdamW, lr=task.spec.lr)
     with contextlib.closing(optimizer):
-        yield _ready(model, optimizer)
+        yield _ready(task, model, optimizer)
 
 
 @contextlib.contextmanager
 def _ours(task: Task, device: torch.device) -> Iterator[Ready]:
     import dynoffload
 
-    model = _built(task, meta=task.meta)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, fused=True)
+    model = network(task.spec)
+    optimizer = adamw(model, task.spec)
     with dynoffload.offload(
         model,
         optimizer,
-        budget=task.budget_bytes,
+        budget=task.spec.budget,
         host_budget=task.host_bytes or None,
         device=task.device,
-        spill_dir=task.spill_dir,
-        config=task.config,
+        spill_dir=task.spec.spill_dir,
+        config=task.spec.config,
     ) as session:
-        yield _ready(model, optimizer, session=session)
+        yield _ready(task, model, optimizer, session=session)
 
 
 WAYS: dict[str, Way] = {

@@ -230,7 +230,7 @@ def rendered(kind: type[Experiment[Any]], json_path: Path) -> dict[str, Any]:
     """
     try:
         result: dict[str, Any] = json.loads(json_path.read_text(encoding="utf-8"))
-        params = kind.parameters(**_typed(kind.parameters, result["params"]))
+        params = _as_made(kind.parameters, result["params"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         told = f"{json_path} holds no result of this experiment ({error}): run it without --render"
         raise ConfigError(told) from error
@@ -354,8 +354,9 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _typed(params: type[Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return parameters as their dataclass has them, from what JSON holds."""
+def _as_made(params: type[Any], found: Mapping[str, Any]) -> Any:
+    """Return the parameters of a run from what JSON holds. They are not checked: an older run's may
+    be refused today, and nothing is run with them."""
     hints = typing.get_type_hints(params)
 
     def typed(value: Any, kind: Any) -> Any:
@@ -364,4 +365,8 @@ def _typed(params: type[Any], found: Mapping[str, Any]) -> dict[str, Any]:
         kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
         return Path(value) if Path in kinds and value is not None else value
 
-    return {name: typed(value, hints.get(name)) for name, value in found.items()}
+    made = object.__new__(params)
+    for one in fields(params):
+        value = typed(found[one.name], hints[one.name]) if one.name in found else one.default
+        object.__setattr__(made, one.name, value)
+    return made

@@ -22,18 +22,13 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dynoffload.errors import ConfigError
+from dynoffload.experiments import contest
 from dynoffload.experiments.baselines import DTR, REPLAY
-from dynoffload.experiments.baselines.cgroup import memory_group, swap_file
 from dynoffload.experiments.comparing import Table
+from dynoffload.experiments.contest import Contestant
 from dynoffload.experiments.harness import Experiment, Row, option, table
 from dynoffload.experiments.trainer import BUDGETED, PLAIN, Spec
-from dynoffload.experiments.workers import (
-    Worker,
-    WorkerError,
-    charged_before,
-    ended_after,
-    worker,
-)
+from dynoffload.experiments.workers import charged_before
 from dynoffload.experiments.zoo import FOLDING, TRUNK
 from dynoffload.memory.spill import default_spill_dir
 from dynoffload.units import format_seconds, parse_bytes
@@ -330,30 +325,20 @@ def spec_of(params: Params, subject: Subject, way: Way, size: int) -> Spec:
 def attempt(params: Params, subject: Subject, way: Way, size: int, room: _Room) -> Try:
     """Train a size."""
     allowed = params.slowest * room.paced(size) if room.holds else _PLAIN_S
-    deadline = _START_S + 4 * (params.steps + 1) * allowed
-    memory = parse_bytes(params.memory)
-    started: Worker | None = None
+    memory, swap = parse_bytes(params.memory), 0
+    if way.swap:
+        swap = int(_SPARE * (room.base + memory * size // max(1, room.holds)))
+    runs = contest.Way(spec_of(params, subject, way, size), room.base + memory, swap)
+    one = Contestant(f"{way.title} {size}", runs, lambda: _START_S + 4 * allowed)
     with ExitStack() as stack:
-        if way.swap:
-            need = int(_SPARE * (room.base + memory * size // max(1, room.holds)))
-            stack.enter_context(swap_file(params.spill_dir or default_spill_dir(), need))
-        group = stack.enter_context(memory_group(room.base + memory, swap=way.swap))
-        try:
-            spec = spec_of(params, subject, way, size)
-            started = stack.enter_context(worker(f"{way.title} {size}", spec, group))
-            with ended_after(started.kill, deadline) as late:
-                started.wait_ready()
-                for number in range(params.steps + 1):
-                    started.step(measured=number > 0)
-                    if number and started.steps[-1].seconds > allowed:
-                        break
-        except WorkerError as error:
-            why = str(error)
-            if started is not None and late.is_set():
-                why = f"no end after {format_seconds(deadline)}"
-            return Try(size, why.strip().splitlines()[-1][-300:])
-        seconds = [step.seconds for step in started.measured]
-        losses = tuple(started.losses)
+        one.start(stack)
+        for number in range(params.steps + 1):
+            one.step(measured=number > 0)
+            if one.steps and one.steps[-1].seconds > allowed:
+                break
+        if one.why:
+            return Try(size, one.why)
+        seconds, losses = [step.seconds for step in one.steps], tuple(one.losses)
     slowest = max(seconds)
     why = ""
     if slowest > allowed:

@@ -116,7 +116,7 @@ class Pipeline(Experiment[Params]):
                 patience=self.params.patience,
                 environment=ONE_THREAD,
             )
-        return {"ranks": case.world, "size": case.size, **(found[0].value or {})}
+        return {"ranks": case.world, "size": case.size, **found[0]}
 
     def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
         timed = [row for row in result["rows"] if "mbit" in row]

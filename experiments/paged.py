@@ -25,7 +25,7 @@ from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.contest import Side, Turns, Way
 from dynoffload.experiments.harness import Experiment, Row, option, table
 from dynoffload.experiments.trainer import BUDGETED, Spec
-from dynoffload.experiments.workers import Step
+from dynoffload.experiments.workers import Step, median_seconds
 from dynoffload.experiments.zoo import FUSED
 from dynoffload.memory.limits import available_bytes
 from dynoffload.memory.spill import default_spill_dir
@@ -130,18 +130,19 @@ class Paged(Experiment[Params]):
         per_turn = min(2, own.steps)
         turns = Turns(-(-own.steps // per_turn), own.warmup, per_turn)
         ways = {name: Way(self._budgeted(spec, VARIANTS[name], budget), limit) for name in case}
-        plain, sides, described = contest.measure(spec, ways, turns, self.report, describe=True)
+        found = contest.measure(spec, ways, turns, self.report, describe=True)
+        sides = found.sides
         if limit is not None and own.paged_steps:
             # Pages are kept in swap after they were read back; room for all of the process, more.
             paged = {SYSTEM: Way(spec, limit, swap_bytes=int(weights * _SPARE) + limit)}
             alone = Turns(own.paged_steps, warmup=1, per_turn=1, lead=0)
-            sides |= contest.measure(spec, paged, alone, self.report)[1]
+            sides |= contest.measure(spec, paged, alone, self.report).sides
         return {
-            "plain_s": median(step.seconds for step in plain),
-            "plain_steps_s": [step.seconds for step in plain],
+            "plain_s": median_seconds(found.plain),
+            "plain_steps_s": [step.seconds for step in found.plain],
             "budget_bytes": budget,
             "limit_bytes": limit,
-            **_bound(described, plain, budget, Path(spec.spill_dir or "")),
+            **_bound(found.described, found.plain, budget, Path(spec.spill_dir or "")),
             "ways": {
                 name: asdict(side) | {"seconds": side.seconds} for name, side in sides.items()
             },

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dynoffload.errors import ConfigError
 from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.harness import Cell, Experiment, Row, option, table
-from dynoffload.experiments.pilot_cases import CASES, DATA, STRUCTURE
-from dynoffload.experiments.pilot_recording import record
+from dynoffload.experiments.pilot_recording import CASES, DATA, STRUCTURE, record
 from dynoffload.experiments.pilot_scores import BASELINES, scores
 from dynoffload.units import format_bytes, format_seconds
 
@@ -54,7 +53,7 @@ _ASKED = {
     "costs": f"the median prediction at most {format_seconds(LATENCY_S)}, stored in at most "
     f"{ARTIFACT_BYTES / 1e6:.0f} MB",
 }
-_SHADES = {"last_order": "fault", "most_frequent": "rss", "recorded_order": "evict"}
+_SHADES = {"last_order": "fault", "most_frequent": "rss"}
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ class PilotAccuracy(Experiment[Params]):
             ),
         }
         axes = figure.subplots()
-        for (label, (shade, spreads)), mark in zip(shown.items(), "vs^oD", strict=True):
+        for (label, (shade, spreads)), mark in zip(shown.items(), "vsoD", strict=True):
             means = [one["mean"] for one in spreads]
             off = [
                 [abs(one[end] - one["mean"]) for one in spreads]  # over the seeds
@@ -250,7 +249,6 @@ _ACCURACY: dict[str, Cell] = {
     "decision known": lambda row: _share(row["pilot"]["one_ahead"]),
     "last order": lambda row: _share(row["baselines"]["last_order"]),
     "most frequent": lambda row: _share(row["baselines"]["most_frequent"]),
-    "recorded order": lambda row: _share(row["baselines"]["recorded_order"]),
     "asked": _asked,
     "prediction": lambda row: format_seconds(row["pilot"]["latency_s"]["max"]),
     "stored": lambda row: format_bytes(int(row["pilot"]["artifact_bytes"]["max"])),

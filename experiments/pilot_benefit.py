@@ -9,12 +9,11 @@ prefetch pays (`dynoffload.runtime.migration.gates`).
 
 from __future__ import annotations
 
-import contextlib
-import json
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,26 +21,18 @@ import numpy as np
 from dynoffload.errors import ConfigError
 from dynoffload.experiments.baselines import REPLAY
 from dynoffload.experiments.comparing import Table
-from dynoffload.experiments.harness import Cell, Experiment, Row, option, table, turns
-from dynoffload.experiments.pilot_cases import Case
-from dynoffload.experiments.pilot_recording import recorded
+from dynoffload.experiments.contest import Side, Turns, Way, measure
+from dynoffload.experiments.harness import Cell, Experiment, Row, option, table
+from dynoffload.experiments.pilot_recording import Case, learned
+from dynoffload.experiments.processes import WorkerError
 from dynoffload.experiments.trainer import BUDGETED, Spec
-from dynoffload.experiments.workers import (
-    Worker,
-    losses_equal,
-    mean_accuracy,
-    median_seconds,
-    median_stat,
-    worker,
-)
+from dynoffload.experiments.workers import Step, median_seconds, worker
 from dynoffload.runtime.migration.gates import SETTLING, TRIED, WATCHED
 from dynoffload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_LEAD = 1
-_LR = 3e-4
 SHARE = 0.125
 """Of the footprint, that a budget is."""
 WARMUP = SETTLING + WATCHED + SETTLING + TRIED + SETTLING
@@ -53,34 +44,16 @@ ASKED: dict[str, tuple[float, str]] = {
     "wasted": (0.10, "wasted prefetch"),
 }
 """The most that each ratio of the pilot's run is asked to be, and what tables call it."""
-
-_SHADES = {
-    "on_demand": "fault",
-    "recorded": "evict",
-    "repeat": "rss",
-    "pilot": "plan",
-    "clairvoyant": "optimizer",
+_PILOT, _CLAIRVOYANT = "pilot", "clairvoyant"
+POLICIES: dict[str, dict[str, Any]] = {
+    "on_demand": {"config": {"policy": "on-demand"}},
+    "recorded": {"baseline": REPLAY},
+    "repeat": {"config": {"policy": "repeat"}},
+    _PILOT: {"config": {"policy": "pilot"}},
+    _CLAIRVOYANT: {"config": {"policy": "pilot"}, "clairvoyant": True},
 }
-
-
-@dataclass(frozen=True)
-class Policy:
-    """One way to prefetch: options of the session, or a baseline, and what steers."""
-
-    config: dict[str, Any] = field(default_factory=dict)
-    baseline: str = ""
-    piloted: bool = False
-    clairvoyant: bool = False
-
-
-POLICIES: dict[str, Policy] = {
-    "on_demand": Policy({"policy": "on-demand"}),
-    "recorded": Policy(baseline=REPLAY),
-    "repeat": Policy({"policy": "repeat"}),
-    "pilot": Policy({"policy": "pilot"}, piloted=True),
-    "clairvoyant": Policy({"policy": "pilot"}, clairvoyant=True),
-}
-"""By the key of the JSON."""
+"""What `Spec` is told, by the key of the JSON."""
+_SHADES = dict(zip(POLICIES, ("fault", "evict", "rss", "plan", "optimizer"), strict=True))
 
 
 @dataclass(frozen=True)
@@ -111,7 +84,6 @@ def networks(size: str) -> dict[str, tuple[Case, float, int]]:
         (Case("moe_64", "moe", f"{size}-wide", {"length": 64}, "top-2 of 64, 64 tokens"), SHARE, 0),
         (Case("switch", "switch", size, {"length": 64}, "Switch, 32 experts, 64 tokens"), SHARE, 0),
         (Case("depths", "depths", size, {"length": 16}, "mixture of depths, 16 tokens"), SHARE, 0),
-        (Case("tree_cnn", "tree-cnn", size, title="tree CNN"), SHARE, 0),
         (Case("slim", "slim", size, title="slimmable, 4 widths"), 0.2, 1),
         (Case("gan", "gan", size, title="unrolled GAN"), 0.2, 0),
         (Case("tree", "tree", size, title="Child-Sum Tree-LSTM"), 0.5, 0),
@@ -132,94 +104,56 @@ class PilotBenefit(Experiment[Params]):
         return {name: known[name] for name in self.params.only or known}
 
     def run(self, case: tuple[Case, float, int]) -> Row:
-        one, least, threads = case
-        share = max(self.params.share, least)
+        (one, least, threads), own = case, self.params
+        share = max(own.share, least)
+        turns = Turns(-(-own.steps // own.per_turn), own.warmup, own.per_turn)
+        where = None if own.spill_dir is None else str(own.spill_dir)
+        spec = Spec(one.network, one.preset, shape=one.shape, lr=one.lr)
         with tempfile.TemporaryDirectory() as folder:
-            pilot = Path(folder) / "case.pilot"
-            footprint = self._prepare(one, pilot)
-            directory = self.params.spill_dir
-            spec = Spec(
-                one.network,
-                one.preset,
-                shape=one.shape,
-                split="held-out",
-                data_seed=1,
-                lr=_LR,
-                budget=int(share * footprint),
-                threads=threads,
-                spill_dir=None if directory is None else str(directory),
-            )
-            return {
-                "title": one.title,
-                "share": share,
-                "footprint_bytes": footprint,
-                "budget_bytes": spec.budget,
-                **self._compare(one, spec, pilot),
-            }
-
-    def _prepare(self, case: Case, path: Path) -> int:
-        """Train a pilot into ``path`` and return the footprint of a step, the largest recorded."""
-        from dynoffload.pilot.train import train_pilot
-        from dynoffload.planning.footprint import footprint
-        from dynoffload.profiler import load_trace, trace_files
-
-        with recorded(case, self.params.samples, _LR, self.report) as traces:
-            self.report(f"{case.key}: learning a pilot")
-            train_pilot(traces, progress=False).pilot.save(path)
-            found = trace_files(traces)
-            # Optimizer state appears with a parameter's first gradient: late steps have most.
-            return max(footprint(load_trace(trace)).total for trace in found[-32:])
-
-    def _compare(self, case: Case, spec: Spec, pilot: Path) -> dict[str, Any]:
-        """Return the numbers of all runs of one case."""
-        per_turn, warmup = self.params.per_turn, self.params.warmup
-        rounds = -(-self.params.steps // per_turn)
-        each = warmup + rounds * (_LEAD + per_turn)
-        orders, watched = self._looked_ahead(case, spec, each)
-        with contextlib.ExitStack() as stack:
-
-            def started(key: str, policy: Policy) -> _Run:
-                own = replace(
-                    spec,
-                    mode=BUDGETED,
-                    config=policy.config,
-                    baseline=policy.baseline,
-                    pilot=str(pilot) if policy.piloted else None,
-                    clairvoyant=policy.clairvoyant,
+            pilot = str(Path(folder) / "case.pilot")
+            footprint, _ = learned(spec, own.samples, self.report, Path(pilot))
+            held_out: dict[str, Any] = {"split": "held-out", "data_seed": 1}
+            spec = replace(spec, threads=threads, spill_dir=where, **held_out)
+            orders, losses = self._looked_ahead(spec, turns.steps)
+            budget = int(share * footprint)
+            ways = {
+                key: Way(
+                    replace(
+                        spec,
+                        mode=BUDGETED,
+                        budget=budget,
+                        pilot=pilot if key == _PILOT else None,
+                        **of,
+                    ),
+                    orders=orders if key == _CLAIRVOYANT else (),
                 )
-                one = stack.enter_context(worker(key, own))
-                return _Run(one, iter(orders) if policy.clairvoyant else None)
-
-            plain = _Run(stack.enter_context(worker("plain", spec)))
-            runs = {key: started(key, policy) for key, policy in POLICIES.items()}
-            stepping = turns(
-                [plain, *runs.values()],
-                warmup=warmup,
-                rounds=rounds,
-                per_turn=per_turn,
-                lead=_LEAD,
-            )
-            for number, (run, measured) in enumerate(stepping):
-                self.report(f"{case.key}: {run.worker.name}", number, (1 + len(runs)) * each)
-                run.step(measured=measured)
-            numbers: dict[str, Any] = {"plain": {"step_s": median_seconds(plain.worker.measured)}}
-            numbers |= {key: _numbers(plain.worker, ran.worker) for key, ran in runs.items()}
-            return {
-                "paths": len({tuple(order) for order in orders}),
-                "steps": each,
-                "largest_update_bytes": _largest_update(case, orders),
-                "repeatable": losses_equal(plain.worker, watched),
-                "runs": numbers,
+                for key, of in POLICIES.items()
             }
+            found = measure(spec, ways, turns, lambda key: self.report(f"{one.key}: {key}"))
+        return {
+            "title": one.title,
+            "share": share,
+            "footprint_bytes": footprint,
+            "budget_bytes": budget,
+            "paths": len({tuple(order) for order in orders}),
+            "steps": turns.steps,
+            "largest_update_bytes": _largest_update(one, orders),
+            "repeatable": losses == found.plain_losses,
+            "runs": {
+                "plain": {"step_s": median_seconds(found.plain)},
+                **{key: _numbers(found.steps[key], found.sides[key]) for key in POLICIES},
+            },
+        }
 
-    def _looked_ahead(self, case: Case, spec: Spec, steps: int) -> tuple[list[list[str]], Worker]:
-        """Return what each step visits, and the plain run that told, of which no time is taken."""
+    def _looked_ahead(self, spec: Spec, steps: int) -> tuple[list[list[str]], list[str]]:
+        """Return what each step visits, and the losses of the plain run that told; no time is
+        taken of it."""
         orders = []
         with worker("watched", replace(spec, watched=True)) as watched:
             for number in range(steps):
-                self.report(f"{case.key}: looking ahead", number, steps)
+                self.report(f"{spec.network}: looking ahead", number, steps)
                 orders.append(watched.step()["visited"])
-        return orders, watched
+            return orders, watched.losses
 
     def summary(self, rows: Sequence[Row]) -> dict[str, Any]:
         return {row["case"]: ratios(row) for row in rows}
@@ -269,19 +203,6 @@ class PilotBenefit(Experiment[Params]):
         figure.legend(handles, names, loc="outside upper center", ncols=5, frameon=False)
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A worker that takes turns; before each step the clairvoyant is told what it will visit."""
-
-    worker: Worker
-    orders: Iterator[list[str]] | None = None
-
-    def step(self, *, measured: bool = True) -> None:
-        """Make one step."""
-        order = () if self.orders is None else (json.dumps(next(self.orders)),)
-        self.worker.step(*order, measured=measured)
-
-
 def _largest_update(case: Case, orders: Iterable[Iterable[str]]) -> int:
     """Return what the largest update of one visited module uses at once, in bytes: weights,
     gradients and the two moments of AdamW."""
@@ -293,23 +214,29 @@ def _largest_update(case: Case, orders: Iterable[Iterable[str]]) -> int:
     return 4 * max(sum(int(p.nbytes) for p in own) for own in weights)
 
 
-def _numbers(plain: Worker, ran: Worker) -> dict[str, Any]:
-    steps = ran.measured
+def _numbers(steps: Sequence[Step], side: Side) -> dict[str, Any]:
+    if side.why:
+        raise WorkerError(side.why)
+
+    def of(name: str) -> list[Any]:
+        return [step.stats[name] for step in steps]
+
+    known = [accuracy for accuracy in of("accuracy") if accuracy is not None]
     return {
-        "step_s": median_seconds(steps),
-        "each_step_s": [step.seconds for step in steps],
-        "each_prefetched": [step.stats["prefetched_bytes"] for step in steps],
-        "stall_s": median_stat(steps, "stall_s"),
-        "stall_total_s": sum(step.stats["stall_s"] for step in steps),
-        "stalls": median_stat(steps, "stalls"),
-        "bytes_in": int(median_stat(steps, "bytes_in")),
-        "bytes_out": int(median_stat(steps, "bytes_out")),
-        "prefetched_bytes": sum(step.stats["prefetched_bytes"] for step in steps),
-        "wasted_bytes": sum(step.stats["wasted_bytes"] for step in steps),
-        "steps_on_demand": sum(not step.stats["prefetched_bytes"] for step in steps),
-        "accuracy": mean_accuracy(steps),
-        "peak_fast_bytes": ran.ask("state")["peak_fast_bytes"],
-        "losses_equal": losses_equal(plain, ran),
+        "step_s": side.seconds,
+        "each_step_s": side.steps_s,
+        "each_prefetched": of("prefetched_bytes"),
+        "stall_s": side.stall_s,
+        "stall_total_s": sum(of("stall_s")),
+        "stalls": median(of("stalls")),
+        "bytes_in": int(median(of("bytes_in"))),
+        "bytes_out": int(median(of("bytes_out"))),
+        "prefetched_bytes": sum(of("prefetched_bytes")),
+        "wasted_bytes": sum(of("wasted_bytes")),
+        "steps_on_demand": sum(not one for one in of("prefetched_bytes")),
+        "accuracy": fmean(known) if known else None,
+        "peak_fast_bytes": side.peak_fast_bytes,
+        "losses_equal": side.losses_equal,
         "steps": len(steps),
     }
 

@@ -1,26 +1,97 @@
-"""Recorded training steps of a network of the zoo, as a pilot learns from them."""
+"""Recorded training steps of networks of the zoo, as pilots learn from them."""
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dynoffload.experiments.pilot_cases import Case
+from dynoffload.experiments.trainer import Spec, adamw, network
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.labels import encode_example, label_traces
 from dynoffload.pilot.progress import Report
 from dynoffload.pilot.sources import split_by_source
-from dynoffload.pilot.train import HOLDOUT
+from dynoffload.pilot.train import HOLDOUT, TrainResult, train_pilot
 from dynoffload.planning.blocks import Vocabulary
 from dynoffload.planning.cutting import build_vocabulary
 
 if TYPE_CHECKING:
     from dynoffload.experiments.zoo.building import ZooSample
+
+STRUCTURE, DATA = "structure", "data"
+"""Where a step's path comes from: what the sample shows before it, or what the network computes."""
+_LATE = 32  # last recorded steps, of which the largest is the footprint
+
+
+@dataclass(frozen=True)
+class Case:
+    """One network with one shape of samples.
+
+    Attributes:
+        key: where its numbers stand in the JSON.
+        network: name in the zoo.
+        preset: its sizes.
+        shape: of its samples.
+        title: what tables call it.
+        origin: `STRUCTURE` or `DATA`.
+        lr: AdamW's learning rate.
+        before: steps that are trained before the recording begins, so that there is something to
+            decide: an exit that was never sure is no exit.
+        share: of the samples asked for that are recorded, where a step takes long and its path
+            follows from one number.
+    """
+
+    key: str
+    network: str
+    preset: str = "tiny"
+    shape: dict[str, int] = field(default_factory=dict)
+    title: str = ""
+    origin: str = DATA
+    lr: float = 3e-4
+    before: int = 0
+    share: float = 1.0
+
+
+def _structure(key: str, network: str, title: str, preset: str = "tiny", share: float = 1) -> Case:
+    return Case(key, network, preset, title=title, origin=STRUCTURE, share=share)
+
+
+def _experts(key: str, network: str, preset: str, length: int, title: str) -> Case:
+    return Case(key, network, preset, {"length": length}, f"{title}, {length} tokens")
+
+
+CASES: dict[str, Case] = {
+    case.key: case
+    for case in (
+        _structure("tree", "tree", "Child-Sum Tree-LSTM"),
+        _structure("tree_untied", "tree", "Tree-LSTM, 12 cells by kind", "tiny-untied"),
+        _structure("slim", "slim", "slimmable, 4 widths"),
+        _structure("gan", "gan", "unrolled GAN"),
+        _structure("evoformer", "evoformer", "Evoformer, recycling"),
+        _structure("esmfold", "esmfold", "ESMFold, recycling", share=0.25),
+        Case("early_lstm", "early-lstm", title="early-ending LSTM", lr=1e-3, before=1000),
+        _experts("switch_32", "switch", "tiny", 64, "Switch, 32 experts"),
+        _experts("switch_128", "switch", "tiny-128", 64, "Switch, 128 experts"),
+        _experts("moe_8", "moe", "tiny-wide", 8, "top-2 of 64"),
+        _experts("moe_64", "moe", "tiny-wide", 64, "top-2 of 64"),
+        _experts("moe_512", "moe", "tiny-wide", 512, "top-2 of 64"),
+        Case("exits", "exits", title="multi-scale exits", before=700),
+        Case(
+            "depths",
+            "depths",
+            shape={"length": 16},
+            title="mixture of depths, 16 tokens",
+            lr=1e-3,
+            before=100,
+        ),
+    )
+}
+"""All networks of the zoo whose steps differ, by key, at the smallest sizes: the number of codes
+and sites makes a network hard to predict."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +128,8 @@ def record(case: Case, samples: int, seed: int) -> Recording:
         samples: steps that are recorded.
         seed: of the weights, of the samples' order, and of what is held out.
     """
-    with recorded(case, samples, case.lr, lambda *_: None, seed=seed) as traces:
+    spec = Spec(case.network, case.preset, shape=case.shape, lr=case.lr, seed=seed, data_seed=seed)
+    with recorded(spec, samples, lambda *_: None, before=case.before) as traces:
         labels = label_traces(traces, 1, lambda *_: None)
     inside, aside = split_by_source([label.source for label in labels], HOLDOUT, seed)
     vocabulary = build_vocabulary([labels[i].calls for i in inside])
@@ -65,45 +137,50 @@ def record(case: Case, samples: int, seed: int) -> Recording:
 
 
 @contextlib.contextmanager
-def recorded(
-    case: Case,
-    samples: int,
-    lr: float,
-    report: Report,
-    keep: Path | None = None,
-    *,
-    seed: int = 0,
-) -> Iterator[Path]:
-    """Yield a directory with the traces of ``samples`` training steps.
+def recorded(spec: Spec, samples: int, report: Report, *, before: int = 0) -> Iterator[Path]:
+    """Yield a temporary directory with the traces of plain training steps.
 
     Args:
-        case: what to train.
+        spec: what is trained; the routing of an MoE drifts by its learning rate, and pilots must
+            live with that.
         samples: how many steps.
-        lr: learning rate; the routing of an MoE drifts by it, and pilots must live with that.
         report: told how far it is.
-        keep: where the traces stay; by default they are removed.
-        seed: of the weights and of the samples' order.
+        before: steps that are trained first.
     """
     import torch
 
     from dynoffload.experiments import zoo
     from dynoffload.profiler.profiling import profile
 
-    model = zoo.build(case.network, case.preset, seed=seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
-    stream = zoo.samples(case.network, "train", seed=seed, **case.shape)
-    torch.manual_seed(seed)  # of dropout
-    for one in islice(stream, case.before):
+    model = network(spec)
+    optimizer = adamw(model, spec)
+    stream = zoo.samples(spec.network, "train", seed=spec.data_seed, **spec.shape)
+    torch.manual_seed(spec.seed)  # of dropout
+    for one in islice(stream, before):
         model(*one.args).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
     def counted() -> Iterator[ZooSample]:
         for number, sample in enumerate(islice(stream, samples)):
-            report(f"{case.key}: recording steps", number, samples)
+            report(f"{spec.network}: recording steps", number, samples)
             yield sample
 
-    with contextlib.ExitStack() as stack:
-        folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    with tempfile.TemporaryDirectory() as folder:
         profile(model, counted(), out=folder, optimizer=optimizer, progress=False)
-        yield folder
+        yield Path(folder)
+
+
+def learned(spec: Spec, samples: int, report: Report, path: Path) -> tuple[int, TrainResult]:
+    """Record steps, train a pilot into ``path``, and return the footprint of a step in bytes, the
+    largest of the last recorded ones, and what was trained."""
+    from dynoffload.planning.footprint import footprint
+    from dynoffload.profiler import load_trace, trace_files
+
+    with recorded(spec, samples, report) as traces:
+        report(f"{spec.network}: learning a pilot")
+        trained = train_pilot(traces, progress=False)
+        trained.pilot.save(path)
+        # Optimizer state appears with a parameter's first gradient: late steps have most.
+        late = trace_files(traces)[-_LATE:]
+        return max(footprint(load_trace(trace)).total for trace in late), trained

@@ -22,32 +22,7 @@ from dynoffload.pilot.online import OnlineLearner
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.train import evaluate
 
-BASELINES = ("last_order", "most_frequent", "recorded_order")
-
-
-class RecordedOrder:
-    """Predicts what it has recorded, as long as samples follow that to the letter.
-
-    A prefetcher of ZeRO-Infinity's kind (Rajbhandari et al., SC 2021): one sample is recorded, and
-    nothing is known of it in advance; those after it are foretold by the record. The first that
-    departs from it loses the record; the sample after it is recorded anew. So it pays two samples
-    for each change, where `LastOrder` pays one. The same rule, visit by visit, is
-    `dynoffload.experiments.baselines.replay`.
-    """
-
-    def __init__(self) -> None:
-        """Start without a record."""
-        self._record: list[int] | None = None
-
-    def __call__(self, example: Example) -> Sequence[int]:
-        """Return the record, nothing where there is none, then compare this example with it."""
-        order = list(example.blocks)
-        answer = self._record
-        if self._record is None:
-            self._record = order
-        elif self._record != order:
-            self._record = None
-        return [block for block in answer or () if block >= 0]
+BASELINES = ("last_order", "most_frequent")
 
 
 def scores(recording: Recording, seed: int) -> dict[str, Any]:
@@ -64,7 +39,6 @@ def scores(recording: Recording, seed: int) -> dict[str, Any]:
     baselines: dict[str, Callable[[Example], Sequence[int]]] = {
         "last_order": LastOrder(pilot.most_frequent),
         "most_frequent": lambda _: pilot.most_frequent,
-        "recorded_order": RecordedOrder(),
     }
     return {
         "train_samples": len(learned),

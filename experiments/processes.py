@@ -19,11 +19,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import TYPE_CHECKING, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from dynoffload.errors import DynOffloadError
 from dynoffload.units import format_seconds
@@ -156,20 +155,6 @@ def fresh(
         return process.call(function, *args)
 
 
-class Outcome(NamedTuple, Generic[Value]):
-    """What a call has come to.
-
-    Attributes:
-        value: that was returned; None if there is an error.
-        error: that was raised; None if there is a value.
-        at: when, by `time.monotonic`.
-    """
-
-    value: Value | None
-    error: WorkerError | None
-    at: float
-
-
 def at_once(
     what: str,
     function: Callable[[T], Value],
@@ -177,8 +162,7 @@ def at_once(
     *,
     patience: float | None = None,
     environment: Mapping[str, str] | None = None,
-    well: bool = True,
-) -> list[Outcome[Value]]:
+) -> list[Value]:
     """Return what ``function`` makes of each of ``given``, all at once in processes of their own.
 
     Args:
@@ -187,10 +171,9 @@ def at_once(
         given: one for each process.
         patience: seconds that a call may take.
         environment: see `Process`.
-        well: the first error ends all processes, and is raised.
 
     Raises:
-        WorkerError: see ``well``.
+        WorkerError: of the first that fails, which ends all.
     """
     with contextlib.ExitStack() as stack:
         processes = [
@@ -199,20 +182,14 @@ def at_once(
             )
             for rank in range(len(given))
         ]
-
-        def outcome(process: Process, one: T) -> Outcome[Value]:
-            try:
-                return Outcome(process.call(function, one), None, time.monotonic())
-            except WorkerError as error:
-                return Outcome(None, error, time.monotonic())
-
         pool = stack.enter_context(ThreadPoolExecutor(len(given)))
-        calls = [pool.submit(outcome, *pair) for pair in zip(processes, given, strict=True)]
+        calls = [
+            pool.submit(process.call, function, one)
+            for process, one in zip(processes, given, strict=True)
+        ]
         try:
             for done in as_completed(calls):
-                error = done.result().error
-                if well and error is not None:
-                    raise error
+                done.result()
         except BaseException:  # before the pool waits for what they do
             for process in processes:
                 process.kill()

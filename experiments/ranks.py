@@ -1,16 +1,14 @@
 """Whether processes on different paths train to the bits of the same run without a block.
 
 Networks whose ranks run other layers or experts at every step are spread over processes of this
-machine, each under a budget of its own; then one rank is killed. As the processes share this
-machine, nothing is said of scaling.
+machine, each under a budget of its own. As the processes share this machine, nothing is said of
+scaling.
 """
 
 from __future__ import annotations
 
 import datetime
 import hashlib
-import os
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -36,7 +34,6 @@ from dynoffload.units import format_bytes, format_seconds
 
 _TOKENS = 64
 _LR = 1e-3
-_FEW = 10  # steps of a training in which a rank dies
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,6 @@ class Task:
             way keeps in memory.
         timeout_s: of the block, see `OffloadConfig.rank_timeout`.
         spill_dir: where files lie.
-        dies: before which step the last rank kills itself, in the block; -1: it does not.
         rank: of this process.
         store: the file by which ranks meet.
     """
@@ -64,7 +60,6 @@ class Task:
     share: float
     timeout_s: float
     spill_dir: Path | None = None
-    dies: int = -1
     rank: int = 0
     store: str = ""
 
@@ -164,15 +159,13 @@ def samples(rank: int, steps: int) -> Iterator[Tensor]:
 
 
 def train(
-    task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, *, dies: bool
+    task: Task, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[list[float], float]:
     """Train, and return the losses and the seconds of a step."""
     torch.manual_seed(task.rank)  # ranks draw layers of their own
     losses: list[float] = []
     seconds: list[float] = []
-    for step, tokens in enumerate(samples(task.rank, task.steps)):
-        if dies and step == task.dies and task.rank == task.size - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+    for tokens in samples(task.rank, task.steps):
         start = time.perf_counter()
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
@@ -217,10 +210,9 @@ def carry_out(task: Task) -> Row:
     (model, beside), optimizer = _prepared(task)
     whole = whole_bytes(model, optimizer)
     answer: Row = {"rank": task.rank, "whole_bytes": whole, "beside_bytes": beside}
-    if task.dies < 0:
-        losses, answer["plain_s"] = train(task, model, optimizer, dies=False)
-        answer["plain"] = digest(losses, model, optimizer)
-        answer["last_loss"] = losses[-1]
+    losses, answer["plain_s"] = train(task, model, optimizer)
+    answer["plain"] = digest(losses, model, optimizer)
+    answer["last_loss"] = losses[-1]
     del model, optimizer
     (model, beside), optimizer = _prepared(task)
     budget = beside + int(task.share * whole)
@@ -228,7 +220,7 @@ def carry_out(task: Task) -> Row:
     with dynoffload.offload(
         model, optimizer, budget=budget, config=config, spill_dir=task.spill_dir
     ) as session:
-        losses, answer["paged_s"] = train(task, model, optimizer, dies=True)
+        losses, answer["paged_s"] = train(task, model, optimizer)
         stats = session.stats
         answer["backend"] = session.backend
     answer["paged"] = digest(losses, model, optimizer)
@@ -254,10 +246,7 @@ class Params:
     spill_dir: Path | None = option(None, "where files lie", place=True)
 
     def __post_init__(self) -> None:
-        for given, known, what in (
-            (self.ways, WAYS, "way"),
-            (self.networks, NETWORKS, "network"),
-        ):
+        for given, known, what in ((self.ways, WAYS, "way"), (self.networks, NETWORKS, "network")):
             if unknown := [name for name in given if name not in known]:
                 raise ConfigError(
                     f"no {what} is named {unknown[0]!r}; there are {', '.join(known)}"
@@ -273,44 +262,27 @@ class Ranks(Experiment[Params]):
     one_thread = True
 
     def cases(self) -> Mapping[str, Task]:
-        given, found = self.params, {}
-        for way in given.ways:
-            for name in given.networks:
-                found[f"{name} by {way}"] = Task(
-                    way, name, given.ranks, given.steps, given.share, given.timeout, given.spill_dir
-                )
-        few = min(given.steps, _FEW)
-        deaths = {
-            f"{name}, of which a rank dies": replace(task, steps=few, dies=few // 2)
-            for name, task in found.items()
+        own = self.params
+        return {
+            f"{name} by {way}": Task(
+                way, name, own.ranks, own.steps, own.share, own.timeout, own.spill_dir
+            )
+            for way in own.ways
+            for name in own.networks
         }
-        return found | deaths
 
     def run(self, case: Task) -> Row:
-        row: Row = {"way": case.way, "network": case.network}
-        what = f"{case.network} by {case.way}"
         with tempfile.TemporaryDirectory() as folder:
-            store, dies = f"{folder}/store", case.dies >= 0
-            found = at_once(
-                what,
+            answers = at_once(
+                f"{case.network} by {case.way}",
                 carry_out,
-                [replace(case, rank=rank, store=store) for rank in range(case.size)],
+                [replace(case, rank=rank, store=f"{folder}/store") for rank in range(case.size)],
                 patience=self.params.patience,
                 environment=ONE_THREAD,
-                well=not dies,
             )
-        if dies:
-            first, last = found[0], found[-1]
-            waited = first.at - last.at
-            return {
-                **row,
-                "seconds": waited,
-                "within": first.error is not None and waited <= case.timeout_s,
-                "words": str(first.error),
-            }
-        answers = [one.value for one in found if one.value is not None]
         return {
-            **row,
+            "way": case.way,
+            "network": case.network,
             "exact": all(one["plain"] == one["paged"] for one in answers),
             "kept": all(one["peak_fast_bytes"] <= one["budget"] for one in answers),
             "ranks": answers,
@@ -332,10 +304,5 @@ class Ranks(Experiment[Params]):
         }
         rows = [row for row in result["rows"] if "exact" in row]
         return [
-            table("with a block and without; numbers are of the first rank", heads, rows, ["bits"]),
-            *(
-                f"{row['case']}: the first one ended {row['seconds']:.1f} s later: {row['words']}"
-                for row in result["rows"]
-                if "within" in row
-            ),
+            table("with a block and without; numbers are of the first rank", heads, rows, ["bits"])
         ]

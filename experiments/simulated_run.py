@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dynoffload.experiments.networks import NETWORKS, Sample, Subject
 from dynoffload.experiments.processes import NEVER_LEFT
-from dynoffload.experiments.simulated_networks import NETWORKS, Kind, Sample, zoo_kind
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,17 +26,13 @@ class Task:
     """What one process does.
 
     Attributes:
-        network: a key of `dynoffload.experiments.simulated_networks.NETWORKS`, or what messages
-            call ``zoo``.
+        network: a key of `dynoffload.experiments.networks.NETWORKS`.
         steps: how many.
         folder: where traces go, or the pilot.
         budget: bytes.
         policy: of the session.
         pilot: path of a pilot, "" for none.
         spill_dir: where the spill file lies, "" for the default.
-        zoo: ``network``, ``preset``, ``sizes`` and ``shape`` of a network that is no key, as `Spec`
-            has them.
-        learned: recorded steps that a pilot learns from.
     """
 
     network: str
@@ -47,15 +42,10 @@ class Task:
     policy: str = "repeat"
     pilot: str = ""
     spill_dir: str = ""
-    zoo: Mapping[str, Any] = field(default_factory=dict)
-    learned: int = _LEARNED
 
-    def kind(self) -> Kind:
+    def kind(self) -> Subject:
         """Return its network."""
-        if not self.zoo:
-            return NETWORKS[self.network]()
-        of = self.zoo
-        return zoo_kind(of["network"], of["preset"], of["shape"], **of["sizes"])
+        return NETWORKS[self.network]()
 
 
 def adamw(model: nn.Module) -> Any:
@@ -65,7 +55,7 @@ def adamw(model: nn.Module) -> Any:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
-def _timed(kind: Kind, steps: int) -> list[tuple[float, float, float]]:
+def _timed(kind: Subject, steps: int) -> list[tuple[float, float, float]]:
     """Return the seconds of forward, backward and optimizer of each step of a plain training."""
     model = kind.build()
     optimizer, times = adamw(model), []
@@ -182,7 +172,7 @@ def pilot(task: Task) -> str:
 
     folder, kind = Path(task.folder), task.kind()
     model = kind.build()
-    samples = list(itertools.islice(kind.samples(1), task.learned))
+    samples = list(itertools.islice(kind.samples(1), _LEARNED))
     profile(model, samples, out=folder, optimizer=adamw(model), progress=False)
     path = folder / "trained.pilot"
     train_pilot(folder, progress=False).pilot.save(path)

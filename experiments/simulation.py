@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dynoffload.errors import ConfigError
 from dynoffload.estimation.calibration import Fitted
 from dynoffload.experiments import simulated_run
-from dynoffload.experiments.comparing import Table, draw_diagonal, marked
+from dynoffload.experiments.comparing import Table, draw_diagonal, judged, marked
 from dynoffload.experiments.harness import Experiment, Row, option, table
+from dynoffload.experiments.networks import FIT, SETTINGS, Setting
 from dynoffload.experiments.processes import ONE_THREAD, fresh
-from dynoffload.experiments.simulated_networks import FIT, SETTINGS, Setting
 from dynoffload.experiments.simulated_run import Task
 from dynoffload.experiments.simulation_fit import PHASES, Material, Real, fitted, simulated
 from dynoffload.memory.spill import default_spill_dir
@@ -114,7 +114,6 @@ class Simulated(Experiment[Params]):
     def summary(self, rows: Sequence[Row]) -> dict[str, Any]:
         fit, cases = self.fitted
         return {
-            **summary(rows),
             "link": asdict(fit.machine.link),
             "interference": fit.machine.interference,
             "work": asdict(fit.work),
@@ -127,7 +126,7 @@ class Simulated(Experiment[Params]):
 
     def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
         shown = table("real and simulated steps", _COLUMNS, result["rows"], ["policy"])
-        return [shown, *said(result["summary"])]
+        return [shown, *said(result["rows"])]
 
     def draw(self, figure: Figure, color: Mapping[str, str], result: Mapping[str, Any]) -> None:
         shades = {"pilot": "plan", "repeat": "compute", "on-demand": "fault"}
@@ -201,8 +200,6 @@ def material(
     report: Report,
     *,
     learn: bool = False,
-    zoo: Mapping[str, Any] | None = None,
-    learned: int = Task.learned,
 ) -> Material:
     """Train a network plainly and return what is known of it; its traces stay in ``folder``.
 
@@ -212,14 +209,12 @@ def material(
         folder: for traces, and for the pilot, as ``name`` / `PILOT_NAME`.
         report: is told of progress.
         learn: train a pilot, which predicts the steps' orders; else the last order does.
-        zoo: see `Task`.
-        learned: see `Task`.
     """
     from dynoffload.profiler import load_trace, trace_files
 
     own, traces = folder / name, folder / name / TRACES
     traces.mkdir(parents=True)
-    task, pilot = Task(name, steps, str(traces), zoo=zoo or {}, learned=learned), ""
+    task, pilot = Task(name, steps, str(traces)), ""
     if learn:
         report(f"{name}: learning a pilot", 0, None)
         pilot = _child(simulated_run.pilot, replace(task, folder=str(own)))
@@ -324,40 +319,14 @@ def _error(ours: float, theirs: float) -> float:
     return ours / theirs - 1 if theirs else float(ours > 0)
 
 
-def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return how many settings hit what is asked for, and the errors over all."""
-    seconds = [abs(row["seconds_error"]) for row in rows]
-    moved = [abs(row["bytes_error"]) for row in rows]
-    return {
-        "settings": len(rows),
-        "seconds_median": median(seconds),
-        "seconds_worst": max(seconds),
-        "bytes_median": median(moved),
-        "bytes_worst": max(moved),
-        "seconds_within": sum(error <= STEP_WORST for error in seconds),
-        "bytes_within": sum(error <= BYTES_WORST for error in moved),
-        "holds": {
-            "seconds_median": median(seconds) <= STEP_MEDIAN,
-            "seconds_worst": max(seconds) <= STEP_WORST,
-            "bytes_worst": max(moved) <= BYTES_WORST,
-        },
-    }
-
-
-def said(found: Mapping[str, Any]) -> list[str]:
-    """Return what was asked for, and whether it holds."""
-
-    def verdict(key: str) -> str:
-        return "holds" if found["holds"][key] else "missed"
-
+def said(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return whether what was asked for holds."""
+    middle = median(abs(row["seconds_error"]) for row in rows)
     return [
-        f"step time: median error {found['seconds_median']:.1%} (at most {STEP_MEDIAN:.0%}: "
-        f"{verdict('seconds_median')}), worst {found['seconds_worst']:.1%} (at most "
-        f"{STEP_WORST:.0%}: {verdict('seconds_worst')}), {found['seconds_within']} of "
-        f"{found['settings']} settings within {STEP_WORST:.0%}",
-        f"bytes moved: median error {found['bytes_median']:.1%}, worst {found['bytes_worst']:.1%} "
-        f"(at most {BYTES_WORST:.0%}: {verdict('bytes_worst')}), {found['bytes_within']} of "
-        f"{found['settings']} settings within {BYTES_WORST:.0%}",
+        judged("step time", [row["seconds_error"] for row in rows], STEP_WORST),
+        f"its median error is asked to be at most {STEP_MEDIAN:.0%}: "
+        + ("holds" if middle <= STEP_MEDIAN else "missed"),
+        judged("bytes moved", [row["bytes_error"] for row in rows], BYTES_WORST),
     ]
 
 

@@ -1,51 +1,39 @@
-"""Time per training step over budgets, for every policy: measured beside simulated.
+"""Time per training step over budgets, for every policy, beside plain PyTorch.
 
 Dynamic networks train under shares of what their training keeps. Each policy has a process of its
-own and takes turns with plain training, on the same samples. The same steps are simulated from
-plain ones. A budget that a policy cannot run under is reported with its reason.
+own and takes turns with plain training, on the same samples. A budget that a policy cannot run
+under is reported with its reason.
 """
 
 from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from functools import cached_property
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from dynoffload.errors import ConfigError
-from dynoffload.estimation.calibration import Fitted
 from dynoffload.experiments.baselines import BASELINES
 from dynoffload.experiments.baselines.cgroup import LimitError
 from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.contest import Side, Turns, Way, measure
-from dynoffload.experiments.harness import Experiment, Row, option
-from dynoffload.experiments.simulation import PILOT_NAME, TRACES, material
-from dynoffload.experiments.simulation_fit import Material
-from dynoffload.experiments.step_time_policies import (
-    BOUND,
-    PILOT,
-    POLICIES,
-    SYSTEM,
-    replayed,
-    simulated,
-)
+from dynoffload.experiments.harness import Cell, Experiment, Row, option, table
+from dynoffload.experiments.pilot_recording import learned
 from dynoffload.experiments.trainer import BUDGETED, Spec
 from dynoffload.experiments.workers import charged_before, median_seconds
 from dynoffload.experiments.zoo import TRUNK
 from dynoffload.memory.spill import default_spill_dir
-from dynoffload.simulation import Link, Machine, Workload
-from dynoffload.simulation.overhead import RuntimeOverhead
 from dynoffload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _FOLDS = {"min_length": 16, "max_length": 24, "min_depth": 4, "max_depth": 8, "max_cycles": 3}
+_TREES = {"hidden": 512, "embedding": 256}
+_MOE = {"hidden": 256, "width": 512, "layers": 4}
 PRESETS: dict[str, dict[str, Spec]] = {
     "tiny": {
         "moe": Spec("moe", "tiny", shape={"rows": 1, "length": 16}),
@@ -53,34 +41,29 @@ PRESETS: dict[str, dict[str, Spec]] = {
         TRUNK: Spec(TRUNK, "tiny", shape={"rows": 1, **_FOLDS}),
     },
     "small": {
-        "moe": Spec(
-            "moe",
-            "tiny",
-            sizes={"hidden": 256, "width": 512, "layers": 4},
-            shape={"rows": 1, "length": 24},
-        ),
-        "tree": Spec(
-            "tree",
-            "tiny-untied",
-            sizes={"hidden": 512, "embedding": 256},
-            shape={"max_nodes": 24},
-        ),
+        "moe": Spec("moe", "tiny", sizes=_MOE, shape={"rows": 1, "length": 24}),
+        "tree": Spec("tree", "tiny-untied", sizes=_TREES, shape={"max_nodes": 24}),
         TRUNK: Spec(TRUNK, "small", sizes={"blocks": 2}, shape={"rows": 4, **_FOLDS}),
     },
 }
 """Networks by preset and name."""
+PILOT, SYSTEM = "pilot", "os-paging"
+POLICIES = {
+    PILOT: ("pilot", "o", "plan"),
+    "repeat": ("last order", "s", "optimizer"),
+    "replay": ("recorded order, strict", "^", "backward"),
+    "on-demand": ("on demand", "v", "fault"),
+    "dtr": ("rematerialisation (DTR)", "D", "stall"),
+    SYSTEM: ("paging by the system", "P", "ink"),
+}
+"""By the name that ``--policies`` takes: title, and mark and colour in the figure. Each is a policy
+of `OffloadConfig`, a baseline of that name, or plain training in a memory group with swap."""
 _LEARNED = 32  # recorded steps that the pilot learns from
 _LEAST_STEPS = 5
 _SPARE = 2.0  # of swap: pages stay in it after they were read back
 _TIE = 1.1
 """Times that differ by less are equal: single steps of one policy differ by more."""
-_SIDES = "measured", "simulated"
 _NUMBER = re.compile(r"\d[\d.]*( [KMG]?i?B)?")
-_UNDIVIDED = "no measured policy says how the runtime would divide the budget: ask for one, too"
-_ALL_REFUSED = "no measured policy runs under this budget, so none says how it would be divided"
-_MARKS = dict(zip(POLICIES, "os^vDP<>*", strict=True))
-_COLORS = ("plan", "optimizer", "backward", "fault", "stall", "ink", "rss", "evict", "compute")
-_SHADES = dict(zip(POLICIES, _COLORS, strict=True))
 
 
 @dataclass(frozen=True)
@@ -93,14 +76,12 @@ class Params:
         ("1", "1/2", "1/4", "1/8", "1/16"),
         "shares of parameters, gradients, optimizer state and what a step saves",
     )
-    policies: tuple[str, ...] = option(
-        tuple(POLICIES), "of which intervals, capuchin and clairvoyant are simulated only"
-    )
+    policies: tuple[str, ...] = option(tuple(POLICIES), "how the budgets are kept")
     steps: int = option(
         6, "of each run that count, three to a turn; from the eleventh on a session may change"
     )
-    calibration: Path | None = option(
-        None, "what `experiment simulation --json` wrote on this machine; else that as shipped"
+    warmup: int = option(
+        2, "first steps, which do not count; by the twelfth a session finds whether all fits"
     )
     spill_dir: Path | None = option(None, "where spill and swap files lie", place=True)
 
@@ -118,11 +99,6 @@ class Params:
     def shares(self) -> list[Fraction]:
         """The budgets, from the largest."""
         return sorted({_share(text) for text in self.budgets}, reverse=True)
-
-    @property
-    def turns(self) -> Turns:
-        """How each policy makes its steps."""
-        return Turns(-(-self.steps // Turns.per_turn))
 
 
 def _check(name: str, asked: Sequence[str], known: Mapping[str, Any]) -> None:
@@ -142,25 +118,6 @@ def _share(text: str) -> Fraction:
     return share
 
 
-@dataclass(frozen=True)
-class _Recorded:
-    """What plain training of a network shows.
-
-    Attributes:
-        spec: what plain training runs.
-        material: of it.
-        work: the same, operator by operator.
-        pilot: the file of the pilot.
-        operators: of the last step.
-    """
-
-    spec: Spec
-    material: Material
-    work: Workload
-    pilot: Path
-    operators: int
-
-
 class StepTime(Experiment[Params]):
     """A case is a network under a budget."""
 
@@ -170,23 +127,7 @@ class StepTime(Experiment[Params]):
 
     def __init__(self, params: Params) -> None:
         super().__init__(params)
-        self._known: dict[str, _Recorded] = {}
-        self._spill_dir = str(params.spill_dir or default_spill_dir())
-
-    @cached_property
-    def fit(self) -> Fitted:
-        """The machine, and what the runtime takes on it; one for all rows, also resumed ones."""
-        from dynoffload.estimation import Calibration
-
-        if self.rows:
-            known = self.rows[0]["fit"]
-            machine, work = dict(known["machine"]), dict(known["work"])
-            link, moves = Link(**machine.pop("link")), work.pop("moves")
-            work["moves"] = {int(nbytes): seconds for nbytes, seconds in moves.items()}
-            return Fitted(Machine(link, **machine), RuntimeOverhead(**work), known["pace_s"])
-        self.report("the link")
-        found = Calibration.of(self._spill_dir, self.params.calibration)
-        return Fitted(found.machine, found.work, found.pace_s)
+        self._known: dict[str, tuple[Spec, int]] = {}  # what plain training runs, and keeps
 
     def cases(self) -> Mapping[str, tuple[str, Fraction]]:
         return {
@@ -197,278 +138,169 @@ class StepTime(Experiment[Params]):
 
     def run(self, case: tuple[str, Fraction]) -> Row:
         name, share = case
-        turns, found = self.params.turns, self._recorded(name)
-        known = found.material
-        keys = [key for key in POLICIES if key in self.params.policies]
-        budget = int(share * known.footprint)
-        plain = [sum(known.steps[number].seconds) for number in turns.counted]
-        ways, own = self._ways(found, [key for key in keys if POLICIES[key].runs], budget)
-        beside, measured, _ = measure(
-            found.spec, ways, turns, lambda key: self.report(f"{name}, {share}: {key}")
+        spec, footprint = self._recorded(name)
+        budget = int(share * footprint)
+        ways: dict[str, Way] = {}
+        sides: dict[str, Side] = {}
+        for key in (key for key in POLICIES if key in self.params.policies):
+            try:
+                ways[key] = _way(key, spec, budget, footprint)
+            except LimitError as error:
+                sides[key] = Side(str(error))
+        turns = Turns(-(-self.params.steps // Turns.per_turn), self.params.warmup)
+        found = measure(
+            replace(spec, pilot=None),
+            ways,
+            turns,
+            lambda key: self.report(f"{name}, {share}: {key}"),
         )
-        own |= measured
-        sides: dict[str, Any] = {}
-        for key in keys:
-            self.report(f"{name}, {share}: {key}, simulated")
-            division = _division(own, key)
-            other = simulated(key, known, found.work, budget, *division, self.fit, turns.counted)
-            sides[key] = {
-                "measured": _plain(own[key]) if key in own else None,
-                "simulated": _plain(other),
-                "losses_equal": own[key].losses_equal if key in own else None,
-            }
+        sides |= found.sides
         return {
             "network": name,
             "budget": str(share),
             "budget_bytes": budget,
-            "footprint_bytes": known.footprint,
-            "operators": found.operators,
-            "plain_s": {"measured": median_seconds(beside), "simulated": median(plain)},
-            "policies": sides,
-            "fit": asdict(self.fit),
-        }
-
-    def _ways(
-        self, found: _Recorded, keys: Sequence[str], budget: int
-    ) -> tuple[dict[str, Way], dict[str, Side]]:
-        """Return how the policies are run, and why those are not that cannot be."""
-        ways: dict[str, Way] = {}
-        refused: dict[str, Side] = {}
-        for key in keys:
-            if key != SYSTEM:
-                of = {"baseline": key} if key in BASELINES else {"config": {"policy": key}}
-                pilot = str(found.pilot) if key == PILOT else None
-                spec = replace(found.spec, mode=BUDGETED, budget=budget, pilot=pilot, **of)
-                ways[key] = Way(spec)
-                continue
-            try:
-                base = charged_before(found.spec)
-            except LimitError as error:
-                refused[key] = Side(str(error))
-            else:
-                swap = int(_SPARE * (base + found.material.footprint))
-                ways[key] = Way(found.spec, base + budget, swap)
-        return ways, refused
-
-    def _recorded(self, name: str) -> _Recorded:
-        if name in self._known:
-            return self._known[name]
-        from dynoffload.profiler import load_trace, trace_files
-
-        spec = PRESETS[self.params.preset][name]
-        folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
-        known = material(
-            name,
-            self.params.turns.steps,
-            folder,
-            self.report,
-            learn=PILOT in self.params.policies,
-            zoo={key: getattr(spec, key) for key in ("network", "preset", "sizes", "shape")},
-            learned=_LEARNED,
-        )
-        traces = [load_trace(path) for path in trace_files(folder / name / TRACES)]
-        self._known[name] = _Recorded(
-            replace(spec, split="held-out", threads=1, spill_dir=self._spill_dir),
-            known,
-            replayed(known, traces),
-            folder / name / PILOT_NAME,
-            len(traces[-1].operators),
-        )
-        return self._known[name]
-
-    def summary(self, rows: Sequence[Row]) -> dict[str, Any]:
-        fit = self.fit
-        return {
-            "link": asdict(fit.machine.link),
-            "interference": fit.machine.interference,
-            "work": asdict(fit.work),
-            "pace_s": fit.pace_s,
-            "standings": {
-                row["case"]: {side: standing(row, side) for side in _SIDES} for row in rows
+            "footprint_bytes": footprint,
+            "plain_s": {"measured": median_seconds(found.plain)},
+            "policies": {
+                key: {
+                    "measured": asdict(sides[key]) | {"seconds": sides[key].seconds},
+                    "losses_equal": sides[key].losses_equal,
+                }
+                for key in POLICIES
+                if key in sides
             },
-            "errors": errors(rows),
         }
+
+    def _recorded(self, name: str) -> tuple[Spec, int]:
+        if name not in self._known:
+            folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
+            spec = PRESETS[self.params.preset][name]
+            footprint, _ = learned(spec, _LEARNED, self.report, folder / "trained.pilot")
+            spill_dir = str(self.params.spill_dir or default_spill_dir())
+            made: dict[str, Any] = {"split": "held-out", "threads": 1, "spill_dir": spill_dir}
+            spec = replace(spec, pilot=str(folder / "trained.pilot"), **made)
+            self._known[name] = spec, footprint
+        return self._known[name]
 
     def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
         rows = result["rows"]
-        heads = ["network, budget", "policy", "measured", "times plain", "simulated", "times plain"]
-        heads += ["MB in", "out", "losses equal"]
-        cells = [line for row in rows for line in _cells(row)]
-        parts: list[Table | str] = [
-            _standings(result["summary"]["standings"]),
-            Table("step times", heads, cells, words=(0, 1)),
+        lines = [
+            {"case": row["case"], "plain_s": row["plain_s"]["measured"], "policy": key} | one
+            for row in rows
+            for key, one in row["policies"].items()
+            if one["measured"] is not None
         ]
         first = {row["network"]: row for row in reversed(rows)}
-        parts += [
-            f"{name} keeps {format_bytes(row['footprint_bytes'])} in {row['operators']} operators, "
-            f"a plain step takes {format_seconds(row['plain_s']['simulated'])}"
-            for name, row in sorted(first.items())
+        return [
+            table("who is fastest", _STANDINGS, rows, ["fastest"]),
+            table("step times", _COLUMNS, lines, ["policy"]),
+            *(
+                f"{name} keeps {format_bytes(row['footprint_bytes'])}, a plain step takes "
+                f"{format_seconds(row['plain_s']['measured'])}"
+                for name, row in sorted(first.items())
+            ),
+            *reasons(rows),
         ]
-        parts += [
-            f"{POLICIES[key].title}: simulated times over plain are off by {one['median']:.0%} in "
-            f"the median of {one['cells']} cases, by {one['worst']:.0%} at worst"
-            for key, one in result["summary"]["errors"].items()
-        ]
-        return parts + reasons(rows)
 
     def draw(self, figure: Figure, color: Mapping[str, str], result: Mapping[str, Any]) -> None:
-        _draw(figure, color, result["rows"])
+        rows = result["rows"]
+        names = list(dict.fromkeys(row["network"] for row in rows))
+        panels = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
+        for axes, name in zip(panels, names, strict=True):
+            own = [row for row in rows if row["network"] == name]
+            shares = [float(Fraction(row["budget"])) for row in own]
+            for key, (title, mark, shade) in POLICIES.items():
+                times = [over_plain(row, key) for row in own]
+                known = [float("nan") if time is None else time for time in times]
+                axes.plot(shares, known, marker=mark, ms=5, color=color[shade], label=title)
+            axes.axhline(1.0, color=color["muted"], linewidth=0.8, linestyle=":")
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log", base=2)
+            axes.set_xticks(shares, [row["budget"] for row in own])
+            axes.invert_xaxis()
+            axes.minorticks_off()
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.set_xlabel("budget, of what training keeps")
+            axes.set_title(name, loc="left")
+        panels[0].set_ylabel("step, times plain in memory")
+        figure.legend(
+            *panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3,
+            frameon=False,
+        )  # fmt: skip
 
 
-def _division(own: Mapping[str, Side], key: str) -> tuple[Mapping[str, int] | None, str]:
-    """Return how the runtime divides the budget under a policy, and why it does not; what is not
-    measured has the division of what is."""
-    found = own.get(key)
-    if found is None and POLICIES[key].strategy is None:
-        found = next((one for one in own.values() if one.sizing is not None), None)
-    if found is None:
-        return None, _ALL_REFUSED if own else _UNDIVIDED
-    return found.sizing, found.why
-
-
-def _plain(side: Side) -> dict[str, Any]:
-    known = asdict(side)
-    known["seconds"] = side.seconds
-    del known["losses_equal"], known["sizing"]
-    return known
+def _way(key: str, spec: Spec, budget: int, footprint: int) -> Way:
+    if key == SYSTEM:
+        plain = replace(spec, pilot=None)
+        base = charged_before(plain)
+        return Way(plain, base + budget, int(_SPARE * (base + footprint)))
+    of = {"baseline": key} if key in BASELINES else {"config": {"policy": key}}
+    pilot = spec.pilot if key == PILOT else None
+    return Way(replace(spec, mode=BUDGETED, budget=budget, pilot=pilot, **of))
 
 
 # What comes of it
 
 
-def over_plain(row: Mapping[str, Any], key: str, side: str) -> float | None:
+def over_plain(row: Mapping[str, Any], key: str) -> float | None:
     """Return the time of a step of ``key`` over that of a plain one; None if it has none."""
-    found = row["policies"][key][side]
+    found = row["policies"].get(key, {}).get("measured")
     if found is None or found["seconds"] is None:
         return None
-    return float(found["seconds"] / row["plain_s"][side])
+    return float(found["seconds"] / row["plain_s"]["measured"])
 
 
-def standing(row: Mapping[str, Any], side: str) -> dict[str, Any]:
-    """Return the fastest policy, and how many times as fast as the best other one the pilot is.
-
-    What knows every step is no policy. Simulated, only what is simulated as the runtime is ranked.
-    """
-    times = {
-        key: times
-        for key in row["policies"]
-        if (times := over_plain(row, key, side)) is not None
-        and key != BOUND
-        and (side == "measured" or POLICIES[key].strategy is None)
-    }
+def standing(row: Mapping[str, Any]) -> tuple[list[str], float | None]:
+    """Return the fastest policies, and how many times as fast as the best other one the pilot
+    is."""
+    times = {key: took for key in POLICIES if (took := over_plain(row, key)) is not None}
     others = [value for key, value in times.items() if key != PILOT]
     ranked = sorted(times, key=lambda key: times[key])
-    return {
-        "fastest": [key for key in ranked if times[key] < _TIE * times[ranked[0]]],
-        "pilot_over_best": min(others) / times[PILOT] if others and PILOT in times else None,
-    }
-
-
-def errors(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return how far simulated times over plain ones are from measured ones, by policy."""
-    found: dict[str, list[float]] = {}
-    for row in rows:
-        for key in row["policies"]:
-            own, other = (over_plain(row, key, side) for side in _SIDES)
-            if own is not None and other is not None:
-                found.setdefault(key, []).append(abs(other / own - 1))
-    return {
-        key: {"cells": len(each), "median": median(each), "worst": max(each)}
-        for key, each in found.items()
-    }
+    fastest = [key for key in ranked if times[key] < _TIE * times[ranked[0]]]
+    return fastest, min(others) / times[PILOT] if others and PILOT in times else None
 
 
 def reasons(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return why what cannot run cannot, and other notes. Policies and budgets whose reasons differ
-    by no more than their numbers share a line."""
-    told: dict[tuple[str, str], dict[str, list[str]]] = {}
-    first: dict[tuple[str, str], str] = {}
+    """Return why what cannot run cannot, and other notes. Budgets whose reasons differ by no more
+    than their numbers share a line."""
+    told: dict[tuple[str, str, str], tuple[str, list[str]]] = {}
     for row in rows:
         for key, policy in row["policies"].items():
-            for side in _SIDES:
-                why = policy[side] and (policy[side]["why"] or policy[side]["note"])
-                if why:
-                    about = row["network"], _NUMBER.sub("", why)
-                    first.setdefault(about, why)
-                    who = f"{POLICIES[key].title} ({side})"
-                    told.setdefault(about, {}).setdefault(who, []).append(row["budget"])
-    lines = []
-    for about, budgets in told.items():
-        same: dict[str, list[str]] = {}
-        for who, under in budgets.items():
-            same.setdefault(", ".join(under), []).append(who)
-        lines += [
-            f"{about[0]}, {under}: {', '.join(who)}: {first[about]}" for under, who in same.items()
-        ]
-    return lines
+            side = policy["measured"]
+            why = side and (side["why"] or side["note"])
+            if why:
+                about = row["network"], POLICIES[key][0], _NUMBER.sub("", why)
+                told.setdefault(about, (why, []))[1].append(row["budget"])
+    return [
+        f"{network}, {', '.join(budgets)}: {title}: {why}"
+        for (network, title, _), (why, budgets) in told.items()
+    ]
 
 
-def _standings(found: Mapping[str, Any]) -> Table:
-    heads = [head for side in _SIDES for head in (f"fastest, {side}", "pilot against best other")]
-    rows = []
-    for case, sides in found.items():
-        cells = [case]
-        for side in _SIDES:
-            own = sides[side]
-            ratio = own["pilot_over_best"]
-            cells += [
-                ", ".join(POLICIES[key].title for key in own["fastest"]) or "none runs",
-                "" if ratio is None else f"{ratio:.2f} times as fast",
-            ]
-        rows.append(cells)
-    return Table("who is fastest", ["network, budget", *heads], rows, words=(0, 1, 3))
+def _pilot_over_best(row: Mapping[str, Any]) -> str:
+    ratio = standing(row)[1]
+    return "" if ratio is None else f"{ratio:.2f} times as fast"
 
 
-def _cells(row: Mapping[str, Any]) -> Iterator[list[str]]:
-    for key, policy in row["policies"].items():
-        cells = [row["case"], POLICIES[key].title]
-        for side in _SIDES:
-            ratio = over_plain(row, key, side)
-            if ratio is not None:
-                cells += [format_seconds(policy[side]["seconds"]), f"{ratio:.2f}"]
-            else:
-                why = policy[side] and policy[side]["why"]
-                cells += ["cannot run" if why else f"not {side}", ""]
-        shown = next((one for side in _SIDES if (one := policy[side]) and one["seconds"]), None)
-        moved = ("bytes_in", "bytes_out")
-        cells += ["" if shown is None else f"{shown[one] / 1e6:.1f}" for one in moved]
-        yield [*cells, {True: "yes", False: "NO", None: ""}[policy["losses_equal"]]]
+def _moved(key: str) -> Cell:
+    return lambda row: f"{row['measured'][key] / 1e6:.1f}" if row["measured"]["seconds"] else ""
 
 
-def _draw(figure: Figure, color: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> None:
-    names = list(dict.fromkeys(row["network"] for row in rows))
-    panels = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
-    for axes, name in zip(panels, names, strict=True):
-        own = [row for row in rows if row["network"] == name]
-        shares = [float(Fraction(row["budget"])) for row in own]
-        for key in own[0]["policies"]:
-            for side, style in zip(_SIDES, ("-", "--"), strict=True):
-                times = [over_plain(row, key, side) for row in own]
-                if any(times):
-                    axes.plot(
-                        shares,
-                        [float("nan") if time is None else time for time in times],
-                        style,
-                        marker=_MARKS[key],
-                        markersize=5,
-                        markerfacecolor=color[_SHADES[key] if side == "measured" else "paper"],
-                        color=color[_SHADES[key]],
-                        label=f"{POLICIES[key].title}, {side}",
-                    )
-        axes.axhline(1.0, color=color["muted"], linewidth=0.8, linestyle=":")
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2)
-        axes.set_xticks(shares, [row["budget"] for row in own])
-        axes.invert_xaxis()
-        axes.minorticks_off()
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.set_xlabel("budget, of what training keeps")
-        axes.set_title(name, loc="left")
-    panels[0].set_ylabel("step, times plain in memory")
-    labels: dict[str, Any] = {}
-    for axes in panels:
-        lines, told = axes.get_legend_handles_labels()
-        labels |= dict(zip(told, lines, strict=True))
-    figure.legend(
-        labels.values(), labels, loc="outside upper center", ncols=4, frameon=False, fontsize=7
-    )
+def _time(text: Any) -> Cell:
+    return lambda row: text(row) if row["measured"]["seconds"] else "cannot run"
+
+
+_STANDINGS: dict[str, Cell] = {
+    "network, budget": lambda row: row["case"],
+    "fastest": lambda row: ", ".join(POLICIES[key][0] for key in standing(row)[0]) or "none runs",
+    "pilot against best other": _pilot_over_best,
+}
+_COLUMNS: dict[str, Cell] = {
+    "network, budget": lambda row: row["case"],
+    "policy": lambda row: POLICIES[row["policy"]][0],
+    "a step": _time(lambda row: format_seconds(row["measured"]["seconds"])),
+    "times plain": _time(lambda row: f"{row['measured']['seconds'] / row['plain_s']:.2f}"),
+    "MB in": _moved("bytes_in"),
+    "out": _moved("bytes_out"),
+    "losses equal": lambda row: {True: "yes", False: "NO", None: ""}[row["losses_equal"]],
+}

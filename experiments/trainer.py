@@ -15,9 +15,13 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dynoffload.experiments.processes import NEVER_LEFT
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
 
 BUDGETED = "offload"
 PLAIN = "plain"
@@ -70,6 +74,26 @@ class Spec:
     clairvoyant: bool = False
 
 
+def network(spec: Spec) -> nn.Module:
+    """Return the network of ``spec``, on the meta device if that says so."""
+    from dynoffload.experiments import zoo
+
+    device = "meta" if spec.meta else "cpu"
+    return zoo.build(spec.network, spec.preset, seed=spec.seed, device=device, **spec.sizes)
+
+
+def adamw(model: nn.Module, spec: Spec) -> Optimizer:
+    """Return the optimizer of ``spec``."""
+    from torch.optim import AdamW
+
+    kinds: dict[str, dict[str, Any]] = {
+        "fused": {"fused": True},
+        "foreach": {"foreach": True},
+        "for-loop": {"foreach": False},
+    }
+    return AdamW(model.parameters(), lr=spec.lr, **kinds[spec.optimizer])
+
+
 class Trainer:
     """One network, its optimizer and its samples."""
 
@@ -77,19 +101,15 @@ class Trainer:
         import torch
 
         from dynoffload.experiments import zoo
-        from dynoffload.experiments.clairvoyant import Clairvoyant, watching
+        from dynoffload.experiments.predictors import Clairvoyant, watching
         from dynoffload.numerics import settle_kernels
 
         settle_kernels()
         self.spec = spec
         if spec.threads:
             torch.set_num_threads(spec.threads)
-        device = "meta" if spec.meta else "cpu"
-        sizes: dict[str, Any] = {**spec.sizes, "seed": spec.seed, "device": device}
-        self.model = zoo.build(spec.network, spec.preset, **sizes)
-        kinds = {"fused": {"fused": True}, "foreach": {"foreach": True}, "for-loop": {}}
-        options: dict[str, Any] = kinds[spec.optimizer] or {"foreach": False, "fused": False}
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=spec.lr, **options)
+        self.model = network(spec)
+        self.optimizer = adamw(self.model, spec)
         self.samples = zoo.samples(spec.network, spec.split, seed=spec.data_seed, **spec.shape)
         self.session: Any = None
         self.clairvoyant = Clairvoyant(self.model) if spec.clairvoyant else None
@@ -100,14 +120,10 @@ class Trainer:
         """Enter the block that the mode asks for."""
         import torch
 
-        if self.spec.mode == PLAIN:
-            torch.manual_seed(self.spec.seed)  # of what the steps draw
-            yield
-            return
         torch.manual_seed(self.spec.seed)  # reset_parameters() comes in the order of construction
-        with self._block() as session:
-            self.session = session
-            torch.manual_seed(self.spec.seed)
+        block = contextlib.nullcontext() if self.spec.mode == PLAIN else self._block()
+        with block as self.session:
+            torch.manual_seed(self.spec.seed)  # of what the steps draw
             yield
 
     def _block(self) -> contextlib.AbstractContextManager[Any]:

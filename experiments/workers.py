@@ -15,7 +15,6 @@ from dynoffload.experiments import trainer
 from dynoffload.experiments.baselines.cgroup import MemoryGroup, memory_group
 from dynoffload.experiments.processes import Process
 from dynoffload.experiments.processes import WorkerError as WorkerError
-from dynoffload.experiments.processes import ended_after as ended_after
 from dynoffload.experiments.trainer import Spec
 
 _BEFORE = 3  # processes that are looked at before there is a network
@@ -140,14 +139,3 @@ def losses_equal(first: Worker, second: Worker) -> bool:
 def median_seconds(steps: Sequence[Step]) -> float:
     """Return the median seconds of ``steps``."""
     return median(step.seconds for step in steps)
-
-
-def median_stat(steps: Sequence[Step], name: str) -> float:
-    """Return the median of one of the session's numbers over ``steps``."""
-    return float(median(step.stats[name] for step in steps))
-
-
-def mean_accuracy(steps: Sequence[Step]) -> float | None:
-    """Return the mean block-order accuracy over the steps that had a prediction, or None."""
-    known = [a for step in steps if (a := step.stats.get("accuracy")) is not None]
-    return sum(known) / len(known) if known else None

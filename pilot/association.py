@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dynoffload.pilot.codes import CodeBook, Codes, columns_of, hash_prefixes, learn_code_book
+from dynoffload.pilot.codes import Codes, columns_of, hash_prefixes, learn_book, look_up
 from dynoffload.profiler.input_features import InputFeatures
 
 Floats = npt.NDArray[np.float32]
@@ -44,12 +44,12 @@ class Association:
     """P(an element runs a block), by the longest of its n-grams that is known.
 
     Attributes:
-        books: numbers of the n-grams of each order. table: ``log(1 - P)``, float32 ``[rows,
-        blocks]``: row 0 for an unknown code, then the rows of
-            each order's book in turn.
+        books: the hashes of the n-grams of each order that are known, ascending.
+        table: ``log(1 - P)``, float32 ``[rows, blocks]``: row 0 for an unknown code, then those of
+            each book in turn.
     """
 
-    books: tuple[CodeBook, ...]
+    books: tuple[Codes, ...]
     table: Floats
 
     def rows(self, sample: InputFeatures) -> Codes:
@@ -60,9 +60,9 @@ class Association:
         rows = np.zeros(len(hashes[0]), dtype=np.int64)
         offset = 0
         for book, values in zip(self.books, hashes, strict=False):
-            numbers = book.look_up(values)
+            numbers = look_up(book, values)
             rows = np.where(numbers > 0, numbers + offset, rows)
-            offset += len(book) - 1
+            offset += len(book)
         return rows
 
     def evidence(self, sample: InputFeatures) -> tuple[Floats, Floats]:
@@ -94,15 +94,15 @@ def learn_association(samples: Sequence[InputFeatures], present: Bools) -> Assoc
         for sample in samples
     ]
     width = min((len(h) for h in hashes if h), default=0)
-    books: list[CodeBook] = []
+    books: list[Codes] = []
     rows = [np.zeros(size, dtype=np.int64) for size in sizes]
     for order in range(width):
         of_order = [h[order] if h else np.zeros(0, dtype=np.int64) for h in hashes]
-        book = learn_code_book(of_order, least=LEAST[order], most=MOST[order])
-        prefix = np.zeros(len(book), dtype=np.int64)
+        book = learn_book(of_order, least=LEAST[order], most=MOST[order])
+        prefix = np.zeros(len(book) + 1, dtype=np.int64)
         offset = len(chance) - 1
         for step, values in enumerate(of_order):
-            numbers = book.look_up(values)
+            numbers = look_up(book, values)
             prefix[numbers] = rows[step]
             rows[step] = np.where(numbers > 0, numbers + offset, rows[step])
         prior = chance[prefix[1:]]

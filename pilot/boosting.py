@@ -13,14 +13,14 @@ predicts. Source: Ke et al., "LightGBM", NeurIPS 2017; Wolpert, "Stacked general
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dynoffload.pilot.association import ORDERS, Association, learn_association
-from dynoffload.pilot.codes import load_books, stored_books
 from dynoffload.pilot.features import Floats, Scaler, learn_scaler
 from dynoffload.pilot.sources import source_folds
 from dynoffload.pilot.trees import Masks, Trees
@@ -90,13 +90,13 @@ class BoostedTables:
     sites: npt.NDArray[np.int64]
     scaler: Scaler
     trees: Trees
-    _by_block: Masks = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        """Look up the columns that no sample changes, once."""
+    @cached_property
+    def _by_block(self) -> Masks:
+        """The leaves that the columns that no sample changes leave possible."""
         masks = self.trees.every_leaf(len(self.prior))
         self._narrow(masks, {PRIOR: self.prior, **dict(enumerate(self.described.T, EVIDENCE))})
-        object.__setattr__(self, "_by_block", masks)
+        return masks
 
     def probabilities(self, sample: InputFeatures) -> Floats:
         """Return P(the block runs) for each optional block, ``[blocks]``."""
@@ -118,7 +118,7 @@ class BoostedTables:
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return what is stored: tables as float16, trees as they are."""
         return {
-            **stored_books(self.association.books),
+            **{f"book{i}": book for i, book in enumerate(self.association.books)},
             **self.trees.arrays(),
             "table": self.association.table.astype(np.float16),
             "prior": self.prior,
@@ -143,13 +143,15 @@ class BoostedTables:
         count = int(document["books"])
         if not 0 <= count <= ORDERS:
             raise ValueError("the wrong number of code books")
-        books = load_books(arrays, count)
+        books = tuple(checked_integers("book", arrays[f"book{i}"]) for i in range(count))
+        if not all(book.ndim == 1 and (book[1:] > book[:-1]).all() for book in books):
+            raise ValueError("a code book that is not ascending")
         table = checked_weights("table", arrays["table"])
         prior = checked_weights("prior", arrays["prior"])
         described = checked_weights("described", arrays["described"])
         sites = checked_integers("sites", arrays["sites"])
         scaler = Scaler.from_json(document["scaler"])
-        rows = 1 + sum(len(book) - 1 for book in books)
+        rows = 1 + sum(map(len, books))
         if table.shape != (rows, blocks) or prior.shape != (blocks,) or sites.shape != (blocks,):
             raise ValueError("tables of the wrong shape")
         if described.ndim != 2 or len(described) != blocks:

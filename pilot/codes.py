@@ -1,14 +1,8 @@
-"""Codes: a sample's elements as columns of integers, and numbers for those that training saw.
-
-`columns_of` gives every sample's elements one form, and `CodeBook` numbers the n-grams of their
-columns for the tables of `dynoffload.pilot.association`.
-"""
+"""Codes: a sample's elements as columns of integers, and numbers for those that training saw."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -58,30 +52,16 @@ def hash_prefixes(columns: Codes, orders: int) -> list[Codes]:
     return result
 
 
-@dataclass(frozen=True)
-class CodeBook:
-    """Numbers for the n-grams of one order that training saw often enough.
-
-    Attributes:
-        keys: their hashes, ascending, int64 ``[grams]``; gram ``keys[i]`` has the number ``i + 1``.
-    """
-
-    keys: Codes
-
-    def look_up(self, hashes: Codes) -> Codes:
-        """Return each hash's number, 0 where it is unknown."""
-        if not self.keys.size:
-            return np.zeros(hashes.shape, dtype=np.int64)
-        places = np.minimum(np.searchsorted(self.keys, hashes), self.keys.size - 1)
-        return np.where(self.keys[places] == hashes, places + 1, 0)
-
-    def __len__(self) -> int:
-        """Return how many numbers there are, the unknown's 0 included."""
-        return int(self.keys.size) + 1
+def look_up(book: Codes, hashes: Codes) -> Codes:
+    """Return the number of each hash in a book of ascending hashes, from 1 on; 0 if unknown."""
+    if not book.size:
+        return np.zeros(hashes.shape, dtype=np.int64)
+    places = np.minimum(np.searchsorted(book, hashes), book.size - 1)
+    return np.where(book[places] == hashes, places + 1, 0)
 
 
-def learn_code_book(hashes: Sequence[Codes], *, least: int, most: int) -> CodeBook:
-    """Number the n-grams seen in at least ``least`` samples, the ``most`` frequent of them.
+def learn_book(hashes: Sequence[Codes], *, least: int, most: int) -> Codes:
+    """Return the n-grams seen in at least ``least`` samples, the ``most`` frequent of them.
 
     Args:
         hashes: one array per sample.
@@ -90,27 +70,7 @@ def learn_code_book(hashes: Sequence[Codes], *, least: int, most: int) -> CodeBo
     """
     shown = [np.unique(h) for h in hashes if h.size]
     if not shown:
-        return CodeBook(np.zeros(0, dtype=np.int64))
+        return np.zeros(0, dtype=np.int64)
     keys, counts = np.unique(np.concatenate(shown), return_counts=True)
     keys, counts = keys[counts >= least], counts[counts >= least]
-    kept = np.argsort(-counts, kind="stable")[:most]
-    return CodeBook(np.sort(keys[kept]))
-
-
-def load_books(arrays: Mapping[str, npt.NDArray[Any]], count: int) -> tuple[CodeBook, ...]:
-    """Return the code books ``book0``, ``book1`` and so on of a stored model.
-
-    Raises:
-        ValueError, KeyError: if one is missing, or its keys are not ascending int64.
-    """
-    books = tuple(CodeBook(arrays[f"book{i}"]) for i in range(count))
-    for book in books:
-        keys = book.keys
-        if keys.dtype != np.int64 or keys.ndim != 1 or not (keys[1:] > keys[:-1]).all():
-            raise ValueError("a code book that is not ascending")
-    return books
-
-
-def stored_books(books: Sequence[CodeBook]) -> dict[str, npt.NDArray[Any]]:
-    """Return code books as arrays by name, as `load_books` reads them."""
-    return {f"book{i}": book.keys for i, book in enumerate(books)}
+    return np.sort(keys[np.argsort(-counts, kind="stable")[:most]])

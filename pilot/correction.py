@@ -27,6 +27,7 @@ from dynoffload.pilot.features import Floats, sigmoid, site_stops
 from dynoffload.profiler.safefile import checked_weights
 
 Bools = npt.NDArray[np.bool_]
+Wide = npt.NDArray[np.float64]
 
 COLUMNS = 5
 """What is blended: a constant, log-odds, the residuals' share, the hint, and its side."""
@@ -101,19 +102,19 @@ class Posterior:
         self._correction = correction
         self._chances = np.clip(chances, 1e-4, 1 - 1e-4)
         self._deviation = _deviation(self._chances)
-        self._mean = np.zeros(len(chances), dtype=np.float32)
-        self._hints = np.full(len(chances), np.nan, dtype=np.float32)
-        self._sources = np.zeros(len(chances), dtype=np.int64)
-        self._ran = np.zeros(len(chances), dtype=np.bool_)
+        self._mean = np.zeros(chances.shape, dtype=np.float32)
+        self._hints = np.full(chances.shape, np.nan, dtype=np.float32)
+        self._sources = np.zeros(chances.shape, dtype=np.int64)
+        self._ran = np.zeros(chances.shape, dtype=np.bool_)
 
-    def observe(self, ran: bool) -> None:
+    def observe(self, ran: bool | Bools) -> None:
         """The next block, in canonical order, ran or did not."""
         i, factor = self.known, self._correction.factor
-        residual = (float(ran) - self._chances[i]) / self._deviation[i]
-        residual = min(max(residual, -MAX_RESIDUAL), MAX_RESIDUAL)
-        weight = (residual - self._mean[i]) / factor[i, i]
-        self._mean[i + 1 :] += weight * factor[i, i + 1 :]
-        self._ran[i] = ran
+        residual = (ran - self._chances[..., i]) / self._deviation[..., i]
+        residual = np.clip(residual, -MAX_RESIDUAL, MAX_RESIDUAL)
+        weight = (residual - self._mean[..., i]) / factor[i, i]
+        self._mean[..., i + 1 :] += weight[..., None] * factor[i, i + 1 :]
+        self._ran[..., i] = ran
         self.known += 1
 
     def hint(self, places: npt.NDArray[np.int64], values: Floats, *, at_hand: bool = False) -> None:
@@ -137,20 +138,25 @@ class Posterior:
         """P(runs) of each block: 0 or 1 of the known ones, corrected for the rest."""
         result = self._ran.astype(np.float32)
         rest = slice(self.known, None)
-        hints = self._hints[rest]
-        rows = blend_rows(self._chances[rest], self._mean[rest] * self._deviation[rest], hints)
+        rows = self.rows(rest)
         weights = self._correction.blend[self._correction.sites[rest], self._sources[rest]]
         result[rest] = sigmoid((rows * weights).sum(axis=1))
         return result
 
+    def rows(self, here: slice) -> Floats:
+        """Return what is blended for some blocks, ``[..., COLUMNS]``."""
+        rows = blend_rows(self._chances[..., here], (self._mean * self._deviation)[..., here])
+        _enter_hints(rows, self._hints[..., here])
+        return rows
 
-def blend_rows(chances: Floats, shift: Floats, hints: Floats) -> Floats:
-    """Return what is blended, ``[..., COLUMNS]`` for three arrays of one shape."""
+
+def blend_rows(chances: Floats, shift: Floats) -> Floats:
+    """Return what is blended without hints, ``[..., COLUMNS]`` for arrays of one shape."""
     rows = np.ones((*chances.shape, COLUMNS), dtype=np.float32)
     rows[..., 1] = np.log(chances / (1 - chances))
     shifted = np.clip(chances + shift, 1e-3, 1 - 1e-3)
     rows[..., 2] = np.log(shifted / (1 - shifted)) - np.clip(rows[..., 1], -6.9, 6.9)
-    _enter_hints(rows, hints)
+    rows[..., 3:] = 0
     return rows
 
 
@@ -193,8 +199,7 @@ def learn_correction(
         mine = folds[followed] == part
         steps = followed[mine]
         rows[mine] = _posterior_rows(factor, chances[steps], ran[steps], sites)
-    unsure = np.full(chances.shape, np.nan, dtype=np.float32)
-    start = blend_rows(chances, np.zeros_like(chances), unsure)
+    start = blend_rows(chances, np.zeros_like(chances))
     calibrated = np.empty_like(chances)
     for part in np.unique(folds):
         taught = folds[followed] != part
@@ -212,19 +217,12 @@ def _posterior_rows(
 ) -> Floats:
     """Return what is blended for each block when its site begins, but for hints,
     ``[steps, blocks, COLUMNS]``."""
-    deviation = _deviation(chances)
-    mean = np.zeros_like(chances)
-    nothing = np.full(chances.shape, np.nan, dtype=np.float32)
+    posterior = Posterior(Correction(sites, factor, np.zeros(0, dtype=np.float32)), chances)
     rows = np.empty((*chances.shape, COLUMNS), dtype=np.float32)
     for begin, stop in pairwise((0, *site_stops(sites))):
-        here = slice(begin, stop)
-        shift = mean[:, here] * deviation[:, here]
-        rows[:, here] = blend_rows(chances[:, here], shift, nothing[:, here])
+        rows[:, begin:stop] = posterior.rows(slice(begin, stop))
         for block in range(begin, stop):
-            residual = (ran[:, block] - chances[:, block]) / deviation[:, block]
-            residual = np.clip(residual, -MAX_RESIDUAL, MAX_RESIDUAL)
-            weight = (residual - mean[:, block]) / factor[block, block]
-            mean[:, block + 1 :] += weight[:, None] * factor[block, block + 1 :]
+            posterior.observe(ran[:, block])
     return rows
 
 
@@ -257,54 +255,40 @@ def _learn_blend(
     hints: Floats,
     count: int,
 ) -> Floats:
-    """Fit the logistic regressions, without hints and with them, each drawn to one over all
-    sites.
-
-    Args:
-        start: what is blended before a step, ``[steps, blocks, COLUMNS]``.
-        rows: what is blended as each site begins, of the steps followed.
-        followed: the numbers of these.
-        taught: which of these teach.
-        ran: what all steps ran, ``[steps, blocks]``.
-        sites: the number of each block's site.
-        hints: as they were given, ``[steps, blocks, 2]``.
-        count: of sites.
-    """
+    """Fit the logistic regressions, without hints and with them, each drawn to one over all sites:
+    to what is blended before each of the steps ``followed`` that is ``taught``, and as each of its
+    sites begins."""
     steps = followed[taught]
-    plain = np.concatenate((start[steps], rows[taught])).astype(np.float64)
-    truth = np.concatenate((ran[steps], ran[steps]))
-    neutral = np.array([0.0, 1.0, 1.0, 0.0, 0.0])
-    shared = _logistic(plain.reshape(-1, COLUMNS), truth.reshape(-1), neutral, RIDGE)
+    truth = ran[steps]
+
+    def fitted(rows: Floats, truth: Bools, chosen: Bools, towards: Wide) -> tuple[Wide, Wide]:
+        """Return the weights over all sites, and those of each."""
+        wide = rows.astype(np.float64)
+        every = _logistic(wide[chosen], truth[chosen], towards)
+        parts = [chosen & (sites == site) for site in range(count)]
+        return every, np.stack([_logistic(wide[part], truth[part], every) for part in parts])
+
+    both = np.concatenate((start[steps], rows[taught]))
+    all_of_them = np.ones(both.shape[:2], dtype=np.bool_)
     blend = np.empty((count, SOURCES, COLUMNS), dtype=np.float32)
-    for site in range(count):
-        part = plain[:, sites == site].reshape(-1, COLUMNS)
-        own = truth[:, sites == site].reshape(-1)
-        blend[site, 0] = _logistic(part, own, shared, RIDGE)
+    neutral = np.array([0.0, 1.0, 1.0, 0.0, 0.0])
+    shared, blend[:, 0] = fitted(both, np.concatenate((truth, truth)), all_of_them, neutral)
     for source in range(1, SOURCES):
         told = hints[steps][..., source - 1]
-        hinted = ~np.isnan(told)
-        with_hint = rows[taught].astype(np.float64)
+        with_hint = rows[taught]
         _enter_hints(with_hint, told)
-        every = _logistic(with_hint[hinted], ran[steps][hinted], shared, RIDGE)
-        for site in range(count):
-            chosen = hinted & (sites == site)
-            blend[site, source] = _logistic(with_hint[chosen], ran[steps][chosen], every, RIDGE)
+        blend[:, source] = fitted(with_hint, truth, ~np.isnan(told), shared)[1]
     return blend
 
 
-def _logistic(
-    rows: npt.NDArray[np.float64],
-    truth: Bools,
-    towards: npt.NDArray[np.float64],
-    ridge: float,
-) -> npt.NDArray[np.float64]:
+def _logistic(rows: Wide, truth: Bools, towards: Wide) -> Wide:
     """Return the weights that fit best, drawn ``towards`` others, by Newton's steps."""
     weights = towards.copy()
     for _ in range(_NEWTON):
         chance = 1 / (1 + np.exp(-np.clip(rows @ weights, -30, 30)))
-        gradient = rows.T @ (chance - truth) + ridge * (weights - towards)
+        gradient = rows.T @ (chance - truth) + RIDGE * (weights - towards)
         curvature = (rows * (chance * (1 - chance))[:, None]).T @ rows
-        step = np.linalg.solve(curvature + ridge * np.eye(len(weights)), gradient)
+        step = np.linalg.solve(curvature + RIDGE * np.eye(len(weights)), gradient)
         longest = float(np.abs(step).max())
         weights = weights - step * min(1.0, 2.0 / max(longest, 1e-12))
         if longest < 1e-6:

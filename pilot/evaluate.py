@@ -113,15 +113,9 @@ def varying_blocks(orders: Sequence[Sequence[int]], blocks: int = 0) -> frozense
     every = {block for order in orders for block in order if block >= 0}
     counts = [Counter(order) for order in orders]
     steady = {b for b in every if len({count[b] for count in counts}) == 1}
-    places: dict[int, set[tuple[int, ...]]] = {b: set() for b in steady}
-    for order in orders:
-        at: dict[int, list[int]] = {b: [] for b in steady}
-        for place, block in enumerate(b for b in order if b in steady):
-            at[block].append(place)
-        for block, where in at.items():
-            places[block].add(tuple(where))
-    every |= set(range(blocks))
-    return frozenset(every - {b for b, where in places.items() if len(where) == 1})
+    kept = np.array([[b for b in order if b in steady] for order in orders])
+    moved = set(kept[:, (kept != kept[0]).any(axis=0)].ravel().tolist())
+    return frozenset((every | set(range(blocks))) - (steady - moved))
 
 
 def score(

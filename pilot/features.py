@@ -151,13 +151,9 @@ def sites_of(blocks: Sequence[Block], chosen: Sequence[int]) -> npt.NDArray[np.i
     Blocks whose paths differ only in a last number (the experts of one layer) share a site.
     """
     names: dict[str, int] = {}
-    return np.array([names.setdefault(site_name(blocks[i]), len(names)) for i in chosen], np.int64)
-
-
-def site_name(block: Block) -> str:
-    """Return the path of a block less its last part where that is a number."""
-    head, _, tail = block.path.rpartition(".")
-    return head if tail.isdigit() else block.path
+    parts = [blocks[i].path.rpartition(".") for i in chosen]
+    sites = [head if tail.isdigit() else head + dot + tail for head, dot, tail in parts]
+    return np.array([names.setdefault(site, len(names)) for site in sites], np.int64)
 
 
 def site_stops(sites: npt.NDArray[np.int64]) -> tuple[int, ...]:

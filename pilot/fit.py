@@ -194,53 +194,41 @@ def _learn_shape(
     by round.
     """
     orders = [example.blocks for example in examples]
-    template = learn_template(orders, vocabulary.blocks)
-    filled = [tokens(order, template.families) for order in orders]
-    loops = _learn_loops(template, examples, filled, vocabulary)
-    unrolled: set[int] = set()
-    for place, loop in zip(template.loops, loops, strict=True):
-        slot = template.slots[place]
-        runs = {f.get(slot, ()) for f in filled}
-        longest = max(runs, key=len)
-        nested = all(_is_part(run, longest) for run in runs)
-        nested = nested and sum(template.slots[p][0] == slot[0] for p in template.loops) == 1
-        if not isinstance(loop.how, Rule) and nested and len(longest) <= MAX_UNROLLED:
-            unrolled |= template.families[LOOP - slot[0]]
-    if not unrolled:
-        return template, filled, loops
-    template = learn_template(orders, vocabulary.blocks, frozenset(unrolled))
-    filled = [tokens(order, template.families) for order in orders]
-    return template, filled, _learn_loops(template, examples, filled, vocabulary)
+    samples = [example.sample for example in examples]
+    unrolled: frozenset[int] = frozenset()
+    while True:
+        template = learn_template(orders, vocabulary.blocks, unrolled)
+        filled = [tokens(order, template.families) for order in orders]
+        slots = [template.slots[place] for place in template.loops]
+        runs = [[f.get(slot, ()) for f in filled] for slot in slots]
+        loops = tuple(learn_loop(samples, each, vocabulary.blocks) for each in runs)
+        if unrolled:
+            return template, filled, loops
+        for slot, loop, each in zip(slots, loops, runs, strict=True):
+            longest = max(each, key=len)
+            alone = sum(other[0] == slot[0] for other in slots) == 1
+            nested = alone and all(_is_part(run, longest) for run in set(each))
+            if nested and not isinstance(loop.how, Rule) and len(longest) <= MAX_UNROLLED:
+                unrolled |= template.families[LOOP - slot[0]]
+        if not unrolled:
+            return template, filled, loops
 
 
 def _is_part(run: Sequence[int], longest: Sequence[int]) -> bool:
     """Return whether a run is another with some calls left out, where the n-th call of a block is
     the n-th in both."""
-    ran = _calls(run)
+
+    def calls(blocks: Sequence[int]) -> list[tuple[int, int]]:
+        seen: Counter[int] = Counter()
+        found = []
+        for block in blocks:
+            found.append((block, seen[block]))
+            seen[block] += 1
+        return found
+
+    ran = calls(run)
     there = set(ran)
-    return [call for call in _calls(longest) if call in there] == ran
-
-
-def _calls(run: Sequence[int]) -> list[tuple[int, int]]:
-    """Return each block of a run with how often it ran before."""
-    seen: Counter[int] = Counter()
-    calls = []
-    for block in run:
-        calls.append((block, seen[block]))
-        seen[block] += 1
-    return calls
-
-
-def _learn_loops(
-    template: OrderTemplate,
-    examples: Sequence[Example],
-    filled: Sequence[Filled],
-    vocabulary: Vocabulary,
-) -> tuple[LoopModel, ...]:
-    samples = [example.sample for example in examples]
-    slots = [template.slots[index] for index in template.loops]
-    blocks = vocabulary.blocks
-    return tuple(learn_loop(samples, [f.get(slot, ()) for f in filled], blocks) for slot in slots)
+    return [call for call in calls(longest) if call in there] == ran
 
 
 def _validate(vocabulary: Vocabulary, examples: Sequence[Example]) -> None:

@@ -21,7 +21,7 @@ from dynoffload.planning.blocks import Vocabulary
 from dynoffload.planning.calls import CallSummary, summarize_calls
 from dynoffload.profiler.input_features import InputFeatures
 from dynoffload.profiler.routing import RoutingHint
-from dynoffload.profiler.storage import load_trace, trace_files
+from dynoffload.profiler.storage import check_network, load_trace, trace_files
 
 NAMED = 3
 """Traces that cannot be read and are named, each with its reason."""
@@ -77,14 +77,8 @@ def label_traces(traces: str | Path, jobs: int | None, report: Report) -> list[L
         reasons = f"{'; '.join(refused[:NAMED])}{more}"
         some = f"{len(refused)} of {len(paths)} traces give no label: " if len(refused) > 1 else ""
         raise TraceError(some + reasons)
-    first = labels[0].calls.network
     for path, one in zip(paths, labels, strict=True):
-        if one.calls.network != first:
-            raise TraceError(
-                f"{paths[0]} is of network {first[:12]}, {path.name} of "
-                f"{one.calls.network[:12]}: keep the traces of each network in their own "
-                "directory"
-            )
+        check_network(paths[0], labels[0].calls.network, path, one.calls.network)
     return sorted(labels, key=lambda label: label.calls.step)
 
 

@@ -90,10 +90,6 @@ class LoopModel:
             return self.how.apply(columns_of(sample.elements))
         return list(self.how)
 
-    def rest(self, sample: InputFeatures, ran: Sequence[int]) -> list[int]:
-        """Return the blocks still to come in this loop once its first ones ran, in order."""
-        return self.predict(sample)[len(ran) :]
-
     def to_json(self) -> dict[str, Any]:
         """Return the model as plain JSON data."""
         if not isinstance(self.how, Rule):
@@ -103,11 +99,7 @@ class LoopModel:
 
     @classmethod
     def from_json(cls, data: Any, blocks: int) -> LoopModel:
-        """Read a model back.
-
-        Args:
-            data: what `to_json` returned.
-            blocks: size of the vocabulary; a block outside it is refused.
+        """Read a model of a vocabulary of so many blocks back.
 
         Raises:
             ValueError, LookupError, TypeError: if the data is not such a model.
@@ -117,8 +109,8 @@ class LoopModel:
             raise ValueError("a fidelity that is no share")
         if "columns" not in data:
             return cls(_run(data["run"], blocks), fidelity)
-        table = {_key(key): _run(run, blocks) for key, run in data["table"]}
-        columns = _key(data["columns"])
+        table = {tuple(map(int, key)): _run(run, blocks) for key, run in data["table"]}
+        columns = tuple(map(int, data["columns"]))
         if not table or not all(0 <= column < 64 for column in columns):
             raise ValueError("an empty rule")
         if any(len(key) != len(columns) for key in table):
@@ -184,18 +176,17 @@ def _learn_rule(codes: list[Codes], runs: Sequence[Run], lengths: list[Codes]) -
             keys.append(tuple(key))
             made.append(tuple(run[start:stop]))
     width = min(codes[0].shape[1], 6)
-    best: tuple[float, tuple[int, ...]] = (-math.inf, ())
+    best = -math.inf
+    columns: tuple[int, ...] = ()
+    votes = _votes(keys, made, columns)
     for size in range(1, min(width, 3) + 1):
-        for columns in combinations(range(width), size):
-            score = _left_out_accuracy([tuple(k[c] for c in columns) for k in keys], made)
-            if score > best[0] + 1e-3:
-                best = (score, columns)
-        if best[0] >= 1 - 1e-3:
+        for chosen in combinations(range(width), size):
+            tried = _votes(keys, made, chosen)
+            score = sum(map(_left_out_hits, tried.values())) / max(len(keys), 1)
+            if score > best + 1e-3:
+                best, columns, votes = score, chosen, tried
+        if best >= 1 - 1e-3:
             break
-    columns = best[1]
-    votes: dict[tuple[int, ...], Counter[Run]] = defaultdict(Counter)
-    for key, run in zip(keys, made, strict=True):
-        votes[tuple(key[c] for c in columns)][run] += 1
     table = {key: max(count, key=lambda r: (count[r], r)) for key, count in sorted(votes.items())}
     return _rule(columns, table)
 
@@ -203,10 +194,8 @@ def _learn_rule(codes: list[Codes], runs: Sequence[Run], lengths: list[Codes]) -
 def _completed(rule: Rule, blocks: Sequence[Block]) -> Rule:
     """Return a rule over two columns with what it makes of pairs of codes that never met.
 
-    Where one column says which modules run and the other in which variant (a node's kind its cell,
-    its arity the shapes), each pair follows from what is known of its two codes; one that is
-    ambiguous, or whose block there is not, is left out. A call in shapes that its module was never
-    called with is the block of the variant ``""``.
+    One column says which modules run, the other in which variant. Ambiguous pairs, and those whose
+    block there is not, are left out; unknown shapes are the block of the variant ``""``.
     """
     if len(rule.columns) != 2 or not blocks:
         return rule
@@ -240,19 +229,20 @@ def _completed(rule: Rule, blocks: Sequence[Block]) -> Rule:
     return _rule(rule.columns, table)
 
 
-def _left_out_accuracy(keys: list[tuple[int, ...]], made: list[Run]) -> float:
-    """Return how often the other elements with the same key foretell what an element makes."""
+def _votes(
+    keys: list[tuple[int, ...]], made: list[Run], columns: tuple[int, ...]
+) -> dict[tuple[int, ...], Counter[Run]]:
+    """Return how often elements make what, by some columns of their keys."""
     votes: dict[tuple[int, ...], Counter[Run]] = defaultdict(Counter)
     for key, run in zip(keys, made, strict=True):
-        votes[key][run] += 1
-    right = 0
-    for count in votes.values():
-        top = count.most_common(2)
-        if len(top) == 1:
-            right += top[0][1] if top[0][1] > 1 else 0
-        elif top[0][1] > top[1][1] + 1:
-            right += top[0][1]
-    return right / max(len(keys), 1)
+        votes[tuple(key[c] for c in columns)][run] += 1
+    return votes
+
+
+def _left_out_hits(count: Counter[Run]) -> int:
+    """Return how many of some elements the others of them foretell."""
+    (_, most), (_, second) = (*count.most_common(2), ((), 0))[:2]
+    return most if most > second + 1 else 0
 
 
 def _rule(columns: tuple[int, ...], table: dict[tuple[int, ...], Run]) -> Rule:
@@ -260,12 +250,8 @@ def _rule(columns: tuple[int, ...], table: dict[tuple[int, ...], Run]) -> Rule:
     return Rule(columns, table, nearest)
 
 
-def _key(values: Any) -> tuple[int, ...]:
-    return tuple(int(value) for value in values)
-
-
 def _run(values: Any, blocks: int) -> Run:
-    run = tuple(int(value) for value in values)
+    run = tuple(map(int, values))
     if not all(0 <= block < blocks for block in run):
         raise ValueError("a block outside the vocabulary")
     return run

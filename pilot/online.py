@@ -80,6 +80,8 @@ class _Correction:
 
     def __init__(self, pilot: Pilot) -> None:
         self.pilot = pilot
+        self.standing = Standing()
+        self.level = math.nan  # its accuracy when it had settled
         self.slots = [pilot.template.slots[index] for index in pilot.template.optional]
         self.bias = np.zeros(len(self.slots), dtype=np.float32)
         self.habit = np.zeros(len(self.slots), dtype=np.float32)
@@ -153,9 +155,6 @@ class OnlineLearner:
         self._next = FIRST
         self._asked: _Asked | None = None
         self._last: list[int] | None = None
-        self._standing = Standing()
-        self._judged = 0  # steps of the pilot in use
-        self._level = math.nan  # its accuracy when it had settled
         self.drifts = 0
 
     @property
@@ -166,7 +165,7 @@ class OnlineLearner:
     @property
     def standing(self) -> Standing:
         """How the predictions have done of late."""
-        return self._standing
+        return Standing() if self._current is None else self._current.standing
 
     @property
     def due(self) -> bool:
@@ -234,43 +233,39 @@ class OnlineLearner:
             if self.drifts == drifts:  # else it was learned from steps of before
                 self._next = seen + max(FIRST, int((GROWTH - 1) * len(examples)))
             self._current = _Correction(pilot)
-            self._standing = Standing()
-            self._judged, self._level = 0, math.nan
         return pilot
 
     def _judge(self, asked: _Asked, order: Sequence[int]) -> None:
-        """Bring the running accuracies of the pilot in use up to date."""
+        """Bring the running accuracies of the pilot that was asked up to date."""
         if self._last is None:
             return
         pilot = block_order_accuracy(asked.predicted, order)
         last = block_order_accuracy(self._last, order)
-        with self._lock:  # `learn` begins anew with these
-            if asked.current is not self._current:
-                return  # another pilot has come meanwhile
-            old = self._standing
+        current, old = asked.current, asked.current.standing
+        if old.steps:
             weight = max(AVERAGE, 1 / (old.steps + 1))
-            if old.steps:
-                pilot = old.pilot + weight * (pilot - old.pilot)
-                last = old.last_order + weight * (last - old.last_order)
-            self._standing = Standing(pilot, last, old.steps + 1)
-            self._judged += 1
-            if self._judged == SETTLED:
-                self._level = pilot
-            elif pilot < self._level - DRIFT:
-                self._forget()
+            pilot = old.pilot + weight * (pilot - old.pilot)
+            last = old.last_order + weight * (last - old.last_order)
+        current.standing = Standing(pilot, last, old.steps + 1)
+        if current.standing.steps == SETTLED:
+            current.level = pilot
+        elif pilot < current.level - DRIFT:
+            with self._lock:
+                if current is self._current:  # no other pilot has come meanwhile
+                    self._forget(current)
 
-    def _forget(self) -> None:
+    def _forget(self, current: _Correction) -> None:
         """What runs is no longer what was learned: keep the latest steps only."""
         logger.info(
             "the pilot's accuracy has fallen from %.0f%% to %.0f%%: %s",
-            100 * self._level,
-            100 * self._standing.pilot,
+            100 * current.level,
+            100 * current.standing.pilot,
             "another is learned from what runs now"
             if self._grow
             else "it steers while it does better than repeating the last order",
         )
         self.drifts += 1
-        self._level = self._standing.pilot
+        current.level = current.standing.pilot
         while len(self._examples) > FIRST:
             self._examples.popleft()
         self._next = min(self._next, self._seen + FIRST)

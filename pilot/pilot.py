@@ -131,25 +131,21 @@ class Pilot:
         surety[template.optional] = chances
         taken = surety >= threshold
         taken[:start] = False
-        if not self.loops:
-            return template.blocks[taken].tolist(), surety[taken]
         blocks: list[int] = []
         confidence: list[Floats] = []
         at = start
-        for place, loop in zip(template.loops, self.loops, strict=True):
-            if place < start:
+        ends = zip((*template.loops, len(taken)), (*self.loops, None), strict=True)
+        for place, loop in ends:
+            if place < start or len(blocks) >= MAX_ORDER:
                 continue
-            if len(blocks) >= MAX_ORDER:
-                return blocks[:MAX_ORDER], np.concatenate(confidence)[:MAX_ORDER]
             part = taken[at:place]
             blocks += template.blocks[at:place][part].tolist()
             confidence.append(surety[at:place][part])
-            run = loop.predict(sample)
-            blocks += run
-            confidence.append(np.full(len(run), loop.fidelity, dtype=np.float32))
+            if loop is not None:
+                run = loop.predict(sample)
+                blocks += run
+                confidence.append(np.full(len(run), loop.fidelity, dtype=np.float32))
             at = place + 1
-        blocks += template.blocks[at:][taken[at:]].tolist()
-        confidence.append(surety[at:][taken[at:]])
         return blocks[:MAX_ORDER], np.concatenate(confidence)[:MAX_ORDER]
 
     def check(self, fingerprint: str) -> None:

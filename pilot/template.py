@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -107,23 +107,12 @@ def tokens(order: Order, families: tuple[frozenset[int], ...]) -> dict[Slot, tup
     home = {block: family for family, members in enumerate(families) for block in members}
     seen: Counter[int] = Counter()
     result: dict[Slot, tuple[int, ...]] = {}
-    run: list[int] = []
-    current = -1
-    for block in [*order, None]:
-        family = home.get(block, -1) if block is not None else -1
-        if run and family != current:
-            code = LOOP - current
+    for family, group in groupby(order, key=lambda block: home.get(block, -1)):
+        blocks = [block for block in group if block >= 0]
+        runs = [(LOOP - family, blocks)] if family >= 0 else [(b, [b]) for b in blocks]
+        for code, run in runs:
             result[code, seen[code]] = tuple(run)
             seen[code] += 1
-            run = []
-        current = family
-        if block is None or block < 0:
-            continue
-        if family >= 0:
-            run.append(block)
-        else:
-            result[block, seen[block]] = (block,)
-            seen[block] += 1
     return result
 
 

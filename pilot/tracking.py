@@ -101,7 +101,7 @@ class StepTracker:
         fidelity = 1.0
         if self._under_way is not None:
             fidelity = self._under_way.fidelity
-            order = self._under_way.rest(self._sample, self._loop)
+            order = self._under_way.predict(self._sample)[len(self._loop) :]
             self._expected = [*self._loop, *order]
         rest, confidence = self._pilot.decode(
             self._sample, self.chances, self._pilot.threshold, start=self._slot + 1

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from dynoffload.profiler.costs import CostModel, Timing
+from dynoffload.profiler.costs import CostModel, Kind, Timing, Work
 from dynoffload.profiler.idioms import Idioms, idioms_of, is_known, rule_of
 from dynoffload.profiler.input_features import Features, InputFeatures, describe_input
 from dynoffload.profiler.network import fingerprint, shape_key
@@ -15,7 +15,6 @@ from dynoffload.profiler.recorder import Recorder
 from dynoffload.profiler.routing import RoutingHint, RoutingProbe
 from dynoffload.profiler.storage import load_trace, load_traces, save_trace, trace_files
 from dynoffload.profiler.trace import ModuleCall, Operator, Phase, RegionInfo, Trace
-from dynoffload.profiler.work import Kind, Work
 
 __all__ = [
     "CostModel",

@@ -23,9 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynoffload.errors import TraceError
-from dynoffload.profiler.costs import CostModel, Factors, described
+from dynoffload.profiler.costs import CostModel, Factors, Kind, Work, described, work_of
 from dynoffload.profiler.trace import Trace
-from dynoffload.profiler.work import Kind, Work, work_of
 
 _Array = NDArray[np.float64]
 _PENALTY = 1.0

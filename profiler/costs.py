@@ -22,19 +22,59 @@ told by ``dynoffload experiment costs``.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dynoffload.errors import ConfigError, TraceError
-from dynoffload.profiler.trace import Phase, Trace
-from dynoffload.profiler.work import Kind, Work, work_of
+from dynoffload.profiler.trace import Operator, Phase, Trace
 from dynoffload.units import parse_bytes
 
 FORMAT = "dynoffload.costs"
 VERSION = 1
+
+
+class Kind(str, Enum):
+    """What bounds an operator."""
+
+    CALL = "call"
+    """It touches no data, as a view: the call itself."""
+    MEMORY = "memory"
+    """The bytes that it reads and writes."""
+    PRODUCT = "product"
+    """Its arithmetic, or the bytes: matrix products, convolutions, attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one executed operator does, wherever it runs.
+
+    Attributes:
+        name: as `Operator.name`.
+        dtype: as `Operator.dtype`.
+        flops: floating-point operations; None where they are not known.
+        nbytes: bytes that it reads and writes.
+    """
+
+    name: str
+    dtype: str
+    flops: int | None
+    nbytes: int
+
+    @property
+    def kind(self) -> Kind:
+        """What bounds it; FLOPs that are not known count as some."""
+        if self.flops != 0:
+            return Kind.PRODUCT
+        return Kind.MEMORY if self.nbytes else Kind.CALL
+
+
+def work_of(operator: Operator) -> Work:
+    """Return what ``operator`` did."""
+    nbytes = operator.bytes_read + operator.bytes_written
+    return Work(operator.name, operator.dtype, operator.flops, nbytes)
 
 
 class Factors(NamedTuple):
@@ -86,21 +126,19 @@ class CostModel:
     source: str = ""
 
     def __post_init__(self) -> None:
-        for dtype, value in self.peak.items():
-            _require(0 < value < math.inf, f"peak of {dtype} is {value!r}; it must be above 0")
-        good = 0 < self.bandwidth < math.inf
-        _require(good, f"bandwidth is {self.bandwidth!r}; it must be above 0")
+        for dtype, value in _table(self.peak, "peak").items():
+            _check(value, f"peak of {dtype}", above=True)
+        _check(self.bandwidth, "bandwidth", above=True)
         for kind in Kind:
-            _require(
-                kind in self.overhead, f"overhead lacks {kind.value!r}: seconds of such a call"
-            )
-            value = self.overhead[kind]
-            _require(0 <= value < math.inf, f"overhead of a {kind.value} is {value!r} seconds")
-        good = 0 <= self.half_intensity < math.inf
-        _require(good, f"half_intensity is {self.half_intensity!r}; it must be 0 or above")
+            if kind not in self.overhead:
+                raise ConfigError(f"overhead lacks {kind.value!r}: seconds of such a call")
+            _check(self.overhead[kind], f"overhead of a {kind.value}")
+        _check(self.half_intensity, "half_intensity")
         for name, factors in self.operators.items():
-            good = all(0 < factor < math.inf for factor in factors)
-            _require(good, f"factors of {name} are {tuple(factors)}; they must be above 0")
+            for factor in factors:
+                _check(factor, f"a factor of {name}", above=True)
+        if not isinstance(self.source, str):
+            raise ConfigError(f"source is {self.source!r}, which is no text")
 
     def seconds(self, work: Work) -> float:
         """Return what ``work`` takes.
@@ -127,8 +165,9 @@ class CostModel:
         peak = self.peak.get(work.dtype)
         if peak is None:
             known = ", ".join(self.peak) or "no dtype"
+            source = f" ({self.source})" if self.source else ""
             raise ConfigError(
-                f"the cost model{_of(self.source)} has no peak for {work.dtype or 'no dtype'}, in"
+                f"the cost model{source} has no peak for {work.dtype or 'no dtype'}, in"
                 f" which {work.name} runs; it has one for {known}: fit it to traces with such"
                 " products, or write the peak into it"
             )
@@ -212,33 +251,31 @@ class CostModel:
         Raises:
             ConfigError: a key is unknown or missing, or a value is of a wrong type or out of range.
         """
-        names = tuple(cls.__dataclass_fields__)
-        for key in table:
-            _require(
-                key in names, f"{where}: {key!r} is no key of a cost model: {', '.join(names)}"
-            )
-        for key in ("peak", "bandwidth", "overhead"):
-            _require(key in table, f"{where} lacks {key}")
-        overhead = table["overhead"]
-        if not isinstance(overhead, Mapping):
-            overhead = dict.fromkeys((kind.value for kind in Kind), overhead)
+        known = cls.__dataclass_fields__
         kinds = {kind.value: kind for kind in Kind}
-        for key in overhead:
-            _require(key in kinds, f"{where}: overhead has {key!r}, which is none of {list(kinds)}")
-        bandwidth = table["bandwidth"]
-        source = table.get("source", "")
-        _require(isinstance(source, str), f"{where}: source is {source!r}, which is no text")
-        values = {
-            "peak": _numbers(table["peak"], f"{where}: peak"),
-            "bandwidth": parse_bytes(bandwidth)
-            if isinstance(bandwidth, str)
-            else _number(bandwidth, f"{where}: bandwidth"),
-            "overhead": {kinds[k]: _number(v, f"{where}: overhead") for k, v in overhead.items()},
-            "half_intensity": _number(table.get("half_intensity", 0.0), f"{where}: half_intensity"),
-            "operators": dict(_factors(table.get("operators", {}), f"{where}: operators")),
-            "source": source,
-        }
         try:
+            for key in table:
+                if key not in known:
+                    raise ConfigError(f"{key!r} is no key of a cost model: {', '.join(known)}")
+            for key in ("peak", "bandwidth", "overhead"):
+                if key not in table:
+                    raise ConfigError(f"it lacks {key}")
+            values = dict(table)
+            if isinstance(values["bandwidth"], str):
+                values["bandwidth"] = parse_bytes(values["bandwidth"])
+            overhead = values["overhead"]
+            if not isinstance(overhead, Mapping):
+                overhead = dict.fromkeys(kinds, overhead)
+            if unknown := overhead.keys() - kinds.keys():
+                raise ConfigError(f"overhead has {min(unknown)!r}, which is none of {list(kinds)}")
+            values["overhead"] = {kinds[name]: value for name, value in overhead.items()}
+            factors = _table(values.get("operators", {}), "operators")
+            for name, pair in factors.items():
+                if not isinstance(pair, list | tuple) or len(pair) != 2:
+                    raise ConfigError(
+                        f"{name} has {pair!r}; give two factors, of overhead and rest"
+                    )
+            values["operators"] = {name: Factors(*pair) for name, pair in factors.items()}
             return cls(**values)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
@@ -249,31 +286,14 @@ def described(trace: Trace) -> str:
     return f"step {trace.step}" + (f" of {trace.source}" if trace.source else "")
 
 
-def _factors(table: object, where: str) -> Iterable[tuple[str, Factors]]:
-    _require(isinstance(table, Mapping), f"{where} is no table")
-    assert isinstance(table, Mapping)
-    for name, pair in table.items():
-        good = isinstance(pair, list | tuple) and len(pair) == 2
-        _require(good, f"{where}: {name} has {pair!r}; give two factors, of overhead and rest")
-        yield str(name), Factors(*(_number(factor, f"{where}: {name}") for factor in pair))
+def _table(value: object, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{what} is no table, but {value!r}")
+    return value
 
 
-def _numbers(table: object, where: str) -> dict[str, float]:
-    _require(isinstance(table, Mapping), f"{where} is {table!r}, which is no table by dtype")
-    assert isinstance(table, Mapping)
-    return {str(key): _number(value, f"{where}: {key}") for key, value in table.items()}
-
-
-def _number(value: object, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{where} is {value!r}, which is no number")
-    return float(value)
-
-
-def _of(source: str) -> str:
-    return f" ({source})" if source else ""
-
-
-def _require(condition: bool, complaint: str) -> None:
-    if not condition:
-        raise ConfigError(complaint)
+def _check(value: object, what: str, *, above: bool = False) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and value < 1e300
+    if not number or not (value > 0 if above else value >= 0):  # type: ignore[operator]
+        least = "above 0" if above else "of 0 or above"
+        raise ConfigError(f"{what} is {value!r}; it must be a number {least}")

@@ -1,25 +1,19 @@
 """Floating-point operations of one executed call, from the shapes of its arguments.
 
-Matrix products, convolutions, attention and recurrent layers have formulas. Elementwise operators,
-reductions and copies count none: they are bound by the bytes they move. Factorisations, Fourier
-transforms and distances have no formula.
+A multiplication and an addition are two operations. Elementwise operators, reductions and copies
+count none; factorisations, Fourier transforms and distances have no formula.
 
 [Note: which formula]
 Torch's own registry (`torch.utils.flop_counter`) answers for what has no formula here; ours differ:
 
-- *Attention* with ``is_causal`` counts the pairs of query and key on or below the diagonal, as the
-  kernels pass over the others in blocks; the registry counts all pairs. Grouped heads of keys and
-  values are used by all queries of their group. Backward has five products: scores once more, and
-  the gradients of scores, values, queries and keys.
+- *Attention* with ``is_causal`` counts the pairs on or below the diagonal, as the kernels pass over
+  the others in blocks; the registry counts all. Grouped keys and values are used by all queries of
+  their group. Backward has five products, with scores once more.
 - *Convolutions* count for each output (of a transposed one, each input) element the filter of its
-  own group. The registry's weight gradient takes the channels of all groups, which for a depthwise
-  convolution is as many times too much as there are channels. Taps on padding count.
-- Products that the registry lacks: with vectors, grouped, by oneDNN, of integers, fused with an
-  activation. A grouped product counts every row, those past the last offset too: to read offsets
-  would wait for the device. Sparse factors count as dense ones.
+  own group; the registry's weight gradient takes the channels of all groups.
+- Products that the registry lacks. A grouped one counts every row, also past the last offset: to
+  read offsets would wait for the device. Sparse factors count as dense ones.
 - *Recurrent layers*, which oneDNN and cuDNN run as one call, count the products of their gates.
-
-A multiplication and an addition are two operations.
 """
 
 from __future__ import annotations
@@ -42,45 +36,33 @@ _Formula = Callable[[_Bound], int]
 def counter_of(func: torch._ops.OpOverload) -> Counter | None:
     """Return what counts the FLOPs of a call of ``func``; None where it has none.
 
-    A call that its formula does not understand (of nested tensors, say) has None: unknown.
+    A call that its formula does not understand (of nested tensors, say) has None: unknown. It must
+    not end the training that is being recorded.
     """
     schema = func._schema
-    own = _FORMULAS.get(schema.name) or _FORMULAS.get(schema.name.removesuffix("_"))
-    if own is not None:
-        positional = tuple(a.name for a in schema.arguments if not a.kwarg_only)
-        return _guarded(func, _bound(own, positional, {a.name: a for a in schema.arguments}))
+    base = schema.name.removeprefix("aten::")
+    formula = _FORMULAS.get(base) or _FORMULAS.get(base.removesuffix("_"))
+    if formula is None and base.startswith("_scaled_dot_product_"):
+        formula = _attention_backward if base.endswith("_backward") else _attention
+    names = [a.name for a in schema.arguments if not a.kwarg_only]
+    defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
     from torch.utils.flop_counter import flop_registry
 
     registered = flop_registry.get(func.overloadpacket)
-    if registered is None:
+    if formula is None and registered is None:
         return None
-    return _guarded(
-        func, lambda args, kwargs, result: int(registered(*args, **kwargs, out_val=result))
-    )
-
-
-def _guarded(func: torch._ops.OpOverload, count: Counter) -> Counter:
-    """Return ``count``, which must not end the training that is being recorded."""
 
     def counted(args: Sequence[object], kwargs: Mapping[str, object], result: object) -> int | None:
         try:
-            return count(args, kwargs, result)
+            if formula is None:
+                return int(registered(*args, **kwargs, out_val=result))  # type: ignore[misc]
+            given = dict(zip(names, args, strict=False))
+            return formula({**defaults, **given, **kwargs, "result": result})
         except Exception as error:
             logger.debug("FLOPs of %s are unknown: %r", func, error)
             return None
 
     return counted
-
-
-def _bound(formula: _Formula, names: Sequence[str], arguments: Mapping[str, Any]) -> Counter:
-    """Return ``formula`` as it is called with a call's arguments."""
-    defaults = {name: a.default_value for name, a in arguments.items() if a.has_default_value()}
-
-    def count(args: Sequence[object], kwargs: Mapping[str, object], result: object) -> int:
-        given = dict(zip(names, args, strict=False))
-        return formula({**defaults, **given, **kwargs, "result": result})
-
-    return count
 
 
 # Formulas -----------------------------------------------------------------------------------------
@@ -151,65 +133,42 @@ def _attention(bound: _Bound) -> int:
 
 
 def _attention_backward(bound: _Bound) -> int:
-    return (
-        2 * _pairs(bound) * (3 * int(bound["query"].shape[-1]) + 2 * int(bound["value"].shape[-1]))
-    )
+    width, of_values = int(bound["query"].shape[-1]), int(bound["value"].shape[-1])
+    return 2 * _pairs(bound) * (3 * width + 2 * of_values)
 
 
-def _rnn_layer(bound: _Bound) -> int:
-    """One direction of one layer: all gates, from the input and from the state before."""
-    weights = (value for name, value in bound.items() if name.startswith("weight"))
-    gates = sum(int(w.numel()) for w in weights if isinstance(w, torch.Tensor) and w.dim() == 2)
+def _rnn(bound: _Bound) -> int:
+    """All gates, from the input and from the state before: of one direction of one layer (oneDNN),
+    or of all layers, whose weights are a list (cuDNN)."""
+    gates = 0
+    for name, value in bound.items():
+        if name.startswith("weight"):
+            weights = value if isinstance(value, list | tuple) else [value]
+            gates += sum(w.numel() for w in weights if isinstance(w, torch.Tensor) and w.dim() == 2)
     steps = int(bound["input"].numel()) // max(1, int(bound["input"].shape[-1]))
     return 2 * steps * gates
 
 
-def _rnn_stack(bound: _Bound) -> int:
-    """All layers of cuDNN's call; ``weight`` is the list of their parameters."""
-    gates = sum(int(w.numel()) for w in bound["weight"] if w.dim() == 2)
-    steps = int(bound["input"].numel()) // max(1, int(bound["input"].shape[-1]))
-    return 2 * steps * gates
-
-
-def _twice(formula: _Formula) -> _Formula:
-    return lambda bound: 2 * formula(bound)
-
-
-def _named(formula: _Formula, names: str) -> dict[str, _Formula]:
-    return {f"aten::{name}": formula for name in names.split()}
-
-
-_SDPA = "_scaled_dot_product_{}attention{}"
-_FORMULAS: dict[str, _Formula] = {
-    **_named(_product("self", "mat2"), "mm bmm _int_mm"),
-    **_named(_product("mat1", "mat2"), "addmm _addmm_activation"),
-    **_named(_product("batch1", "batch2"), "baddbmm addbmm"),
-    **_named(_product("self", "vec"), "mv"),
-    **_named(_product("mat", "vec"), "addmv"),
-    **_named(_product("self", "tensor"), "dot"),
-    **_named(_product("self", "other"), "vdot"),
-    **_named(_linear, "linear mkldnn_linear _weight_int8pack_mm"),
-    **_named(_linear_backward, "linear_backward mkldnn_linear_backward"),
-    **_named(_grouped, "_grouped_mm _scaled_grouped_mm"),
-    **_named(_convolution, "convolution _convolution convolution_overrideable mkldnn_convolution"),
-    **_named(_convolution, "cudnn_convolution _slow_conv2d_forward slow_conv3d_forward"),
-    **_named(_convolution, "_conv_depthwise2d conv_depthwise3d miopen_convolution"),
-    **_named(_convolution_backward, "convolution_backward convolution_backward_overrideable"),
-    **_named(
-        _attention,
-        f"{_SDPA.format('flash_', '_for_cpu')} {_SDPA.format('flash_', '')}"
-        f" {_SDPA.format('efficient_', '')} {_SDPA.format('cudnn_', '')}"
-        f" {_SDPA.format('fused_', '_overrideable')}",
+_TABLE: tuple[tuple[_Formula, str], ...] = (
+    (_product("self", "mat2"), "mm bmm _int_mm"),
+    (_product("mat1", "mat2"), "addmm _addmm_activation"),
+    (_product("batch1", "batch2"), "baddbmm addbmm"),
+    (_product("self", "vec"), "mv"),
+    (_product("mat", "vec"), "addmv"),
+    (_product("self", "tensor"), "dot"),
+    (_product("self", "other"), "vdot"),
+    (_linear, "linear mkldnn_linear _weight_int8pack_mm"),
+    (_linear_backward, "linear_backward mkldnn_linear_backward"),
+    (_grouped, "_grouped_mm _scaled_grouped_mm"),
+    (_convolution, "convolution _convolution convolution_overrideable mkldnn_convolution"),
+    (_convolution, "cudnn_convolution _slow_conv2d_forward slow_conv3d_forward"),
+    (_convolution, "_conv_depthwise2d conv_depthwise3d miopen_convolution"),
+    (_convolution_backward, "convolution_backward convolution_backward_overrideable"),
+    (_rnn, "mkldnn_rnn_layer _cudnn_rnn miopen_rnn"),
+    (
+        lambda bound: 2 * _rnn(bound),
+        "mkldnn_rnn_layer_backward _cudnn_rnn_backward miopen_rnn_backward",
     ),
-    **_named(
-        _attention_backward,
-        f"{_SDPA.format('flash_', '_for_cpu_backward')} {_SDPA.format('flash_', '_backward')}"
-        f" {_SDPA.format('efficient_', '_backward')} {_SDPA.format('cudnn_', '_backward')}"
-        f" {_SDPA.format('fused_', '_overrideable_backward')}",
-    ),
-    **_named(_rnn_layer, "mkldnn_rnn_layer"),
-    **_named(_twice(_rnn_layer), "mkldnn_rnn_layer_backward"),
-    **_named(_rnn_stack, "_cudnn_rnn miopen_rnn"),
-    **_named(_twice(_rnn_stack), "_cudnn_rnn_backward miopen_rnn_backward"),
-}
+)
+_FORMULAS = {name: formula for formula, names in _TABLE for name in names.split()}
 """By the operator's name; in-place variants go by the same."""

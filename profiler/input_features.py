@@ -6,16 +6,18 @@ step and hands them to the pilot. Both call `describe_input`, so the two always 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from dynoffload.errors import TraceError
-from dynoffload.profiler.advice import advising
 
 MAX_ELEMENTS = 65_536
 """The most discrete codes one sample keeps."""
@@ -115,6 +117,42 @@ def merge_inputs(samples: Sequence[InputFeatures]) -> InputFeatures:
     return InputFeatures({**first.values, "samples": float(len(samples))}, elements)
 
 
+@contextmanager
+def advising(who: str, given: Any) -> Iterator[None]:
+    """Let the body, code of the user's that only advises, change nothing of what the network
+    computes: it has no gradients, and random numbers of torch that it draws are drawn again.
+
+    Args:
+        who: what runs there, for messages.
+        given: its arguments, in lists, tuples and dicts of any depth.
+
+    Raises:
+        TraceError: it wrote into one of them: the forward would go on with other values.
+    """
+    leaves = tree_leaves(given)
+    tensors = [one for one in leaves if isinstance(one, Tensor) and not one.is_inference()]
+    versions = [one._version for one in tensors]
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), _uncached():
+        yield
+    if [one._version for one in tensors] != versions:
+        raise TraceError(
+            f"{who} writes into what its module is given, and changes what the network computes: "
+            "have it work on copies"
+        )
+
+
+@contextmanager
+def _uncached() -> Iterator[None]:
+    """Let autocast keep no weight that it casts here: one that was cast without gradients would
+    stand in for it in the forward itself."""
+    cached = torch.is_autocast_cache_enabled()
+    try:
+        torch.set_autocast_cache_enabled(False)
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+
+
 class _Walk:
     """One bounded walk over the arguments of a call."""
 
@@ -130,7 +168,7 @@ class _Walk:
         self._objects -= 1
         if self._objects < 0 or value is None or isinstance(value, str | bytes):
             return
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             self._tensor(name, value)
         elif isinstance(value, bool | int | float):
             self.values[name] = float(value)
@@ -147,7 +185,7 @@ class _Walk:
             for part in fields(value):
                 self.visit(f"{name}.{part.name}", getattr(value, part.name, None), depth - 1)
 
-    def _tensor(self, name: str, tensor: torch.Tensor) -> None:
+    def _tensor(self, name: str, tensor: Tensor) -> None:
         if self._tensors == 0:
             return
         self._tensors -= 1
@@ -158,13 +196,11 @@ class _Walk:
         self.values[f"{name}.itemsize"] = float(tensor.element_size())
         if tensor.layout is not torch.strided or tensor.is_meta:
             return
-        if tensor.dtype is torch.bool:
+        integers = tensor.dtype in _INTEGERS
+        if tensor.dtype is torch.bool or (integers and self._seen_codes and count):
             if count <= _SUMMED:
                 self.values[f"{name}.sum"] = float(tensor.detach().sum())
-        elif tensor.dtype in _INTEGERS and self._seen_codes:
-            if 0 < count <= _SUMMED:
-                self.values[f"{name}.sum"] = float(tensor.detach().sum())
-        elif tensor.dtype in _INTEGERS:
+        elif integers and not self._seen_codes:
             self._seen_codes = True
             codes = tensor.detach().reshape(-1)[:MAX_ELEMENTS]
             # The copy keeps the sample apart from a tensor that the loop may overwrite.

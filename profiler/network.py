@@ -50,32 +50,18 @@ def shape_key(args: Sequence[object], kwargs: Mapping[str, object]) -> str:
         kwargs: its keyword arguments.
     """
     parts: list[str] = []
-    for argument in args:
-        if isinstance(argument, torch.Tensor):
-            parts.append(_bucket(argument))
-        elif isinstance(argument, list | tuple | dict):
-            _collect(argument, parts, _MAX_DEPTH)
-    if kwargs:
-        for name in sorted(kwargs):
-            _collect(kwargs[name], parts, _MAX_DEPTH)
-    return ",".join(parts[:MAX_KEY_TENSORS])
+    for argument in (*args, *(kwargs[name] for name in sorted(kwargs))):
+        _collect(argument, parts, _MAX_DEPTH)
+    return ",".join(parts)
 
 
 def _collect(value: object, parts: list[str], depth: int) -> None:
     if len(parts) >= MAX_KEY_TENSORS:
         return
     if isinstance(value, torch.Tensor):
-        parts.append(_bucket(value))
-    elif depth and isinstance(value, list | tuple):
-        for item in value[:MAX_KEY_TENSORS]:
+        extents = [str(n if n <= _EXACT else 1 << (n - 1).bit_length()) for n in value.shape]
+        parts.append("x".join(extents) or "0d")
+    elif depth and isinstance(value, list | tuple | dict):
+        items = list(value.values()) if isinstance(value, dict) else value
+        for item in items[:MAX_KEY_TENSORS]:
             _collect(item, parts, depth - 1)
-    elif depth and isinstance(value, dict):
-        for item in list(value.values())[:MAX_KEY_TENSORS]:
-            _collect(item, parts, depth - 1)
-
-
-def _bucket(tensor: torch.Tensor) -> str:
-    return (
-        "x".join([str(n if n <= _EXACT else 1 << (n - 1).bit_length()) for n in tensor.shape])
-        or "0d"
-    )

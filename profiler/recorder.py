@@ -107,11 +107,17 @@ class Recorder:
         self._clock = clock
         self._mode = _Mode(self._dispatch)
         self._handles: list[Handle] = []
-        self._paths: dict[int, str] = {}  # id of a module -> its path
         self._probes: dict[str, tuple[RoutingProbe, ...]] = {}
-        self._parameters: dict[int, str] = {}  # id of a parameter -> its name
         self._network = ""
         self._thread = 0
+        self._steps = 0
+        self._entered = False
+        self._forget()
+
+    def _forget(self) -> None:
+        """Be as outside of any block."""
+        self._paths: dict[int, str] = {}  # id of a module -> its path
+        self._parameters: dict[int, str] = {}  # id of a parameter -> its name
         self._log: StepLog | None = None  # The step under way.
         self._stack: list[_Frame] = []
         self._suspended = False  # While an outermost call without grad mode is under way.
@@ -119,8 +125,6 @@ class Recorder:
         self._backward_seen = False
         self._after_backward = False  # Whether, since then, something ran outside the optimizer.
         self._paused = False  # While a featurizer runs.
-        self._steps = 0
-        self._entered = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
         """Return itself: a copy of the model made inside the block carries hooks, not a recorder.
@@ -167,12 +171,7 @@ class Recorder:
             self._end_step()
         elif self._log is not None:
             logger.info("a step of %d operators did not end and is dropped", len(self._log))
-        self._log = None
-        self._stack.clear()
-        self._suspended = self._in_optimizer = False
-        self._backward_seen = self._after_backward = False
-        self._paths.clear()
-        self._parameters.clear()
+        self._forget()
         self._entered = False
 
     # Operators ------------------------------------------------------------------------------
@@ -195,7 +194,7 @@ class Recorder:
             phase, call = self._place(log, node)
             log.record(signature_of(func), phase, call, args, kwargs, result, seconds)
             if node is not None and func in _ACCUMULATING and node._sequence_nr() == _NO_NUMBER:
-                self._note_gradient(log, node, result)
+                self.note_gradient(getattr(node, "variable", None), result)
         return result
 
     def _place(self, log: StepLog, node: Any) -> tuple[Phase, int]:
@@ -228,22 +227,17 @@ class Recorder:
         name = self._parameters.get(id(getattr(node, "variable", None)))
         return -1 if name is None else log.last_call_of(name.rpartition(".")[0])
 
-    def _note_gradient(self, log: StepLog, node: Any, result: Any) -> None:
-        """Name the storage in which a gradient is being accumulated.
-
-        A user's hook on the gradient runs in the same node; what it makes in another shape is not
-        the gradient.
-        """
-        variable = getattr(node, "variable", None)
-        name = self._parameters.get(id(variable))
-        if name is not None and variable is not None and result.shape == variable.shape:
-            log.regions.label(result, f"{name}:grad", "gradient")
-
-    def note_gradient(self, parameter: torch.Tensor) -> None:
-        """The gradient of ``parameter`` is complete, and may be gone before its step has ended."""
+    def note_gradient(
+        self, parameter: torch.Tensor | None, gradient: torch.Tensor | None = None
+    ) -> None:
+        """The gradient of ``parameter`` (by default its ``grad``) is made, and may be gone before
+        its step has ended. What is of another shape is what a user's hook made."""
         name = self._parameters.get(id(parameter))
-        if self._log is not None and name is not None and parameter.grad is not None:
-            self._log.regions.label(parameter.grad, f"{name}:grad", "gradient")
+        if self._log is None or name is None or parameter is None:
+            return
+        gradient = parameter.grad if gradient is None else gradient
+        if gradient is not None and gradient.shape == parameter.shape:
+            self._log.regions.label(gradient, f"{name}:grad", "gradient")
 
     # Module calls ---------------------------------------------------------------------------
 
@@ -252,7 +246,8 @@ class Recorder:
     ) -> None:
         path = self._paths.get(id(module))
         in_backward = _graph_task() != -1
-        if path is None or self._paused or not (in_backward or self._is_own_thread()):
+        here = in_backward or threading.get_ident() == self._thread
+        if path is None or self._paused or not here:
             return
         call = -1
         if not self._suspended:
@@ -296,9 +291,6 @@ class Recorder:
             log.hints += hinted(self._probes, path, args, call)
         finally:
             self._paused = False
-
-    def _is_own_thread(self) -> bool:
-        return threading.get_ident() == self._thread
 
     # Steps ----------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dynoffload.errors import TraceError
-from dynoffload.profiler.advice import advising
+from dynoffload.profiler.input_features import advising
 
 logger = logging.getLogger(__name__)
 

@@ -37,8 +37,7 @@ class Signature:
         idioms: its six counts.
         moves: False for views and metadata, which touch no data.
         allocates: False for views: their result is never new memory.
-        written: positions of the arguments it writes.
-        written_names: the same for arguments passed by name.
+        written: positions and names of the arguments it writes.
         fresh: whether it returns something that is not one of its arguments.
         overwrites: whether what it writes is not read before.
         selecting: whether it reads of its first tensor only as much as it returns.
@@ -50,8 +49,7 @@ class Signature:
     idioms: Idioms
     moves: bool
     allocates: bool
-    written: frozenset[int]
-    written_names: frozenset[str]
+    written: frozenset[int | str]
     fresh: bool
     overwrites: bool
     selecting: bool
@@ -76,21 +74,18 @@ def signature_of(func: torch._ops.OpOverload) -> Signature:
     schema = func._schema
     base = schema.name.split("::", 1)[1]
     rule = rule_of(func)
-    written: set[int] = set()
-    names: set[str] = set()
-    out = False
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.add(position)
-            names.add(argument.name)
-            out = out or argument.is_out
+    changed = [
+        (place, argument)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    out = any(argument.is_out for _, argument in changed)
     return Signature(
         name=str(func),
         idioms=idioms_of(func),
         moves=rule not in ("view", "metadata"),
         allocates=rule != "view",
-        written=frozenset(written),
-        written_names=frozenset(names),
+        written=frozenset(key for place, argument in changed for key in (place, argument.name)),
         fresh=any(r.alias_info is None for r in schema.returns),
         overwrites=out or base in _OVERWRITING or rule == "fill",
         selecting=base in _SELECTING,
@@ -120,27 +115,22 @@ def traffic(
     if not signature.moves:
         results = list(_tensors(result)) if signature.allocates else []
         return Traffic(reads, writes, results, 0, 0)
-    for position, argument in enumerate(args):
-        if position in signature.written:
-            for tensor in _tensors(argument):
-                writes.append(tensor)
-                if not signature.overwrites:
-                    reads.append(tensor)
-        else:
-            reads.extend(_tensors(argument))
-    for name, value in kwargs.items():
-        if name in signature.written_names:
-            for tensor in _tensors(value):
-                writes.append(tensor)
-                if not signature.overwrites:
-                    reads.append(tensor)
-        else:
-            reads.extend(_tensors(value))
+    for place, value in (*enumerate(args), *kwargs.items()):
+        tensors = list(_tensors(value))
+        if place in signature.written:
+            writes += tensors
+        if place not in signature.written or not signature.overwrites:
+            reads += tensors
     results = list(_tensors(result)) if signature.fresh else []
     if results and writes:
         results = [made for made in results if all(made is not old for old in writes)]
     if signature.placing and writes:
-        return _placed(reads, writes)
+        target = writes[0]
+        others = [tensor for tensor in reads if tensor is not target]
+        moved = max([tensor.numel() for tensor in others], default=target.numel())
+        placed = min(moved * target.element_size(), shown_bytes(target))
+        read = placed + sum([shown_bytes(tensor) for tensor in others])
+        return Traffic(reads, writes, [], read, placed)
     written = sum([shown_bytes(tensor) for tensor in writes + results])
     if signature.selecting and reads:
         read = min(shown_bytes(reads[0]), written) + sum([shown_bytes(t) for t in reads[1:]])
@@ -192,15 +182,6 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
     return ()
-
-
-def _placed(reads: list[torch.Tensor], writes: list[torch.Tensor]) -> Traffic:
-    target = writes[0]
-    others = [tensor for tensor in reads if tensor is not target]
-    moved = max([tensor.numel() for tensor in others], default=target.numel())
-    placed = min(moved * target.element_size(), shown_bytes(target))
-    read = placed + sum([shown_bytes(tensor) for tensor in others])
-    return Traffic(reads, writes, [], read, placed)
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:

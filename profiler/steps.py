@@ -33,11 +33,7 @@ class StepLog:
         self.source = ""
         self.hints: list[RoutingHint] = []
         self._operators: list[Operator] = []
-        self._paths: list[str] = []
-        self._keys: list[str] = []
-        self._parents: list[int] = []
-        self._starts: list[int] = []
-        self._stops: list[int] = []
+        self._calls: list[ModuleCall] = []
         self._last_call: dict[str, int] = {}
         self._cuts: list[int] = []  # Sequence number from which ...
         self._cut_calls: list[int] = []  # ... nodes belong to this call.
@@ -49,19 +45,15 @@ class StepLog:
 
     def enter(self, path: str, key: str, parent: int) -> int:
         """Note that a module call begins in forward; return its index."""
-        call = len(self._paths)
-        self._paths.append(path)
-        self._keys.append(key)
-        self._parents.append(parent)
-        self._starts.append(len(self._operators))
-        self._stops.append(len(self._operators))
+        call = len(self._calls)
+        self._calls.append(ModuleCall(path, key, parent, len(self), len(self)))
         self._last_call[path] = call
         self.cut(call)
         return call
 
     def leave(self, call: int, outer: int) -> None:
         """Note that ``call`` has ended and that ``outer`` (-1: none) goes on."""
-        self._stops[call] = len(self._operators)
+        self._calls[call] = self._calls[call]._replace(stop=len(self))
         self.cut(outer)
 
     def cut(self, call: int) -> None:
@@ -94,8 +86,8 @@ class StepLog:
         The latest call of the path that ``outer`` encloses, else the latest of all.
         """
         if outer >= 0:
-            for call in range(len(self._paths) - 1, outer, -1):
-                if self._paths[call] == path and self._encloses(outer, call):
+            for call in range(len(self._calls) - 1, outer, -1):
+                if self._calls[call].path == path and self._encloses(outer, call):
                     return call
         return self.last_call_of(path)
 
@@ -111,12 +103,12 @@ class StepLog:
     ) -> None:
         """Append one executed operator."""
         regions = self.regions
-        reads: dict[int, None] = {}
+        reads: dict[int, None] = {}  # in order
         writes: dict[int, None] = {}
         bytes_read = bytes_written = 0
         flops: int | None = 0
         dtype = ""
-        site = self._paths[call] if call >= 0 else ""
+        site = self._calls[call].path if call >= 0 else ""
         if signature.allocates:  # Else it is a view and touches nothing.
             moved = traffic(signature, args, kwargs, result)
             bytes_read, bytes_written = moved.bytes_read, moved.bytes_written
@@ -124,11 +116,9 @@ class StepLog:
             if signature.flops is not None:
                 flops = signature.flops(args, kwargs, result)
             for tensor in moved.reads:
-                for index in regions.read(tensor):
-                    reads[index] = None
+                reads |= dict.fromkeys(regions.read(tensor))
             for tensor in moved.writes:
-                for index in regions.write(tensor):
-                    writes[index] = None
+                writes |= dict.fromkeys(regions.write(tensor))
             for tensor in moved.results:
                 for index in regions.make(tensor, site):
                     if index not in reads:  # Else it only aliases an argument.
@@ -166,14 +156,8 @@ class StepLog:
 
     def finish(self, network: str, model: str, step: int) -> Trace:
         """Return the trace of the step; the log must not be used afterwards."""
-        regions = self.regions.infos()
+        regions = self.regions.infos
         self.regions.close()
-        calls = [
-            ModuleCall(*call)
-            for call in zip(
-                self._paths, self._keys, self._parents, self._starts, self._stops, strict=True
-            )
-        ]
         operators = [
             op._replace(site=_owner(op, regions))
             if op.phase is Phase.OPTIMIZER and op.call < 0
@@ -181,12 +165,13 @@ class StepLog:
             for op in self._operators
         ]
         sample = merge_inputs(self.samples) if self.samples else InputFeatures({})
-        source, hints = self.source, self.hints
-        return Trace(network, model, step, source, sample, regions, calls, operators, hints)
+        return Trace(
+            network, model, step, self.source, sample, regions, self._calls, operators, self.hints
+        )
 
     def _encloses(self, outer: int, call: int) -> bool:
         while call > outer:
-            call = self._parents[call]
+            call = self._calls[call].parent
         return call == outer
 
 

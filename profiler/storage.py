@@ -1,6 +1,5 @@
 """Trace files: columns as arrays, the rest as one JSON document (`dynoffload.profiler.safefile`).
 
-`save_trace` and `load_trace` write and read one file, `trace_files` and `load_traces` a directory.
 docs/traces.md describes the format. Besides what [Note: what a file can claim] says, module calls
 are limited in depth, because readers climb from each call to the root.
 """
@@ -8,8 +7,8 @@ are limited in depth, because readers climb from each call to the root.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice, starmap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +41,14 @@ _MAX_VALUES = 100_000
 _MAX_WIDTH = 1024  # of a sample's elements
 _UNKNOWN = -1  # FLOPs
 _KINDS = ("parameter", "gradient", "state", "activation", "buffer", "input")
-_SIZES = ("bytes_read", "bytes_written", "memory", "flops")
-_TABLES = {"operators": "phase", "calls": "path", "regions": "name"}  # with a column of each
-
-_Ints = npt.NDArray[np.int64]
+_TEXTS = (
+    *("operators.name", "operators.dtype", "operators.site"),
+    *("calls.path", "calls.shape_key", "regions.name"),
+)
+_SIZES = (
+    *("operators.bytes_read", "operators.bytes_written", "operators.memory", "operators.flops"),
+    "regions.nbytes",
+)
 
 
 def most_nesting(calls: int) -> int:
@@ -60,14 +63,19 @@ def save_trace(trace: Trace, path: str | Path) -> None:
         TraceError: if the directory is missing or cannot be written, or the trace is too large.
     """
     path = Path(path)
-    operators, regions, calls = map(len, (trace.operators, trace.regions, trace.calls))
-    uses = sum(len(op.reads) + len(op.writes) for op in trace.operators)
-    _limit(path, "operators, regions or calls", MAX_ROWS, operators, regions, calls)
-    _limit(path, "uses of regions", MAX_USES, uses)
-    _limit(path, "depths of calls together", most_nesting(calls), _nesting(trace.calls))
-    document, arrays = _parts_of(trace)
+    rows = max(map(len, (trace.operators, trace.regions, trace.calls)))
+    for what, most, found in (
+        ("operators, regions or calls", MAX_ROWS, rows),
+        ("uses of regions", MAX_USES, sum(len(o.reads) + len(o.writes) for o in trace.operators)),
+        ("depths of calls together", most_nesting(len(trace.calls)), _nesting(trace.calls)),
+    ):
+        if found > most:
+            raise TraceError(
+                f"{path}: this step has {found} {what}, a trace at most {most}: record a smaller"
+                " batch"
+            )
     try:
-        write_whole(path, pack(document, arrays, FORMAT, SCHEMA_VERSION))
+        write_whole(path, pack(*_parts_of(trace), FORMAT, SCHEMA_VERSION))
     except BadFileError as error:
         raise TraceError(f"{path}: {error}: record a smaller batch") from error
     except OSError as error:
@@ -121,71 +129,61 @@ def load_traces(paths: Sequence[Path]) -> Iterator[Trace]:
     network = ""
     for path in paths:
         trace = load_trace(path)
-        if network and trace.network != network:
-            raise TraceError(
-                f"{paths[0]} is of network {network[:12]}, {path.name} of {trace.network[:12]}: "
-                "keep the traces of each network in their own directory"
-            )
+        check_network(paths[0], network or trace.network, path, trace.network)
         network = trace.network
         yield trace
 
 
-def _limit(path: Path, what: str, most: int, *found: int) -> None:
-    if max(found) > most:
+def check_network(first: Path, network: str, path: Path, found: str) -> None:
+    """Refuse a trace of another network than that of the ``first``.
+
+    Raises:
+        TraceError: the networks differ.
+    """
+    if found != network:
         raise TraceError(
-            f"{path}: this step has {max(found)} {what}, a trace at most {most}: record a smaller"
-            " batch"
+            f"{first} is of network {network[:12]}, {path.name} of {found[:12]}: "
+            "keep the traces of each network in their own directory"
         )
 
 
 def _parts_of(trace: Trace) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
     """Return the document and the arrays of a trace's file."""
-    texts: dict[str, int] = {}
+    columns = Columns.of(trace.operators)
+    rows = {"operators": trace.operators, "calls": trace.calls, "regions": trace.regions}
 
-    def coded(words: Iterable[str]) -> list[int]:
-        return [texts.setdefault(word, len(texts)) for word in words]
+    def column(name: str) -> list[Any]:
+        table, _, field = name.partition(".")
+        return [getattr(row, field) for row in rows[table]]
 
-    operators, regions, calls = trace.operators, trace.regions, trace.calls
-    columns = Columns.of(operators)
-    vectors: dict[Idioms, int] = {}
-    idiom = [vectors.setdefault(op.idioms, len(vectors)) for op in operators]
-    wide = [np.array([getattr(op, name) for op in operators], np.int64) for name in _SIZES[:-1]]
-    flops = [_UNKNOWN if op.flops is None else op.flops for op in operators]
-    wide += [np.array(flops, np.int64), np.array([region.nbytes for region in regions], np.int64)]
-    sizes, places = np.unique(np.concatenate(wide), return_inverse=True)
-    size = np.split(places, np.cumsum([len(column) for column in wide])[:-1])
-    arrays: dict[str, Any] = {
-        "sizes": sizes,
-        "idioms": np.array([*vectors], np.int64).reshape(-1, len(Idioms._fields)),
+    texts, vectors, hinted = _Codes(), _Codes(), _Codes()
+    arrays: dict[str, Any] = {name: texts.of(column(name)) for name in _TEXTS}
+    wide = [[_UNKNOWN if n is None else n for n in column(name)] for name in _SIZES]
+    flat = np.array([number for numbers in wide for number in numbers], np.int64)
+    arrays["sizes"], places = np.unique(flat, return_inverse=True)
+    stops = np.cumsum([len(numbers) for numbers in wide])[:-1]
+    arrays |= zip(_SIZES, np.split(places, stops), strict=True)
+    about = hinted.of(hint.blocks for hint in trace.hints)
+    hints = [(hint.call, code) for hint, code in zip(trace.hints, about, strict=True)]
+    arrays |= {
         "elements": trace.sample.elements,
-        "operators.name": coded(op.name for op in operators),
-        "operators.dtype": coded(op.dtype for op in operators),
-        "operators.site": coded(op.site for op in operators),
         "operators.phase": columns.phase,
         "operators.call": columns.call,
-        "operators.idiom": idiom,
-        "operators.reads": [len(op.reads) for op in operators],
-        "operators.writes": [len(op.writes) for op in operators],
+        "operators.idiom": vectors.of(op.idioms for op in trace.operators),
+        "operators.reads": [len(op.reads) for op in trace.operators],
+        "operators.writes": [len(op.writes) for op in trace.operators],
         "operators.used": columns.used,
-        **{f"operators.{name}": codes for name, codes in zip(_SIZES, size, strict=False)},
-        "calls.path": coded(call.path for call in calls),
-        "calls.shape_key": coded(call.shape_key for call in calls),
-        **{f"calls.{name}": [getattr(c, name) for c in calls] for name in ModuleCall._fields[2:]},
-        "regions.name": coded(region.name for region in regions),
-        "regions.kind": [_KINDS.index(region.kind) for region in regions],
-        "regions.nbytes": size[-1],
-        "regions.born": [region.born for region in regions],
-        "regions.died": [region.died for region in regions],
+        **{f"calls.{name}": column(f"calls.{name}") for name in ModuleCall._fields[2:]},
+        "regions.kind": [_KINDS.index(region.kind) for region in trace.regions],
+        "regions.born": column("regions.born"),
+        "regions.died": column("regions.died"),
+        "idioms": np.array([*vectors], np.int64).reshape(-1, len(Idioms._fields)),
+        "hints": np.array(hints, np.int64).reshape(-1, 2),
     }
     stored = {name: _smallest(array) for name, array in arrays.items()}
     stored["operators.seconds"] = columns.seconds
-    values = trace.sample.values
-    hinted: dict[tuple[str, ...], int] = {}
-    for hint in trace.hints:
-        hinted.setdefault(hint.blocks, len(hinted))
-    hints = [(hint.call, hinted[hint.blocks]) for hint in trace.hints]
-    stored["hints"] = _smallest(np.array(hints, np.int64).reshape(-1, 2))
     stored["hint_values"] = np.array([v for h in trace.hints for v in h.values], np.float64)
+    values = trace.sample.values
     document = {
         "network": trace.network,
         "model": trace.model,
@@ -199,15 +197,21 @@ def _parts_of(trace: Trace) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]
     return document, stored
 
 
+class _Codes(dict[Any, int]):
+    """Numbers for values, in the order in which they were first seen."""
+
+    def of(self, values: Iterable[Any]) -> list[int]:
+        return [self.setdefault(value, len(self)) for value in values]
+
+
 def _smallest(numbers: Any) -> npt.NDArray[Any]:
     """Return whole numbers in the smallest type that holds them."""
     array = np.ascontiguousarray(numbers, dtype=np.int64)
     low, high = (int(array.min()), int(array.max())) if array.size else (0, 0)
-    for kind in (np.int8, np.int16, np.int32):
-        limits = np.iinfo(kind)
-        if limits.min <= low and high <= limits.max:
-            return array.astype(kind)
-    return array
+    kinds = (np.int8, np.int16, np.int32, np.int64)
+    return array.astype(
+        next(k for k in kinds if np.iinfo(k).min <= low and high <= np.iinfo(k).max)
+    )
 
 
 def _trace(path: Path, document: Any, arrays: dict[str, npt.NDArray[Any]]) -> Trace:
@@ -215,29 +219,21 @@ def _trace(path: Path, document: Any, arrays: dict[str, npt.NDArray[Any]]) -> Tr
     texts = document["texts"]
     _require(isinstance(texts, list) and set(map(type, texts)) <= {str}, "a name is not text")
     columns = _checked(path, arrays, len(texts))
-    sizes = columns["sizes"]
-
-    def named(column: str) -> list[str]:
-        return [texts[code] for code in columns[column].tolist()]
-
+    for name in _TEXTS:
+        columns[name] = [texts[code] for code in columns[name]]
     regions = list(
         map(
             RegionInfo,
-            named("regions.name"),
-            [_KINDS[code] for code in columns["regions.kind"].tolist()],
-            sizes[columns["regions.nbytes"]].tolist(),
-            columns["regions.born"].tolist(),
-            columns["regions.died"].tolist(),
+            columns["regions.name"],
+            [_KINDS[code] for code in columns["regions.kind"]],
+            *(columns[f"regions.{name}"] for name in RegionInfo._fields[2:]),
         )
     )
-    total = sum(region.nbytes for region in regions)
-    low = min((region.nbytes for region in regions), default=0)
-    _require(low >= 0 and total < _LARGEST, "regions of an impossible size")
-    parents, starts, stops = (columns[f"calls.{name}"] for name in ModuleCall._fields[2:])
-    _require(bool((parents < np.arange(len(parents))).all()), "a module call encloses itself")
-    _require(bool((starts <= stops).all()), "a module call ends before it begins")
-    numbers = (parents.tolist(), starts.tolist(), stops.tolist())
-    calls = list(map(ModuleCall, named("calls.path"), named("calls.shape_key"), *numbers))
+    _require(sum(region.nbytes for region in regions) < _LARGEST, "regions of an impossible size")
+    calls = list(map(ModuleCall, *(columns[f"calls.{name}"] for name in ModuleCall._fields)))
+    for index, call in enumerate(calls):
+        _require(call.parent < index, "a module call encloses itself")
+        _require(call.start <= call.stop, "a module call ends before it begins")
     _require(_nesting(calls) <= most_nesting(len(calls)), "module calls nested too deeply")
     return Trace(
         network=_text(document["network"]),
@@ -247,39 +243,37 @@ def _trace(path: Path, document: Any, arrays: dict[str, npt.NDArray[Any]]) -> Tr
         sample=_sample(document["values"], arrays["elements"]),
         regions=regions,
         calls=calls,
-        operators=_operators(columns, arrays["operators.seconds"], arrays["idioms"], named),
+        operators=_operators(columns, arrays["operators.seconds"], arrays["idioms"]),
         hints=_hints(document, arrays, len(calls)),
     )
 
 
-def _checked(path: Path, arrays: Mapping[str, npt.NDArray[Any]], texts: int) -> dict[str, _Ints]:
-    """Return the columns of whole numbers, each in its range and as long as its table."""
-    size = {table: len(arrays[f"{table}.{first}"]) for table, first in _TABLES.items()}
+def _checked(path: Path, arrays: Mapping[str, npt.NDArray[Any]], texts: int) -> dict[str, Any]:
+    """Return the columns of whole numbers, each in its range and as long as its table, with sizes
+    in place of indices into their table."""
+    first = {"operators": "operators.phase", "calls": "calls.path", "regions": "regions.name"}
+    size = {table: len(arrays[column]) for table, column in first.items()}
     for table, rows in size.items():
         if rows > MAX_ROWS:
             raise TraceError(f"{path}: claims {rows} {table}; a trace has at most {MAX_ROWS}")
     operators, calls, regions = size.values()
-    code, wide, place = (0, texts), (0, len(arrays["sizes"])), (-1, operators + 1)
     bounds = {
         "sizes": (_UNKNOWN, _LARGEST),
-        **dict.fromkeys(("operators.name", "operators.dtype", "operators.site"), code),
+        **dict.fromkeys(_TEXTS, (0, texts)),
+        **dict.fromkeys(_SIZES, (0, len(arrays["sizes"]))),
         "operators.phase": (0, len(PHASES)),
         "operators.call": (-1, calls),
         "operators.idiom": (0, len(arrays["idioms"])),
-        **dict.fromkeys((f"operators.{name}" for name in _SIZES), wide),
         **dict.fromkeys(("operators.reads", "operators.writes"), (0, MAX_USES)),
         "operators.used": (0, regions),
-        **dict.fromkeys(("calls.path", "calls.shape_key"), code),
         "calls.parent": (-1, calls),
         **dict.fromkeys(("calls.start", "calls.stop"), (0, operators + 1)),
-        "regions.name": code,
         "regions.kind": (0, len(_KINDS)),
-        "regions.nbytes": wide,
-        **dict.fromkeys(("regions.born", "regions.died"), place),
+        **dict.fromkeys(("regions.born", "regions.died"), (-1, operators + 1)),
     }
     others = {"idioms", "elements", "operators.seconds", "hints", "hint_values"}
     _require(arrays.keys() == bounds.keys() | others, "its arrays are not those of a trace")
-    columns = {}
+    columns: dict[str, Any] = {}
     for name, (low, stop) in bounds.items():
         array = arrays[name]
         _require(array.ndim == 1 and array.dtype.kind == "i", f"{name} is no column of numbers")
@@ -289,22 +283,21 @@ def _checked(path: Path, arrays: Mapping[str, npt.NDArray[Any]], texts: int) -> 
         _require(fits, f"{name} has {len(array)} rows, which are not {rows}")
         inside = not len(array) or (array.min() >= low and array.max() < stop)
         _require(bool(inside), f"{name} is out of range")
-        columns[name] = array.astype(np.int64)
+        if name in _SIZES:
+            array = arrays["sizes"][array]
+            known = name == "operators.flops" or array.min(initial=0) >= 0
+            _require(bool(known), f"{name} is below zero")
+        columns[name] = array.tolist()
     return columns
 
 
 def _operators(
-    columns: Mapping[str, _Ints],
-    seconds: npt.NDArray[Any],
-    idioms: npt.NDArray[Any],
-    named: Callable[[str], list[str]],
+    columns: Mapping[str, list[Any]], seconds: npt.NDArray[Any], idioms: npt.NDArray[Any]
 ) -> list[Operator]:
     """Return the operators."""
-    phase, call, idiom, reads, writes, used = (
-        columns[f"operators.{name}"]
-        for name in ("phase", "call", "idiom", "reads", "writes", "used")
-    )
-    _require(seconds.shape == phase.shape and seconds.dtype.kind == "f", "it has no times")
+    count, used = len(columns["operators.phase"]), columns["operators.used"]
+    reads, writes = columns["operators.reads"], columns["operators.writes"]
+    _require(seconds.shape == (count,) and seconds.dtype.kind == "f", "it has no times")
     seconds = seconds.astype(np.float64)
     inside = bool(((seconds >= 0) & (seconds < _LONGEST_S)).all())
     _require(inside, "a time is not a time")
@@ -313,33 +306,26 @@ def _operators(
     _require(idioms.dtype.kind == "i" and len(idioms) <= MAX_ROWS, "its idioms are no counts")
     good = not len(idioms) or (idioms.min() >= 0 and idioms.max() < 2**15)
     _require(bool(good), "an idiom is counted below zero or too often")
-    _require(len(used) == int((reads + writes).sum()), "operators use another number of regions")
-    read, written, memory, flops = (
-        columns["sizes"][columns[f"operators.{name}"]] for name in _SIZES
+    _require(len(used) == sum(reads) + sum(writes), "operators use another number of regions")
+    vectors = [Idioms(*row) for row in idioms.tolist()]
+    flat = iter(used)
+    read, written = [], []
+    for first, then in zip(reads, writes, strict=True):
+        read.append(tuple(islice(flat, first)))
+        written.append(tuple(islice(flat, then)))
+    own = {
+        "phase": [PHASES[code] for code in columns["operators.phase"]],
+        "idioms": [vectors[code] for code in columns["operators.idiom"]],
+        "seconds": seconds.tolist(),
+        "reads": read,
+        "writes": written,
+        "flops": [None if n == _UNKNOWN else n for n in columns["operators.flops"]],
+    }
+    return list(
+        map(
+            Operator, *(own[f] if f in own else columns[f"operators.{f}"] for f in Operator._fields)
+        )
     )
-    below = any(column.min(initial=0) < 0 for column in (read, written, memory))
-    _require(not below, "an operator moves less than nothing")
-    shared = [Idioms(*row) for row in idioms.tolist()]
-    flat = iter(used.tolist())
-    both = zip(reads.tolist(), writes.tolist(), strict=True)
-    uses = [(tuple(islice(flat, first)), tuple(islice(flat, then))) for first, then in both]
-    rows = zip(
-        named("operators.name"),
-        [PHASES[code] for code in phase.tolist()],
-        named("operators.site"),
-        call.tolist(),
-        [shared[code] for code in idiom.tolist()],
-        read.tolist(),
-        written.tolist(),
-        seconds.tolist(),
-        [first for first, _ in uses],
-        [then for _, then in uses],
-        memory.tolist(),
-        [None if number == _UNKNOWN else number for number in flops.tolist()],
-        named("operators.dtype"),
-        strict=True,
-    )
-    return list(starmap(Operator, rows))
 
 
 def _sample(values: Any, elements: npt.NDArray[Any]) -> InputFeatures:
@@ -361,15 +347,15 @@ def _hints(document: Any, arrays: Mapping[str, npt.NDArray[Any]], calls: int) ->
     _require(len(rows) <= MAX_ROWS, "it has too many hints")
     good = values.dtype.kind == "f" and values.ndim == 1 and ((values >= 0) & (values <= 1)).all()
     _require(bool(good), "a hint is no chance")
+    _require(all(len(blocks) <= MAX_HINTED for blocks in sets), "a hint is about too many blocks")
     told = iter(values.tolist())
     hints: list[RoutingHint] = []
     for call, number in rows.tolist():
         _require(0 <= call < calls, "a hint belongs to no module call")
         _require(0 <= number < len(sets), "a hint is about nothing")
-        _require(len(sets[number]) <= MAX_HINTED, "a hint is about too many blocks")
         hints.append(RoutingHint(call, sets[number], tuple(islice(told, len(sets[number])))))
-    _require(sum(len(hint.values) for hint in hints) == len(values), "hints of the wrong length")
-    _require(all(len(h.values) == len(h.blocks) for h in hints), "a hint is of the wrong length")
+    needed = sum(len(hint.blocks) for hint in hints)
+    _require(needed == len(values), "hints of the wrong length")
     return hints
 
 
@@ -382,7 +368,6 @@ def _nesting(calls: Sequence[ModuleCall]) -> int:
 
 
 def _text(value: object) -> str:
-    """Return a text."""
     _require(isinstance(value, str), "a name is not text")
     return str(value)
 
@@ -395,6 +380,5 @@ def _integer(value: object) -> int:
 
 
 def _require(condition: bool, complaint: str) -> None:
-    """Raise ValueError unless a condition holds."""
     if not condition:
         raise ValueError(complaint)

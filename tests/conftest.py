@@ -1,14 +1,9 @@
-"""Which dynoffload the tests meet: the installed one, or this checkout where none is installed.
-
-What it is: the paths, put right before the first test is imported, the rule that a test marked
-``alone`` never runs beside another, which cases are left to ``make slow``, what the garbage
-collector need not look at, and what no test may leave behind. What it is not: a home for fixtures;
-each test file makes what it needs.
+"""The rules of this folder: a test marked ``alone`` never runs beside another, ``long.txt`` names
+what is left to ``make slow``, and no test may leave a dispatch mode behind.
 
 The repository's top level holds a folder named ``datasets``. With the root on ``sys.path``,
 transformers would take it for Hugging Face's package, so the root leaves the path, here and in
-every child process. Where no dynoffload is installed, ``build/path/`` takes its place: a folder
-with one link, to the package of this checkout.
+every child process.
 """
 
 from __future__ import annotations
@@ -24,7 +19,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PLAIN = ROOT / "build" / "path"
 
 
 def _is_root(entry: str) -> bool:
@@ -43,21 +37,6 @@ def _leave_root() -> None:
     os.environ["PYTHONSAFEPATH"] = "1"
 
 
-def _use_checkout() -> None:
-    """Put this checkout's package, and nothing else of the root, on the path."""
-    PLAIN.mkdir(parents=True, exist_ok=True)
-    link = PLAIN / "dynoffload"
-    if not link.exists():
-        try:
-            link.symlink_to(Path("..") / ".." / "dynoffload", target_is_directory=True)
-        except FileExistsError:  # another test process was faster, or the link is broken
-            if not link.exists():
-                raise
-    sys.path.insert(0, str(PLAIN))
-    inherited = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(PLAIN), *([inherited] if inherited else [])])
-
-
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton, or never
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile what the others have
@@ -65,8 +44,6 @@ sys.dont_write_bytecode = False
 gc.disable()  # until all is imported: nothing of that is garbage
 _leave_root()
 importlib.invalidate_caches()
-if importlib.util.find_spec("dynoffload") is None:
-    _use_checkout()
 
 
 def pytest_sessionstart() -> None:

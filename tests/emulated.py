@@ -50,12 +50,12 @@ def _joined(clocks: Sequence[Clock]) -> Clock:
 
 @dataclass(eq=False)
 class Reached:
-    """A `StreamEvent`; `reached` says no some times after it is, as an accelerator would."""
+    """A `CopyEvent`; `reached` says no some times after it is, as an accelerator would."""
 
     clock: Clock
     done: threading.Event
     shy: int = 0
-    times: tuple[float, float] | None = None  # of a copy
+    times: tuple[float, float] | None = None  # of a copy, or of a wait
 
     def reached(self) -> bool:
         if not self.done.is_set():
@@ -69,16 +69,6 @@ class Reached:
     def wait(self) -> None:
         assert self.done.wait(60), "a copy does not end"
         self.shy = 0
-
-
-@dataclass(eq=False)
-class Waited:
-    """A `TimedEvent`: how long the compute stream stood still."""
-
-    times: tuple[float, float]
-
-    def span(self) -> tuple[float, float] | None:
-        return self.times
 
 
 @dataclass(eq=False)
@@ -154,12 +144,12 @@ class Emulated:
             done.set()
             return Reached(self._tick(COMPUTE), done, self._random.randrange(3))
 
-    def after(self, moment: Any) -> Waited:
+    def after(self, moment: Any) -> Reached:
         start = time.perf_counter()
         moment.wait()
         with self._mutex:
             self._clocks[COMPUTE] = _joined([self._clocks[COMPUTE], moment.clock])
-        return Waited((start, time.perf_counter()))
+        return Reached(moment.clock, moment.done, times=(start, time.perf_counter()))
 
     # Accesses
 

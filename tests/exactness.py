@@ -1,7 +1,5 @@
-"""Training the same thing twice, plainly and under a budget, and comparing every bit.
-
-What it is: the networks, the one training loop and the comparators that the tests of exactness
-share. What it is not: a test.
+"""Training the same thing twice, plainly and under a budget, and comparing every bit: the networks,
+the training loop and the comparators that tests share.
 
 Bits are compared, not values: -0 differs from +0, and a NaN equals itself.
 """
@@ -27,8 +25,10 @@ from dynoffload.around import is_around
 from dynoffload.config import OffloadConfig
 from dynoffload.errors import BudgetError
 from dynoffload.experiments.bits import first_difference
-from dynoffload.experiments.lying import LyingPilot as LyingPilot
+from dynoffload.experiments.predictors import LyingPilot as LyingPilot
 from dynoffload.memory.pager import probe
+from dynoffload.runtime.adoption.held import holders
+from dynoffload.runtime.counting import tensors_of
 from dynoffload.runtime.passes.hooks import Hook
 from dynoffload.runtime.session import Session
 from dynoffload.runtime.sizing import sizing_of
@@ -68,26 +68,23 @@ def assert_same_training(
 
 
 def assert_ordinary(
-    model: nn.Module, optimizer: Optimizer | None = None, *, hooks: bool = True
+    model: nn.Module, optimizer: Optimizer | None = None, *, hooks: bool = True, held: bool = False
 ) -> None:
     """Assert that nothing of a session is left: all tensors lie in memory of their own.
 
-    Copies made inside a block carry hooks that do nothing; for them pass ``hooks=False``.
+    Args:
+        model: that was managed.
+        optimizer: of it.
+        hooks: no hook is left, either; copies made inside a block carry some that do nothing.
+        held: leave out tensors of which somebody holds a view.
     """
-    tensors = [(name, p.data) for name, p in model.named_parameters()]
-    tensors += [(f"{n}.grad", p.grad) for n, p in model.named_parameters() if p.grad is not None]
-    if optimizer is not None:
-        for number, state in enumerate(optimizer.state.values()):
-            tensors += [
-                (f"state {number}.{key}", value)
-                for key, value in state.items()
-                if isinstance(value, Tensor)
-            ]
     arenas = arena_ranges()
-    for name, tensor in tensors:
-        address = tensor.data_ptr()
-        assert not any(start <= address < end for start, end in arenas), f"{name} lies in an arena"
-        assert tensor.clone() is not None  # it can be read
+    for tensor in tensors_of(model, optimizer):
+        if tensor.layout is torch.strided and not (held and holders(tensor) > 1):
+            address = tensor.data_ptr()
+            inside = any(start <= address < end for start, end in arenas)
+            assert not inside, f"one of shape {list(tensor.shape)} lies in an arena"
+            assert tensor.clone() is not None  # it can be read
     for path, module in model.named_modules() if hooks else ():
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             assert not isinstance(hook, Hook), f"a hook is left on {path or 'the root'}"
@@ -108,11 +105,6 @@ def is_paged(session: Session, tensor: Tensor) -> bool:
     """Return whether the session's device holds a tensor."""
     paging = session._paging
     return paging is not None and paging.device.owner(tensor) >= 0
-
-
-def deep_copies(model: nn.Module, count: int = 2) -> list[nn.Module]:
-    """Return ``count`` copies of ``model``."""
-    return [copy.deepcopy(model) for _ in range(count)]
 
 
 def footprint_of(model: nn.Module, states: int = 2) -> int:

@@ -1,7 +1,7 @@
 """Lives of random graphs with a failing disk, each in a fork of a process that has the shim loaded.
 
-What it is: `Fault`, a strategy of them, and `Server`, the process as a test sees it. What it is
-not: a test. Run as a program it is that process: it reads pickled cases and writes how each ended.
+`Server` is that process as a test sees it: run as a program, this file reads pickled cases and
+writes how each ended. The shim (failing_disk.c) lies between the process and the C library.
 
 A user saves a checkpoint before one of the days. When an error is raised, he makes the day again if
 nothing but gradients was changed in it, and else goes on from the checkpoint. So a life ends in one
@@ -15,6 +15,8 @@ of three ways:
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import faulthandler
 import os
 import pickle
@@ -26,12 +28,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from days import live
 from exactness import Twin, assert_same
-from faulty import LASTING, Case, Disk
 from graphs import Graph
 from hypothesis import strategies as st
 from lives import LIVES, Life
@@ -40,23 +41,66 @@ import dynoffload
 from dynoffload.errors import SpillError, StepLostError
 from dynoffload.memory import spill
 
+CALLS = {"read": 0, "write": 1, "room": 2}
+ANSWERS = {"short": 1, "slow": 2}
+LASTING = 1 << 40
 MOST_ERRORS = 4
 SECONDS = 120  # for one life
 PATIENCE = 1  # seconds for room that nobody makes
-MOST = {"EIO": 24, "ENOSPC": 24, "slow": 3}
+MOST = {"EIO": 24, "ENOSPC": 24, "EINTR": 9, "slow": 3}
 """Calls that fail in all, by kind, but of reads and of the file system's room, which fail at once:
 a write is tried again for some seconds, for each region that wants room."""
 KINDS = [
     ("read", "EIO"),
     ("write", "EIO"),
     ("write", "ENOSPC"),
+    ("read", "EINTR"),
+    ("write", "EINTR"),
     ("read", "short"),
     ("write", "short"),
     ("read", "slow"),
     ("write", "slow"),
     ("room", "ENOSPC"),
 ]
-PASSING = ("short", "slow")
+PASSING = ("short", "slow", "EINTR")
+
+
+class Case(NamedTuple):
+    """Calls that fail: "read", "write" or "room" (of the file system), by the name of an errno,
+    "short" or "slow"; so many go well first, and the disk recovers once an error was raised."""
+
+    call: str
+    how: str
+    skip: int
+    count: int
+    recovers: bool
+
+
+class Disk:
+    """The shim that was loaded before the C library."""
+
+    def __init__(self) -> None:
+        self._shim = ctypes.CDLL(None)
+        self._shim.fault_hits.restype = self._shim.fault_met.restype = ctypes.c_long
+
+    def arm(self, case: Case) -> None:
+        """Let calls fail from now on."""
+        kind = ANSWERS.get(case.how, 0)
+        error = 0 if kind else getattr(errno, case.how)
+        skip, count = ctypes.c_long(case.skip), ctypes.c_long(case.count)
+        self._shim.fault_arm(CALLS[case.call], kind, error, skip, count)
+
+    def heal(self) -> None:
+        """Let no call fail any more."""
+        self._shim.fault_arm(0, 0, 0, ctypes.c_long(0), ctypes.c_long(0))
+
+    def met(self, call: str, how: str) -> int:
+        """Return how many calls there were since `arm` or `heal` that can fail in this way."""
+        return int(self._shim.fault_met(CALLS[call], how == "short"))
+
+    def hits(self) -> int:
+        """Return how many calls failed, were short, or slow."""
+        return int(self._shim.fault_hits())
 
 
 @dataclass(frozen=True)
@@ -84,9 +128,9 @@ class Fault:
         for call, how in self.kinds:
             met = disk.met(call, how)
             if met:
-                at_once = how != "slow" and call != "write"
+                at_once = how not in ("slow", "EINTR") and call != "write"
                 count = self.count if at_once else min(self.count, MOST.get(how, LASTING))
-                return Case(call, how, "", int(self.where * met), count, self.recovers)
+                return Case(call, how, int(self.where * met), count, self.recovers)
         return None
 
 

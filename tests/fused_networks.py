@@ -1,7 +1,7 @@
 """Networks with fused experts, for the tests of slices.
 
-What it is: a tiny Mixtral of transformers in the implementations it knows, a network whose routing
-a test decides, and how to see what is paged by slices. What it is not: a test.
+A tiny Mixtral of transformers in the implementations it knows, a network whose routing a test
+decides, and how to see what is paged by slices.
 """
 
 from __future__ import annotations

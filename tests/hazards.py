@@ -1,8 +1,8 @@
 """One training program run twice, plainly and under a budget, for the tests of hazards.
 
 A program opens its block through a `Side`, which notes what must not differ; `hazard` runs it on
-the plain side and on a paged one, and compares the notes bit for bit. `trained` is the program of
-most hazards, and `stepwise` makes a test of a function that makes one of its steps.
+the plain side and on a paged one, and compares the notes bit for bit. `compared` makes a test of a
+program, and `stepwise` one of a function that makes one step of the usual program, `trained`.
 
 The backends are those of `tests/devices.py`; ``emulated``: an accelerator made of threads, which
 finds races; and ``aside``: a budget that holds everything, where paging steps out of the way after
@@ -15,24 +15,27 @@ needs to; the whole state is compared when the block has ended.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from devices import KINDS, NO_PAGER, needs_pager
 from emulated import DEVICE, accelerated
-from exactness import SMALL_PAGES, arena_ranges, assert_same, footprint_of, least_budget
+from exactness import SMALL_PAGES, assert_ordinary, assert_same, footprint_of, least_budget
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import AdamW, Optimizer
 
 import dynoffload
-from dynoffload.runtime.adoption.held import holders
-from dynoffload.runtime.counting import tensors_of
+from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.session import Session
 from dynoffload.units import MiB
 
@@ -118,8 +121,28 @@ class Side:
                     self.sessions.append((session, budget))
                     self._watch(session)
                     yield session
-                _assert_ordinary(model, optimizer)
+                assert_ordinary(model, optimizer, hooks=False, held=True)
         self.see_state(model, optimizer)
+
+    @property
+    def paging(self) -> Paging | None:
+        """The paging of the last block, None on the plain side and where it has stepped aside."""
+        return self.sessions[-1][0]._paging if self.sessions else None
+
+    @contextmanager
+    def block(
+        self, make: Callable[[], nn.Module] | None = None, **options: Any
+    ) -> Iterator[tuple[Any, AdamW]]:
+        """Open a block for a new network, an `Mlp` by default, and its AdamW."""
+        model = Mlp() if make is None else make()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with self.offload(model, optimizer, **options):
+            yield model, optimizer
+
+    def train(self, model: nn.Module, optimizer: Optimizer, steps: Iterable[int]) -> None:
+        """Make the usual steps."""
+        for step in steps:
+            self.step(loss_of(model, step), optimizer)
 
     def _watch(self, session: Session) -> None:
         leave = session._step_aside
@@ -155,11 +178,18 @@ class Side:
         return None
 
     def step(
-        self, loss: Tensor, optimizer: Optimizer, *, set_to_none: bool = True, zero: bool = True
+        self,
+        loss: Tensor,
+        optimizer: Optimizer,
+        *,
+        set_to_none: bool = True,
+        zero: bool = True,
+        within: AbstractContextManager[Any] | None = None,
     ) -> None:
-        """Make one step as most loops do."""
+        """Make one step as most loops do, the optimizer's ``within`` a context."""
         loss.backward()
-        optimizer.step()
+        with within or contextlib.nullcontext():
+            optimizer.step()
         if zero:
             optimizer.zero_grad(set_to_none=set_to_none)
         self.see("loss", loss)
@@ -210,40 +240,6 @@ def hazard(
     return paged
 
 
-def trains(
-    backend: str,
-    each: Callable[[Side, Any, Any, int], None],
-    network: Callable[[], nn.Module] | None = None,
-    *,
-    steps: int = 4,
-    sgd: bool = False,
-    moves: bool = True,
-    budgeted: bool = True,
-    aside: bool = True,
-    **options: Any,
-) -> Side:
-    """Run, as `hazard` does, a block in which ``each`` is called with the side, the model of
-    ``network``, its AdamW or SGD, and each step's number; ``options`` are of `Side.offload`."""
-
-    def program(side: Side) -> None:
-        model = Mlp() if network is None else network()
-        optimizer = (SGD if sgd else AdamW)(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, **options):
-            for step in range(steps):
-                each(side, model, optimizer, step)
-
-    return hazard(backend, program, moves=moves, budgeted=budgeted, aside=aside)
-
-
-def _assert_ordinary(model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Assert that tensors lie in memory of their own, but those of which somebody holds a view."""
-    arenas = arena_ranges()
-    for tensor in tensors_of(model, optimizer):
-        if tensor.layout is torch.strided and holders(tensor) == 1:
-            address = tensor.data_ptr()
-            assert not any(start <= address < end for start, end in arenas)
-
-
 def _frozen(value: Any) -> Any:
     if isinstance(value, Tensor):
         value = value.detach()
@@ -291,58 +287,151 @@ _ADAMW = partial(AdamW, lr=1e-2)
 
 
 def trained(
-    make: Callable[[], nn.Module] = Mlp,
-    each: Callable[[Side, Any, Any, int], None] | None = None,
+    make: Callable[..., nn.Module] = Mlp,
+    each: Callable[..., None] | None = None,
     *,
-    loss: Callable[[Any, int], Tensor] = loss_of,
+    loss: Callable[..., Tensor] = loss_of,
     after: Callable[[int, Any], None] = lambda step, model: None,
-    optimizer: Callable[[Any], Optimizer] = _ADAMW,
+    optimizer: Callable[..., Optimizer] = _ADAMW,
     steps: int = 4,
+    case: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Callable[[Side], None]:
     """Return the program that trains ``make()`` in one block.
 
     Args:
         make: returns the network.
-        each: makes a step; by default the usual one, of ``loss``.
-        loss: of a step.
+        each: makes a step, and takes what it names of ``side``, ``model``, ``optimizer`` and
+            ``step``; by default it is the usual one, of ``loss``.
+        loss: of a model and the number of a step.
         after: called after each step.
         optimizer: returns the one for parameters.
         steps: their number.
+        case: arguments of a parametrized test. Functions are given those that they name.
         options: of the block.
     """
 
     def program(side: Side) -> None:
-        model = make()
-        its = optimizer(model.parameters())
-        with side.offload(model, its, **options):
-            for step in range(steps):
+        model = _call(make, case)
+        its = _call(optimizer, case, model.parameters())
+        with side.offload(model, its, **{key: _of(one, case) for key, one in options.items()}):
+            for step in range(_of(steps, case)):
                 if each is None:
-                    side.step(loss(model, step), its)
+                    side.step(_call(loss, case, model, step), its)
                 else:
-                    each(side, model, its, step)
+                    there = {"side": side, "model": model, "optimizer": its, "step": step}
+                    _call(each, {**there, **case})
                 after(step, model)
 
     return program
 
 
-def stepwise(
-    backends: pytest.MarkDecorator,
-    make: Callable[[], nn.Module] = Mlp,
-    *,
-    moves: bool = True,
-    budgeted: bool = True,
-    aside: bool = True,
+def trains(
+    backend: str,
+    each: Callable[..., None],
+    network: Callable[[], nn.Module] = Mlp,
     **options: Any,
-) -> Callable[[Callable[[Side, Any, Any, int], None]], Callable[[str], None]]:
-    """Make a test of a function that makes one step; see `hazard` and `trained`."""
+) -> Side:
+    """Run, as `hazard` does, the program that makes each step by ``each``; see `trained`."""
+    return hazard(backend, trained(network, each, **options))
 
-    def decorate(each: Callable[[Side, Any, Any, int], None]) -> Callable[[str], None]:
-        def test(backend: str) -> None:
-            program = trained(make, each, **options)
-            hazard(backend, program, moves=moves, budgeted=budgeted, aside=aside)
 
-        test.__name__, test.__doc__, test.__module__ = each.__name__, each.__doc__, each.__module__
-        return backends(test)
+def _call(function: Callable[..., Any], case: Mapping[str, Any], *arguments: Any) -> Any:
+    """Call ``function`` with ``arguments``, and with those of ``case`` that it names."""
+    named = list(inspect.signature(function).parameters)[len(arguments) :]
+    return function(*arguments, **{name: case[name] for name in named if name in case})
+
+
+def _of(value: Any, case: Mapping[str, Any]) -> Any:
+    """Return ``value``, or what it says of a case."""
+    return _call(value, case) if callable(value) else value
+
+
+def compared(
+    backends: pytest.MarkDecorator, **flags: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a program, which is run on both sides by `hazard`.
+
+    Args:
+        backends: those of the paged side.
+        flags: of `hazard`, each a truth or a function of the test's parametrized arguments.
+    """
+
+    def decorate(program: Callable[..., None]) -> Callable[..., None]:
+        def run(case: dict[str, Any]) -> Callable[[Side], None]:
+            return lambda side: _call(program, {"side": side, **case})
+
+        return _test(backends, program, run, flags)
 
     return decorate
+
+
+def stepwise(
+    backends: pytest.MarkDecorator,
+    make: Callable[..., nn.Module] = Mlp,
+    *,
+    moves: Any = True,
+    budgeted: Any = True,
+    aside: Any = True,
+    **options: Any,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a function that makes one step; see `compared` and `trained`, whose options
+    may be functions of the test's parametrized arguments too."""
+    flags = {"moves": moves, "budgeted": budgeted, "aside": aside}
+
+    def decorate(each: Callable[..., None]) -> Callable[..., None]:
+        return _test(backends, each, lambda case: trained(make, each, case=case, **options), flags)
+
+    return decorate
+
+
+def prepared(
+    backends: pytest.MarkDecorator, make: Callable[[], nn.Module] = Mlp
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a function that prepares a model or its optimizer for the usual steps: as the
+    block begins, or before."""
+
+    def decorate(prepare: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(prepare)
+        def program(side: Side, when: str) -> None:
+            model = make()
+            optimizer = _ADAMW(model.parameters())
+            there = {"side": side, "model": model, "optimizer": optimizer}
+            if when == "before":
+                _call(prepare, there)
+            with side.offload(model, optimizer):
+                if when == "inside":
+                    _call(prepare, there)
+                side.train(model, optimizer, range(4))
+
+        program.__signature__ = inspect.signature(lambda side, when: None)  # type: ignore[attr-defined]
+        test = compared(backends)(program)
+        return pytest.mark.parametrize("when", ["before", "inside"])(test)
+
+    return decorate
+
+
+_OF_A_STEP = {"side", "model", "optimizer", "step"}
+
+
+def _test(
+    backends: pytest.MarkDecorator,
+    function: Callable[..., None],
+    run: Callable[[dict[str, Any]], Callable[[Side], None]],
+    flags: Mapping[str, Any],
+) -> Callable[..., None]:
+    """Return a test, named as ``function`` and with its parametrized arguments, of the program that
+    ``run`` returns for a case."""
+
+    @functools.wraps(function)
+    def test(backend: str, **case: Any) -> None:
+        case["backend"] = backend
+        hazard(backend, run(case), **{name: _of(flag, case) for name, flag in flags.items()})
+
+    marks = [mark for mark in getattr(function, "pytestmark", ()) if mark.name == "parametrize"]
+    cases = [name for mark in marks for name in re.findall(r"\w+", str(mark.args[0]))]
+    named = dict.fromkeys(["backend", *inspect.signature(function).parameters, *cases])
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    arguments = [inspect.Parameter(name, kind) for name in named if name not in _OF_A_STEP]
+    test.__signature__ = inspect.Signature(arguments)  # type: ignore[attr-defined]
+    return backends(test)

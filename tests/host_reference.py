@@ -58,7 +58,6 @@ class Reference(Optimizer):
         self.inner = kind(groups, fused=True, **options)
         self.delayed, self._warmup, self._steps = delayed, warmup_steps, 0
         self._late: list[Tensor] = []
-        self.inverse: float | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -166,13 +165,32 @@ class Pair:
         self.ours.zero_grad()
         self.theirs.zero_grad()
 
-    def train(self, samples: Sequence[Tensor], accumulate: int = 1) -> None:
-        """Take a step for every ``accumulate`` of ``samples``."""
+    def clip(self, bound: float, norm_type: float = 2.0) -> None:
+        """Clip both by the norm of all gradients, which must be the same, and above ``bound``."""
+        ours = self.ours.clip_grad_norm_(bound, norm_type)
+        theirs = nn.utils.clip_grad_norm_(
+            self.reference.parameters(), bound, norm_type, foreach=False
+        )
+        assert_same(ours, theirs, "norm")
+        assert float(theirs) > min(bound, 0.09), "nothing is clipped: this shows nothing"
+
+    def train(
+        self, samples: Sequence[Tensor], accumulate: int = 1, clip: float | None = None
+    ) -> None:
+        """Take a step for every ``accumulate`` of ``samples``, maybe by clipped gradients."""
         for number, sample in enumerate(samples, 1):
-            self.backward(sample)
+            self.backward(sample, scale=1.0 if clip is None else 30.0)
             if number % accumulate == 0:
+                if clip is not None:
+                    self.clip(clip)
                 self.step()
                 self.zero_grad()
+
+    def finish(self) -> None:
+        """Let parameters of both take over what is delayed, and assert that all is the same."""
+        self.ours.finish()
+        self.theirs.catch_up()
+        self.assert_same()
 
     def assert_same(self) -> None:
         """Assert that parameters, masters and moments are the same."""

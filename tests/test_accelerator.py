@@ -17,11 +17,10 @@ import torch
 from devices import pattern
 from emulated import Emulated, Race, Watcher, emulated
 
-from dynoffload.errors import BackendError, BudgetError, SpillError
+from dynoffload.errors import BudgetError, SpillError
 from dynoffload.memory.accelerator import host as host_tier
 from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.accelerator.pool import PAGE
-from dynoffload.memory.accelerator.torch_streams import TorchStreams
 from dynoffload.planning.lookahead import LookAhead
 from dynoffload.planning.schedule import Use
 from dynoffload.runtime.residency import Residence
@@ -248,9 +247,6 @@ def test_a_file_that_fails_is_told_and_nothing_is_lost(
         tiered.used([region])
 
 
-# Plans
-
-
 # What goes wrong half way
 
 
@@ -393,7 +389,7 @@ def test_the_emulated_accelerator_refuses_absent_tensors() -> None:
             tensor.clone()
 
 
-# Several threads, and no accelerator
+# Several threads
 
 
 def test_regions_are_held_in_several_threads(tiered: Accelerator) -> None:
@@ -420,12 +416,6 @@ def test_regions_are_held_in_several_threads(tiered: Accelerator) -> None:
     assert wrong == []
     for region in regions:
         assert holds(tiered, region, 28 + (region in (regions[1], regions[3])))
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one")
-def test_an_accelerator_that_is_not_there_is_refused() -> None:
-    with pytest.raises(BackendError, match=r"'cuda'.*no accelerator"):
-        TorchStreams(torch.device("cuda"))
 
 
 # What is heard of

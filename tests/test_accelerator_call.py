@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -217,28 +216,6 @@ def test_the_plan_line_names_the_tiers(caplog: pytest.LogCaptureFixture) -> None
     assert "128.00 KiB of host memory below it (pinned), spilling to" in plan
 
 
-def test_host_memory_and_file_take_what_they_may(tmp_path: Path) -> None:
-    with accelerated() as queues:
-        optimizer_of = partial(AdamW, lr=1e-2)
-        twin = Twin(small(), optimizer_of)
-        total = footprint_of(twin.model)
-        seen: list[tuple[int, int]] = []
-        held: list[Any] = []
-
-        def look(step: int, model: nn.Module, optimizer: Any) -> None:
-            seen.append((queues.host_bytes, held[0].spill_bytes))
-
-        budget = budget_for(twin.model, twin.optimizer)
-        with twin.paged(
-            budget, device=DEVICE, host_budget=total // 2, spill_dir=tmp_path
-        ) as session:
-            held.append(session)
-            loop = Loop(steps=4, peek=look)
-            loop.run(twin.model, twin.optimizer, small_samples(4), small_loss)
-    assert all(host <= total // 2 for host, _ in seen)
-    assert all(file > 0 for _, file in seen)
-
-
 # The pool, and what operators take beside it
 
 
@@ -259,24 +236,6 @@ def test_a_budget_that_operators_pass_is_told_once(caplog: pytest.LogCaptureFixt
     for _ in range(2):
         assert temporaries.after(1500, 700) == 700
     assert caplog.text.count("the budget of 1.17 KiB is passed by 300 B") == 1
-
-
-def test_what_operators_take_makes_the_pool_smaller() -> None:
-    """The emulated allocator is made to count what operators take beside regions."""
-    with accelerated() as queues:
-        model = small()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        budget = budget_for(model, optimizer, 2)
-        others, given = 48 * KiB, queues.peak_bytes
-        queues.peak_bytes = lambda: given() + others  # type: ignore[method-assign]
-        with dynoffload.offload(
-            model, optimizer, budget=budget, device=DEVICE, config=CONFIG
-        ) as session:
-            Loop(steps=6).run(model, optimizer, small_samples(6), small_loss)
-        stats = session.stats
-    assert (stats["peak_allocated_bytes"].iloc[1:] <= budget).all()
-    small_bytes = session.sizing.budget - session.sizing.pool_bytes  # which are no regions
-    assert session.log.headroom >= others - small_bytes
 
 
 @pytest.mark.parametrize("when", ["before", "as it begins", "by itself"])
@@ -348,31 +307,6 @@ def test_what_was_taken_while_paging_stepped_aside_is_not_what_operators_take(
 
 
 # Before, and after
-
-
-@pytest.mark.parametrize("elsewhere", [False, True])
-@pytest.mark.parametrize("host_share", [None, 2])
-def test_views_and_ties_are_what_they_were(elsewhere: bool, host_share: int | None) -> None:
-    """Tied weights are one tensor in the block and after it; the optimizer's state is whole."""
-    model = small()
-    model.head.weight = model.embedding.weight
-    twin = Twin(model, partial(AdamW, lr=1e-2))
-    total = footprint_of(model)
-    with accelerated(elsewhere=elsewhere):
-        compare_runs(
-            twin,
-            Loop(steps=3),
-            small_samples(3),
-            small_loss,
-            budget_for(model, twin.optimizer, 2),
-            device=DEVICE,
-            host_budget=None if host_share is None else total // host_share,
-        )
-    assert model.head.weight is model.embedding.weight
-    storage = model.head.weight.untyped_storage()
-    assert storage.nbytes() == model.head.weight.nbytes
-    model.head.weight.data.add_(1.0)
-    assert_same(model.embedding.weight, model.head.weight, "tied")
 
 
 def test_without_a_file_nothing_is_copied_as_a_block_ends() -> None:

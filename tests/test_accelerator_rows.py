@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated import DEVICE, Emulated, Race, Watcher, accelerated, emulated
+from emulated import DEVICE, Emulated, Watcher, accelerated, emulated
 from exactness import Twin, assert_same, footprint_of
 from fused_networks import PAGES, Chosen, chosen_loss, fused_of
 from torch import Tensor
@@ -275,20 +275,6 @@ def test_storages_give_copies(device: Accelerator) -> None:
     assert_same(w.clone(), plain, "written by way of a copy")
 
 
-def test_the_watcher_finds_what_touches_a_row(tmp_path: Path) -> None:
-    """Without anybody who gives operators the slices."""
-    with emulated() as queues:
-        device = Accelerator(queues, 9 * PAGE, tmp_path)
-        residence = Residence(device)
-        w = on_row(device, values())
-        residence.end()
-        with Watcher(queues, lambda storage: device.owner(storage) >= 0):
-            w.view(-1)
-            with pytest.raises(Race, match="touches a row"):
-                w.add(1)
-        device.close()
-
-
 def test_sparse_tensors_of_several_slices_are_refused(device: Accelerator) -> None:
     """They would outlive what was gathered; those of one slice lie over its region."""
     w = on_row(device, values())
@@ -310,20 +296,6 @@ def test_memory_is_taken_back(device: Accelerator) -> None:
         device.discard(region)
     assert device.resident_bytes() == 0
     assert free > 0
-
-
-def test_what_is_held_at_the_end_has_memory(tmp_path: Path) -> None:
-    """Tensors over rows that somebody holds are ordinary afterwards, and share what they shared."""
-    with emulated() as queues:
-        device = Accelerator(queues, 4 * PAGE, tmp_path)
-        residence = Residence(device)
-        w = on_row(device, values())
-        part = w[3]
-        residence.end()
-        device.retire()
-        assert_same(w, values(), "held")
-        part.add_(1)
-        assert_same(w[3], values()[3] + 1, "shared")
 
 
 # Sessions

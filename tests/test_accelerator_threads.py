@@ -90,10 +90,9 @@ def backward_elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("loop", ["plain", "clipped", "bfloat16"])
+@pytest.mark.parametrize("loop", ["clipped", "bfloat16"])
 def test_backward_in_a_thread_of_autograds(loop: str, backward_elsewhere: list[str]) -> None:
     loops = {
-        "plain": Loop(steps=5),
         "clipped": Loop(steps=4, accumulate=2, clip=0.5),
         "bfloat16": Loop(steps=4, autocast=torch.bfloat16),
     }
@@ -386,7 +385,8 @@ def test_a_pool_that_shrinks_evicts_what_waits_for_an_update() -> None:
         session = compare_runs(
             twin, Loop(steps=6, peek=look), samples, mlp_loss, budget, device=DEVICE, config=CONFIG
         )
-    assert session.stats["peak_allocated_bytes"].iloc[-1] > 0
+    assert budget // 3 < session.stats["peak_allocated_bytes"].iloc[-1] <= budget
+    assert session.log.headroom >= budget // 3 - (session.sizing.budget - session.sizing.pool_bytes)
     assert capacities[-1] < capacities[1]
 
 

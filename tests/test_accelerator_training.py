@@ -7,9 +7,8 @@ moment was waited for. A budget of host memory puts a file below it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -31,12 +30,9 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import dynoffload
-from dynoffload.errors import DynOffloadError
-from dynoffload.experiments import zoo
 from dynoffload.managed import managers
 from dynoffload.runtime.counting import ordinary_bytes
 from dynoffload.runtime.session import Session
-from dynoffload.units import MiB
 
 CONFIG: dict[str, Any] = {**SMALL_PAGES, "step_aside": False}
 
@@ -58,52 +54,6 @@ def mlp(width: int = 48, layers: int = 4) -> nn.Module:
 def mlp_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Return a loss of the network's output."""
     return model(x).square().mean()
-
-
-def test_a_gradient_that_a_mode_would_change_is_refused() -> None:
-    """See docs/compatibility.md; all of its kind are in tests/test_below_modes.py."""
-    twin = Twin(mlp(), partial(SGD, lr=1e-2))
-    budget = budget_for(twin, 2)
-    with accelerated():
-        with dynoffload.offload(
-            twin.model, twin.optimizer, budget=budget, device=DEVICE, config=CONFIG
-        ):
-            loss = twin.model(torch.randn(8, 48)).prod(-1).sum()
-            with pytest.raises(DynOffloadError, match=r"the gradient of prod\(\)"):
-                loss.backward()
-
-
-def some(cases: Mapping[str, Any], values: Sequence[Any]) -> list[Any]:
-    """Return each case with each of two values; all but one of each case are slow."""
-    return [
-        pytest.param(name, value, marks=[] if value == cases[name] else [pytest.mark.slow])
-        for name in cases
-        for value in values
-    ]
-
-
-@pytest.mark.parametrize(
-    ("network", "files"),
-    some(
-        {"moe": True, "tree": False, "depths": True, "early-lstm": False, "evoformer": True},
-        (False, True),
-    ),
-)
-def test_the_zoo(network: str, files: bool) -> None:
-    model = zoo.build(network, {"tree": "tiny-untied"}.get(network, "tiny"))
-    twin = Twin(model, partial(AdamW, lr=1e-3))
-    samples = list(islice(zoo.samples(network, seed=0), 4))
-    total = footprint_of(model)
-    with accelerated(elsewhere=files):
-        compare_runs(
-            twin,
-            Loop(steps=4),
-            samples,
-            lambda model, sample: model(*sample.args).loss,
-            budget_for(twin, 3) + (MiB if network == "evoformer" else 0),  # of activations
-            device=DEVICE,
-            host_budget=total // 2 if files else None,
-        )
 
 
 @pytest.mark.parametrize("how", ["nobody", "parameters", "state", "gradients", "storages"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable
+from copy import deepcopy
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 from exactness import (
     SMALL_PAGES,
+    Loop,
     Twin,
     arena_ranges,
     assert_same,
@@ -56,66 +57,31 @@ def steps(pair: Twin, lengths: list[int]) -> None:
     """Train both copies on samples of the given lengths, and compare the losses."""
     for number, length in enumerate(lengths):
         losses = []
-        for model, optimizer in ((pair.model, pair.optimizer), (pair.reference, pair.its)):
-            torch.manual_seed(number)
-            loss = small_loss(model, row(length, number))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
+        for model, optimizer in pair.sides:
+            loop = Loop(steps=1, seeded=True)
+            losses += loop.run(model, optimizer, [row(length, number)], small_loss)
         assert_same(losses[0], losses[1], f"loss {number} of {length} tokens")
-
-
-class Seen(list[bool]):
-    """Whether the model was paged in each forward since it was watched."""
-
-    handle: Any
-
-
-def watch(session: Session) -> Seen:
-    """Note in each forward whether the model is paged."""
-    seen = Seen()
-    first = next(iter(session.model.children()))
-    seen.handle = first.register_forward_hook(lambda *_: seen.append(session.paging))
-    return seen
 
 
 def is_in_arena(session: Session) -> bool:
     """Return whether any parameter lies in a device's memory."""
-    ranges = arena_ranges()
-    return any(
-        start <= parameter.data_ptr() < end
-        for parameter in session.model.parameters()
-        for start, end in ranges
-    )
+    addresses = [parameter.data_ptr() for parameter in session.model.parameters()]
+    return any(start <= at < end for at in addresses for start, end in arena_ranges())
 
 
 def test_it_steps_aside_when_everything_fits() -> None:
-    """After a few measured steps; from then on tensors are ordinary and modules bare."""
+    """After a few measured steps; from then on tensors are ordinary and modules bare, and what it
+    takes is counted as before: all tensors as they are, and activations as measured."""
     pair = twin()
     with pair.paged(LARGE, **ASIDE) as session:
-        assert session.paging
         assert is_in_arena(session)
         named = f"<Session of Small under {format_bytes(LARGE)} on the {session.backend}"
         assert repr(session) == f"{named}, paging>"
         steps(pair, [8] * 6)
-        assert not session.paging
         assert repr(session) == f"{named}, not paging>"
         assert not is_in_arena(session)
         inner = [m for m in pair.model.modules() if m is not pair.model]
         assert not any(m._forward_pre_hooks or m._forward_hooks or is_around(m) for m in inner)
-        steps(pair, [8] * 4)
-        assert len(session.stats) == 10
-        assert session.stats["peak_fast_bytes"].max() <= LARGE
-    pair.assert_same()
-
-
-def test_what_it_takes_is_counted_while_aside() -> None:
-    """All tensors as they are, and activations as measured: the same as when it was paged."""
-    pair = twin()
-    with pair.paged(LARGE, **ASIDE) as session:
-        steps(pair, [8] * 6)
-        assert not session.paging
         first, before = session.log.steps[2], session.log.steps[-1]
         assert first.peak_fast_bytes <= before.peak_fast_bytes <= LARGE
         assert before.peak_fast_bytes > footprint_of(pair.model)
@@ -127,6 +93,7 @@ def test_what_it_takes_is_counted_while_aside() -> None:
             assert session.log.steps[-1].peak_fast_bytes == before.peak_fast_bytes + 4000
             time.sleep(0.03)  # samples of memory are a little less apart
         assert len(session.log.memory) > samples
+        assert len(session.stats) == 10
     pair.assert_same()
 
 
@@ -136,14 +103,15 @@ def test_it_comes_back_for_a_larger_sample() -> None:
     with pair.paged(LARGE, **ASIDE) as session:
         steps(pair, [4] * 6)
         assert not session.paging
-        seen = watch(session)
+        seen: list[bool] = []
+        watched = pair.model.embedding.register_forward_hook(lambda *_: seen.append(session.paging))
         steps(pair, [16])
         assert seen == [True]
         steps(pair, [16, 4, 9, 16, 4])
         assert not session.paging, "what is measured by now fits"
         steps(pair, [16, 3])
         assert seen[-2:] == [False, False]
-        seen.handle.remove()
+        watched.remove()
     pair.assert_same()
 
 
@@ -183,68 +151,43 @@ class Deep(nn.Module):
         super().__init__()
         self.layer = nn.Linear(128, 128)
 
-    def forward(self, x: torch.Tensor, depth: int) -> torch.Tensor:
+    def forward(self, sample: tuple[Tensor, int]) -> Tensor:
+        """Return one number for ``[rows, 128]``."""
+        x, depth = sample
         for _ in range(depth):
             x = torch.tanh(self.layer(x))
-        return x
+        return x.square().mean()
 
 
 def test_it_comes_back_for_a_sample_that_turns_out_deeper() -> None:
-    """Nothing about its inputs is larger: what its forward leaves in memory tells."""
-    budget = 2 * MiB
+    """Nothing about its inputs is larger: what its forward leaves in memory tells, also after a
+    forward that failed. Micro-batches hold one graph at a time."""
+    budget, x = 2 * MiB, torch.randn(64, 128)
     model = Deep()
     optimizer = AdamW(model.parameters())
-    x = torch.randn(64, 128)
     config = {"page_bytes": 4096, "min_paged_bytes": 1024}
     with dynoffload.offload(model, optimizer, budget=budget, config=config) as session:
         paged = []
-        for depth in (2, 2, 2, 2, 2, 2, 100, 100, 100):
-            loss = model(x, depth).square().mean()
-            paged.append(session.paging)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert paged[5:] == [False, False, True, True]
-        peaks = session.stats["peak_fast_bytes"]
-        assert peaks[6] >= 100 * x.nbytes > budget  # told as it was
-        assert max(peaks[7:]) <= budget
 
-
-def test_micro_batches_hold_one_graph_at_a_time() -> None:
-    """What a backward frees is not counted twice: eight graphs would pass the budget, one fits."""
-    model = Deep()
-    optimizer = AdamW(model.parameters())
-    x = torch.randn(64, 128)
-    config = {"page_bytes": 4096, "min_paged_bytes": 1024}
-    with dynoffload.offload(model, optimizer, budget=2 * MiB, config=config) as session:
-        paged = []
-        for _ in range(8):
-            for _ in range(8):
-                model(x, 16).square().mean().backward()
+        def train(*depths: int) -> None:
+            for depth in depths:
+                model((x, depth)).backward()
                 paged.append(session.paging)
             optimizer.step()
             optimizer.zero_grad()
+
+        for _ in range(8):
+            train(*[16] * 8)  # of which eight graphs would pass the budget
         assert paged[0]
         assert not any(paged[-32:])
-
-
-def test_a_forward_that_failed_does_not_hide_a_deeper_sample() -> None:
-    """While aside, one forward raises; the next is measured all the same."""
-    model = Deep()
-    optimizer = AdamW(model.parameters())
-    x = torch.randn(64, 128)
-    config = {"page_bytes": 4096, "min_paged_bytes": 1024}
-    with dynoffload.offload(model, optimizer, budget=2 * MiB, config=config) as session:
-        for _ in range(6):
-            model(x, 2).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert not session.paging
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-            model(torch.randn(64, 100), 2)
-        model(x, 100).square().mean().backward()
-        optimizer.step()
-        assert session.log.steps[-1].peak_fast_bytes >= 100 * x.nbytes
+            model((torch.randn(64, 100), 2))
+        train(100)
+        train(100)
+        assert paged[-2:] == [False, True]
+        peaks = session.stats["peak_fast_bytes"].tolist()
+        assert peaks[-2] >= 100 * x.nbytes > budget  # told as it was
+        assert max(*peaks[:-2], peaks[-1]) <= budget
 
 
 def test_a_graph_that_is_alive_keeps_it_from_stepping_aside() -> None:
@@ -264,7 +207,7 @@ def test_a_graph_that_is_alive_keeps_it_from_stepping_aside() -> None:
     x = torch.randn(64, 64)
     outer: list[Tensor] = []
     with pair.paged(LARGE, **ASIDE):
-        for model, optimizer in ((pair.model, pair.optimizer), (pair.reference, pair.its)):
+        for model, optimizer in pair.sides:
             leaf = x.clone().requires_grad_()
             late = model(leaf)
             for _ in range(6):
@@ -328,7 +271,7 @@ class Branches(nn.Module):
 
 def train(pair: Twin, taken: list[int], step: int) -> None:
     """Make one step of both, over layers of `Branches`."""
-    for model, optimizer in ((pair.model, pair.optimizer), (pair.reference, pair.its)):
+    for model, optimizer in pair.sides:
         generator = torch.Generator().manual_seed(step)
         out = model(torch.randn(4, 64, generator=generator), taken)
         if taken:
@@ -406,41 +349,25 @@ def test_what_is_frozen_in_every_other_step_brings_it_back_once() -> None:
     pair.assert_same()
 
 
-def steps_of(step: Callable[[], None], count: int) -> None:
-    for _ in range(count):
-        step()
-
-
 def test_a_session_whose_stepping_aside_fails_is_watched_as_one_that_is_aside(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    optimizer = AdamW(model.parameters())
-    config = {"page_bytes": 4096, "min_paged_bytes": 1024}
-
-    def step() -> None:
-        model(torch.ones(4, 64)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    whole = Adoption.restore
+    pair, whole = twin(), Adoption.restore
 
     def cut_off(self: Adoption, *args: Any) -> Any:
         whole(self, *args)
         raise SpillError(errno.EIO, "cut off")
 
-    with dynoffload.offload(model, optimizer, budget=8 * MiB, config=config) as session:
-        for _ in range(3):
-            step()
-        weights = {name: one.clone() for name, one in model.state_dict().items()}
-        state = optimizer.state_dict()
+    with pair.paged(LARGE, loses=True, **ASIDE) as session:
+        steps(pair, [8] * 2)
+        weights, state = deepcopy(pair.model.state_dict()), deepcopy(pair.optimizer.state_dict())
         monkeypatch.setattr(Adoption, "restore", cut_off)
         with pytest.raises(SpillError, match="cut off"):
-            steps_of(step, 4)
+            Loop(steps=6).run(pair.model, pair.optimizer, [row(8)] * 6, small_loss)
         monkeypatch.setattr(Adoption, "restore", whole)
-        optimizer.load_state_dict(state)
-        model.load_state_dict(weights)
+        pair.optimizer.load_state_dict(state)
+        pair.model.load_state_dict(weights)
         before = len(session.log.steps)
-        for _ in range(3):
-            step()
+        steps(pair, [8] * 3)
         assert len(session.log.steps) == before + 3
+    pair.assert_same()

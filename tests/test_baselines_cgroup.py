@@ -159,16 +159,14 @@ def test_no_room_for_swap_is_said(disk: Path) -> None:
 
 
 @pytest.mark.parametrize("left_by", ["this process", "a killed one"])
-@pytest.mark.parametrize("place", ["disk", "link", "two words"])
 def test_a_swap_file_that_cannot_be_switched_off_stays(
-    left_by: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    left_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without its name nobody could switch it off any more. Tools like root's, with their own list
-    of what is on."""
-    swaps, tools, directory = tmp_path / "swaps", tmp_path / "tools", tmp_path / place
-    (tmp_path / ("disk" if place == "link" else place)).mkdir()
-    if place == "link":
-        directory.symlink_to(tmp_path / "disk")
+    of what is on; the directory is a link, and its name has a space."""
+    swaps, tools, directory = tmp_path / "swaps", tmp_path / "tools", tmp_path / "link"
+    (tmp_path / "two words").mkdir()
+    directory.symlink_to(tmp_path / "two words")
     tools.mkdir()
     swaps.write_text("Filename Type Size Used Priority\n")
     scripts = {

@@ -7,7 +7,6 @@ takes if nothing is dropped, as the baseline's own ledger counts it in a run wit
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 from exactness import Loop, Twin, assert_same
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW
@@ -25,8 +22,6 @@ from torch.utils.checkpoint import checkpoint
 from dynoffload.errors import BudgetError
 from dynoffload.experiments import zoo
 from dynoffload.experiments.baselines import DTR, baseline
-from dynoffload.experiments.baselines.dtr.making import _in_order
-from dynoffload.experiments.baselines.dtr.records import Operator, Record
 from dynoffload.runtime.counting import whole_bytes
 
 SGD_ = partial(SGD, lr=1e-2, momentum=0.9)
@@ -184,30 +179,6 @@ def test_a_budget_that_is_too_small_is_refused() -> None:
         model(torch.zeros(64, 3, 32, 32))
 
 
-def test_nothing_is_counted_or_kept_beyond_its_life() -> None:
-    """After each step only the model's tensors are counted, though the results are kept."""
-    torch.manual_seed(0)
-    model = Layers(lambda model, x: torch.tanh(x))
-    optimizer = SGD_(model.parameters())
-    kept = []
-    with baseline(DTR, model, optimizer, budget=whole_bytes(model, optimizer) + 120_000) as session:
-        for _ in range(4):
-            out = model(torch.linspace(-1, 1, 4096).reshape(64, 64))
-            out.square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            kept.append(out.detach())
-            del out
-            session.ledger.settle()
-            held = sum(one.nbytes for one in kept)
-            states = sum(p.nbytes for p in model.parameters())
-            momenta = sum(s["momentum_buffer"].nbytes for s in optimizer.state.values())
-            buffers = sum(b.nbytes for b in model.buffers())
-            assert session.ledger.live == states + momenta + buffers + held
-            assert not list(session.making.savers)
-    assert session.making.operators > 0
-
-
 # Small graphs that a careless recomputation would get wrong
 
 
@@ -357,66 +328,3 @@ def test_a_graph_from_before_a_step_is_made_from_the_weights_that_it_had() -> No
 
 
 # The choice of what is dropped
-
-
-def _graph(sizes: Sequence[int], edges: Sequence[Sequence[int]], seconds: Sequence[float]) -> Any:
-    """Return the storages and records of a made-up graph: each is made from those before it that
-    ``edges`` names."""
-    storages: list[torch.UntypedStorage] = []
-    records: list[Record] = []
-    for size, sources, cost in zip(sizes, edges, seconds, strict=True):
-        storage = torch.empty(size, dtype=torch.uint8).untyped_storage()
-        inputs = tuple(dict.fromkeys(records[s % len(records)] for s in sources if records))
-        operator = Operator(None, (), {}, inputs, None, size, cost)
-        record = Record(storage, operator)
-        operator.outputs[0] = weakref.ref(record)
-        for source in inputs:
-            source.add_user(operator)
-        storages.append(storage)
-        records.append(record)
-    return storages, records
-
-
-@given(st.data())
-def test_the_lowest_score_leaves_first(data: st.DataObject) -> None:
-    """c(e*) / (m s), reckoned anew for all before each choice, by a search of the whole graph."""
-    count = data.draw(st.integers(2, 9))
-    sizes = data.draw(st.lists(st.integers(1, 50), min_size=count, max_size=count))
-    edges = data.draw(
-        st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=count, max_size=count)
-    )
-    seconds = data.draw(st.lists(st.floats(0.1, 9), min_size=count, max_size=count))
-    used = data.draw(st.lists(st.floats(0, 9), min_size=count, max_size=count))
-    storages, records = _graph(sizes, edges, seconds)
-    for record, at in zip(records, used, strict=True):
-        record.used_at = at
-
-    def reached(start: Record, step: Callable[[Record], list[Record]]) -> set[Record]:
-        found: set[Record] = set()
-        ahead = step(start)
-        while ahead:
-            one = ahead.pop()
-            if one not in found and one.here() is None:
-                found.add(one)
-                ahead += step(one)
-        return found
-
-    def parents(record: Record) -> list[Record]:
-        assert record.operator is not None
-        return list(record.operator.inputs)
-
-    def children(record: Record) -> list[Record]:
-        return [one for one in records if record in parents(one)]
-
-    def score(record: Record) -> float:
-        near = reached(record, parents) | reached(record, children) | {record}
-        total = sum(one.operator.seconds for one in near if one.operator)
-        return total / (record.nbytes * (10.0 - record.used_at))
-
-    left = list(records)
-    for record in _in_order(records, 10.0):
-        assert score(record) == pytest.approx(min(map(score, left)))
-        left.remove(record)
-        record.leave()
-    assert not left
-    del storages

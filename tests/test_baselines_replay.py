@@ -7,7 +7,6 @@ every step's prefetch can be said in advance.
 from __future__ import annotations
 
 import math
-import random
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 import dynoffload
-from dynoffload.experiments.baselines import REPLAY, baseline
+from dynoffload.experiments.baselines import REPLAY
 from dynoffload.experiments.baselines.replay import replaying
 
 
@@ -88,14 +87,6 @@ def test_a_step_out_of_order_and_the_one_after_it_lose_their_prefetch() -> None:
     assert replay[3].prefetched_bytes > 0
 
 
-def test_an_order_that_is_never_the_same_prefetches_every_other_step_in_vain() -> None:
-    """Recorded, broken, recorded, broken: what DeepSpeed does with dynamic networks."""
-    chance = random.Random(0)
-    session = train([chance.sample(A, 8) for _ in range(8)])
-    assert session._forecast.breaks == 4
-    assert [math.isnan(step.accuracy) for step in session.log.steps] == [True, False] * 4
-
-
 def test_a_sample_that_ends_early_leaves_the_record() -> None:
     session = train([A, A[:4], A, A])
     assert session._forecast.breaks == 0
@@ -113,11 +104,3 @@ def test_a_sample_that_ends_early_leaves_the_record() -> None:
 def test_no_order_changes_a_bit(orders: list[list[int]]) -> None:
     """Layers left out, repeated, in any order; every loss, weight and state is compared."""
     train(orders)
-
-
-def test_it_is_had_by_its_name() -> None:
-    model = Ordered()
-    optimizer = AdamW(model.parameters())
-    with baseline(REPLAY, model, optimizer, budget=footprint_of(model)) as session:
-        steps(model, optimizer, [A])
-    assert len(session.log.steps) == 1

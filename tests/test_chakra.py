@@ -101,22 +101,8 @@ def test_each_operator_is_read_back(trace: Trace, classes: Any, tmp_path: Path) 
     assert kinds.items() >= feeder.items()
     assert sum(node.duration_micros for node in nodes) == round(clock * 1e6)
     assert any(operator.flops for operator in trace.operators)
-
-
-def test_data_dependencies_name_the_last_writer(trace: Trace, classes: Any, tmp_path: Path) -> None:
-    _, nodes = _read(write_chakra(trace, tmp_path / "step.et"), classes)
-    operators = trace.operators
-    for index, node in enumerate(nodes):
-        writers = {
-            max(earlier)
-            for region in operators[index].reads
-            if (earlier := [i for i in range(index) if region in operators[i].writes])
-        }
-        dependencies = [*node.data_deps, *node.ctrl_deps]
-        assert set(node.data_deps) == writers
-        assert all(0 <= number < index for number in dependencies)
-        assert len(set(dependencies)) == len(dependencies)
-        assert dependencies or not index
+    found = [(list(node.data_deps), list(node.ctrl_deps)) for node in nodes]
+    assert found == list(dependencies_of(trace.operators))
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)

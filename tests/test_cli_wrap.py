@@ -18,6 +18,8 @@ from dynoffload import config
 from dynoffload.cli import app
 from dynoffload.managed import managers
 
+RUNNER = CliRunner(env={"COLUMNS": "200"})
+
 INIT, CALL = Optimizer.__init__, nn.Module.__call__
 
 NETWORK = """
@@ -74,31 +76,6 @@ main()
 """
 )
 
-PARTS = (
-    NETWORK
-    + """
-net = Net()
-optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-net.head(net.body(torch.randn(4, 32))).square().mean().backward()
-"""
-)
-
-ADVERSARIES = (
-    NETWORK
-    + """
-maker, judge = Net(), Net()
-ours = torch.optim.Adam(maker.parameters(), lr=1e-3)
-theirs = torch.optim.SGD(judge.parameters(), lr=1e-3, momentum=0.9)
-judge(maker(torch.randn(4, 32))).mean().backward()
-"""
-)
-
-
-@pytest.fixture
-def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
-    monkeypatch.setenv("COLUMNS", "200")
-    return CliRunner()
-
 
 @pytest.fixture(autouse=True)
 def _nothing_stays() -> object:
@@ -131,57 +108,85 @@ WRAP = ["run", "--wrap", "--budget", "100KiB"]
 
 
 def test_an_unmodified_loop_is_offloaded(
-    runner: CliRunner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Accumulation, clipping, autocast, a frozen model beside it, and use after training."""
     script = write(tmp_path, PLAIN)
-    result = runner.invoke(app, [*WRAP, str(script)])
+    result = RUNNER.invoke(app, [*WRAP, str(script)])
     assert result.exit_code == 0, result.output
     assert "Net, 6 steps: median step" in result.stderr
     assert "of the budget of 100KiB" in result.stderr
     assert result.stdout == plainly(script, capsys)
 
 
-def test_an_unmodified_loop_is_profiled(runner: CliRunner, tmp_path: Path) -> None:
+def test_an_unmodified_loop_is_profiled(tmp_path: Path) -> None:
     script, traces = write(tmp_path, PLAIN), tmp_path / "traces"
-    result = runner.invoke(
+    result = RUNNER.invoke(
         app, ["profile", "--wrap", "-o", str(traces), "--steps", "2", str(script)]
     )
     assert result.exit_code == 0, result.output
     first = {path.name: path.read_bytes() for path in traces.iterdir()}
     assert len(first) == 2
-    runner.invoke(app, ["profile", "--wrap", "-o", str(traces), "--steps", "1", str(script)])
+    RUNNER.invoke(app, ["profile", "--wrap", "-o", str(traces), "--steps", "1", str(script)])
     assert len(list(traces.iterdir())) == 3  # beside what was there
     assert all((traces / name).read_bytes() == was for name, was in first.items())
 
 
-def test_a_script_that_ends_early_ends_the_block(runner: CliRunner, tmp_path: Path) -> None:
+def test_a_script_that_ends_early_ends_the_block(tmp_path: Path) -> None:
     script = write(tmp_path, PLAIN)
-    result = runner.invoke(app, [*WRAP, str(script), "7"])
+    result = RUNNER.invoke(app, [*WRAP, str(script), "7"])
     assert result.exit_code == 7
     assert "Net, 3 steps" in result.stderr
     script.write_text(PLAIN.replace("raise SystemExit", "raise ValueError"))
-    result = runner.invoke(app, [*WRAP, str(script), "7"])
+    result = RUNNER.invoke(app, [*WRAP, str(script), "7"])
     assert result.exit_code == 1
     assert "Net, 3 steps" in result.stderr
 
 
-# What is ambiguous, and the remedy
+# What is ambiguous or refused, and the remedy
+
+PARTS = """
+net = Net()
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+net.head(net.body(torch.randn(4, 32))).square().mean().backward()
+"""
+ADVERSARIES = """
+maker, judge = Net(), Net()
+ours = torch.optim.Adam(maker.parameters(), lr=1e-3)
+theirs = torch.optim.SGD(judge.parameters(), lr=1e-3, momentum=0.9)
+judge(maker(torch.randn(4, 32))).mean().backward()
+"""
+ITSELF = """
+import dynoffload
+net = Net()
+optimizer = torch.optim.AdamW(net.parameters())
+with dynoffload.offload(net, optimizer):
+    net(torch.randn(4, 32)).sum().backward()
+"""
 
 
-def test_a_model_that_is_called_in_parts_is_refused(runner: CliRunner, tmp_path: Path) -> None:
-    script = write(tmp_path, PARTS)
-    result = runner.invoke(app, [*WRAP, str(script)])
+@pytest.mark.parametrize(
+    ("text", "budget", "told"),
+    [
+        (
+            PARTS,
+            "1MB",
+            "is a Sequential, which lacks 2 of the 14 parameters of its AdamW: write 'w",
+        ),
+        (ADVERSARIES, "1MB", "makes 2 optimizers (Adam, SGD), and --wrap offloads one model with"),
+        (ITSELF, "1MB", "the script offloads its Net by itself: run it without --wrap"),
+        (PLAIN.replace("AdamW(", "LBFGS(").replace(", lr=1e-2", ""), "1MB", "LBFGS updates all"),
+        (PLAIN, "8KiB", "a budget of 8KiB cannot hold"),
+    ],
+)
+def test_what_cannot_be_wrapped_is_refused_with_its_place(
+    text: str, budget: str, told: str, tmp_path: Path
+) -> None:
+    script = write(tmp_path, text if text.startswith(NETWORK) else NETWORK + text)
+    result = RUNNER.invoke(app, ["run", "--wrap", "--budget", budget, str(script)])
     assert result.exit_code == 1
-    assert "is a Sequential, which lacks 2 of the 14 parameters of its AdamW" in result.stderr
-    assert "write 'with dynoffload.offload(model, optimizer)'" in result.stderr
+    assert told in result.stderr
     assert f"({script}:" in result.stderr
-
-
-def test_two_optimizers_are_refused(runner: CliRunner, tmp_path: Path) -> None:
-    result = runner.invoke(app, [*WRAP, str(write(tmp_path, ADVERSARIES))])
-    assert result.exit_code == 1
-    assert "makes 2 optimizers (Adam, SGD), and --wrap offloads one model with" in result.stderr
 
 
 AGAIN = (
@@ -207,7 +212,6 @@ train(second, second.parameters())
 @pytest.mark.parametrize("same", [False, True], ids=["another model", "the same model"])
 def test_a_later_optimizer_trains_as_ever_and_is_told_of(
     same: bool,
-    runner: CliRunner,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
@@ -216,7 +220,7 @@ def test_a_later_optimizer_trains_as_ever_and_is_told_of(
     script = write(tmp_path, AGAIN.replace("len(sys.argv) > 1", str(same)))
     expected = plainly(script, capsys)
     assert not caplog.records
-    found = runner.invoke(app, ["run", "--wrap", "--budget", "200kB", str(script)])
+    found = RUNNER.invoke(app, ["run", "--wrap", "--budget", "200kB", str(script)])
     assert found.exit_code == 0, found.output
     assert expected in found.output
     (said,) = [r.getMessage() for r in caplog.records if "another optimizer" in r.getMessage()]
@@ -225,51 +229,27 @@ def test_a_later_optimizer_trains_as_ever_and_is_told_of(
 
 
 def test_an_optimizer_that_is_gone_does_not_count(
-    runner: CliRunner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = PLAIN.replace(
         "    for step", "    optimizer = torch.optim.SGD(net.parameters())\n    for step", 1
     )
     script = write(tmp_path, text)
-    result = runner.invoke(app, [*WRAP, str(script)])
+    result = RUNNER.invoke(app, [*WRAP, str(script)])
     assert result.exit_code == 0, result.output
     assert result.stdout == plainly(script, capsys)
 
 
-def test_a_script_that_offloads_by_itself_is_told(runner: CliRunner, tmp_path: Path) -> None:
-    text = f"{NETWORK}\nimport dynoffload\nnet = Net()\n" + (
-        "optimizer = torch.optim.AdamW(net.parameters())\n"
-        "with dynoffload.offload(net, optimizer):\n"
-        "    net(torch.randn(4, 32)).sum().backward()\n"
-    )
-    result = runner.invoke(app, [*WRAP, str(write(tmp_path, text))])
-    assert result.exit_code == 1
-    assert "the script offloads its Net by itself: run it without --wrap" in result.stderr
-
-
-def test_what_offload_refuses_is_refused_with_its_place(runner: CliRunner, tmp_path: Path) -> None:
-    script = write(
-        tmp_path, PLAIN.replace("AdamW(net.parameters(), lr=1e-2)", "LBFGS(net.parameters())")
-    )
-    result = runner.invoke(app, [*WRAP, str(script)])
-    assert result.exit_code == 1
-    assert "LBFGS updates all parameters together" in result.stderr
-    assert f"({script}:" in result.stderr
-    result = runner.invoke(app, ["run", "--wrap", "--budget", "8KiB", str(write(tmp_path, PLAIN))])
-    assert result.exit_code == 1
-    assert "a budget of 8KiB cannot hold" in result.stderr
-
-
-def test_a_script_that_trains_nothing_is_told(runner: CliRunner, tmp_path: Path) -> None:
+def test_a_script_that_trains_nothing_is_told(tmp_path: Path) -> None:
     script = write(tmp_path, "import torch\ntorch.nn.Linear(2, 2)(torch.ones(2))\n")
-    result = runner.invoke(app, [*WRAP, str(script)])
+    result = RUNNER.invoke(app, [*WRAP, str(script)])
     assert result.exit_code == 0
     assert f"{script} ended without a training call that --wrap could see" in result.stderr
-    result = runner.invoke(app, ["profile", "--wrap", "-o", str(tmp_path / "t"), str(script)])
+    result = RUNNER.invoke(app, ["profile", "--wrap", "-o", str(tmp_path / "t"), str(script)])
     assert result.exit_code == 1
     assert "it must make an optimizer, then call a module" in result.stderr
 
 
-def test_wrapping_takes_a_budget(runner: CliRunner, tmp_path: Path) -> None:
+def test_wrapping_takes_a_budget(tmp_path: Path) -> None:
     script = write(tmp_path, "raise AssertionError")
-    assert runner.invoke(app, ["run", "--wrap", str(script)]).exit_code == 2
+    assert RUNNER.invoke(app, ["run", "--wrap", str(script)]).exit_code == 2

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,17 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from dynoffload.integrations.transformers import OffloadCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def trained(
+    out: Path, *callbacks: TrainerCallback, make: Callable[[], nn.Module] = network, **options: Any
+) -> list[Trainer]:
+    """Return two Trainers that have trained, one of them under a quarter of the footprint."""
+    found = []
+    for name, ours in (("plain", []), ("paged", [OffloadCallback(**quarter("auto", make=make))])):
+        found.append(trainer(make(), out / name, *ours, *callbacks, **options))
+        found[-1].train()
+    return found
 
 
 def test_a_line_says_what_begins_and_one_what_it_took(
@@ -116,13 +127,9 @@ def test_a_checkpoint_is_written_where_system_calls_do_not_wait(tmp_path: Path) 
         assert model.lm_head.weight is model.model.embed_tokens.weight
         return model
 
+    trained(tmp_path, make=tied, **{**EVERYTHING, "max_steps": 2})
     found = []
-    for name, callbacks in (
-        ("plain", []),
-        ("paged", [OffloadCallback(**quarter("pager", make=tied))]),
-    ):
-        client = trainer(tied(), tmp_path / name, *callbacks, **{**EVERYTHING, "max_steps": 2})
-        client.train()
+    for name in ("plain", "paged"):
         at = tmp_path / name / "checkpoint-2"
         state = torch.load(at / "optimizer.pt", weights_only=True)
         found.append((load_file(at / "model.safetensors"), state))
@@ -166,13 +173,7 @@ def test_training_that_stops_early_has_its_best_model(tmp_path: Path) -> None:
         "max_steps": 12,
         "load_best_model_at_end": True,
     }
-    found = []
-    for name, callbacks in (("plain", []), ("paged", [OffloadCallback(**quarter())])):
-        client = trainer(
-            network(), tmp_path / name, *callbacks, EarlyStoppingCallback(1), **options
-        )
-        client.train()
-        found.append(client)
+    found = trained(tmp_path, EarlyStoppingCallback(1), **options)
     assert found[0].state.global_step < 12
     assert found[0].state.best_global_step < found[0].state.global_step
     assert_same_outcome(found[1], found[0])
@@ -219,19 +220,16 @@ def test_a_smaller_batch_is_tried_in_a_new_block(tmp_path: Path) -> None:
     class Data(list):  # type: ignore[type-arg]
         def __getitems__(self, indices: list[int]) -> list[Any]:
             if len(indices) > 2 and self.late:
+                self.late = False
                 raise RuntimeError("CUDA out of memory.")
             self.late = True
             return [self[index] for index in indices]
 
         late = False
 
-    found = []
-    for name, callbacks in (("plain", []), ("paged", [OffloadCallback(**quarter())])):
-        options = {"auto_find_batch_size": True, "per_device_train_batch_size": 3}
-        client = trainer(network(), tmp_path / name, *callbacks, data=Data(samples()), **options)
-        client.train()
-        found.append(client)
-    assert_same_outcome(found[1], found[0])
+    options = {"auto_find_batch_size": True, "per_device_train_batch_size": 3}
+    plain, paged = trained(tmp_path, data=Data(samples()), **options)
+    assert_same_outcome(paged, plain)
 
 
 # Refusals

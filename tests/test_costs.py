@@ -20,9 +20,8 @@ from dynoffload.experiments.architectures import ARCHITECTURES
 from dynoffload.experiments.costs import residual
 from dynoffload.profiler import Recorder, Trace
 from dynoffload.profiler.cost_fitting import fit
-from dynoffload.profiler.costs import CostModel, Factors
+from dynoffload.profiler.costs import CostModel, Factors, Kind, Work, work_of
 from dynoffload.profiler.trace import Phase
-from dynoffload.profiler.work import Kind, Work, work_of
 
 OVERHEAD = {Kind.CALL: 1e-6, Kind.MEMORY: 3e-6, Kind.PRODUCT: 8e-6}
 SHEET = {
@@ -75,14 +74,9 @@ def test_the_larger_of_arithmetic_and_traffic_after_the_overhead() -> None:
     assert model.seconds(_product(3 * 10**9, 10**9)) == pytest.approx(3.001)
     assert model.seconds(_product(3 * 10**9, 5 * 10**9)) == pytest.approx(5.001)
     assert model.seconds(_product(12 * 10**9, 10**9, "bfloat16")) == pytest.approx(3.001)
-
-
-def test_a_product_of_half_intensity_reaches_half_of_the_peak() -> None:
-    model = replace(CostModel.of(SHEET, "sheet"), half_intensity=20.0)
-    flops, moved = 10**9, 10**9 // 20
-    plain = flops / model.peak["float32"]
-    assert model.rest(_product(flops, moved)) == pytest.approx(2 * plain)
-    assert model.rest(_product(flops, 1)) == pytest.approx(plain)
+    half = replace(model, half_intensity=20.0)
+    assert half.seconds(_product(10**9, 10**9 // 20)) == pytest.approx(2.001)  # half of the peak
+    assert half.seconds(_product(10**9, 1)) == pytest.approx(1.001)
 
 
 def test_what_the_model_does_not_know_is_an_error(traces: list[Trace]) -> None:
@@ -133,17 +127,17 @@ def test_any_model_comes_back_equal(
     ("change", "complaint"),
     [
         ({"peak": {"float32": 0}}, "peak of float32 is 0"),
-        ({"peak": {"float32": "fast"}}, "peak: float32 is 'fast', which is no number"),
-        ({"peak": 1e12}, "no table by dtype"),
+        ({"peak": {"float32": "fast"}}, "peak of float32 is 'fast'"),
+        ({"peak": 1e12}, "peak is no table"),
         ({"bandwidth": -1.0}, "bandwidth is -1"),
         ({"bandwidth": "3 parsecs"}, "cannot read '3 parsecs'"),
         ({"bandwidth": True}, "bandwidth is True"),
         ({"overhead": {"call": 1e-6}}, "overhead lacks 'memory'"),
         ({"overhead": {"calls": 1e-6}}, "'calls', which is none of"),
-        ({"overhead": -1e-6}, "overhead of a call is -1e-06 seconds"),
+        ({"overhead": -1e-6}, "overhead of a call is -1e-06"),
         ({"half_intensity": float("nan")}, "half_intensity is nan"),
         ({"operators": {"aten.mm.default": [1.0]}}, "give two factors"),
-        ({"operators": {"aten.mm.default": [1.0, 0.0]}}, "factors of aten.mm.default"),
+        ({"operators": {"aten.mm.default": [1.0, 0.0]}}, "a factor of aten.mm.default is 0"),
         ({"operators": []}, "operators is no table"),
         ({"source": 5}, "source is 5"),
         ({"peaks": {}}, "'peaks' is no key of a cost model"),

@@ -39,19 +39,8 @@ def test_targets_are_the_next_tokens_of_the_named_file() -> None:
         assert batch.tokens.shape == batch.targets.shape == (3, 64)
         assert batch.tokens.dtype == batch.targets.dtype == torch.int64
         assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1])
-        (name,) = batch.sources
-        assert batch.source == name
         for row, after in zip(batch.tokens, batch.targets, strict=True):
-            assert bytes([*row.tolist(), after[-1].item()]) in contents[name]
-
-
-def test_mixed_rows_come_from_several_files_and_all_are_named() -> None:
-    contents = {source.name: source.read() for source in source_files("train")}
-    batch = next(batches("train", rows=16, length=48, seed=3, mixed=True))
-    assert len(batch.sources) > 1
-    assert batch.source == "+".join(batch.sources)
-    for row in batch.tokens:
-        assert any(bytes(row.tolist()) in contents[name] for name in batch.sources)
+            assert bytes([*row.tolist(), after[-1].item()]) in contents[batch.source]
 
 
 def test_the_seed_alone_decides() -> None:
@@ -73,14 +62,6 @@ def test_a_file_that_vanished_is_named(tmp_path: Path) -> None:
     for path in tmp_path.glob("*.py"):
         path.unlink()
     with pytest.raises(DataError, match=r"cannot read the source file .*file\d\d\.py"):
-        next(stream)
-
-
-def test_a_file_that_shrank_is_named(tmp_path: Path) -> None:
-    stream = batches(length=16, root=_library(tmp_path))
-    for path in tmp_path.glob("*.py"):
-        path.write_bytes(b"x" * 8)
-    with pytest.raises(DataError, match=r"file\d\d\.py shrank from 2048 to 8 bytes"):
         next(stream)
 
 

@@ -95,19 +95,15 @@ def test_the_seed_alone_decides_and_the_split_holds() -> None:
     assert {tree.source for tree in islice(trees("held-out"), 6)} <= held_out
 
 
-def _library(folder: Path, text: str) -> Path:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def broken(:\n", r"file\d\d\.py is no Python source"),
+        ("def f(): pass\n", "widen the bounds"),
+    ],
+)
+def test_files_that_give_no_tree_are_named(tmp_path: Path, text: str, said: str) -> None:
     for index in range(20):
-        (folder / f"file{index:02d}.py").write_text(text + "#" * MIN_BYTES)
-    return folder
-
-
-def test_a_file_that_is_no_python_is_named(tmp_path: Path) -> None:
-    stream = trees(root=_library(tmp_path, "def broken(:\n"))
-    with pytest.raises(DataError, match=r"file\d\d\.py is no Python source"):
-        next(stream)
-
-
-def test_files_without_a_fitting_definition_end_in_an_error(tmp_path: Path) -> None:
-    stream = trees(root=_library(tmp_path, "def f(): pass\n"), min_nodes=100)
-    with pytest.raises(DataError, match="widen the bounds"):
-        next(stream)
+        (tmp_path / f"file{index:02d}.py").write_text(text + "#" * MIN_BYTES)
+    with pytest.raises(DataError, match=said):
+        next(trees(root=tmp_path, min_nodes=100))

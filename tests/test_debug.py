@@ -99,17 +99,6 @@ def test_a_changed_byte_is_told_to_whoever_called(kind: str, page: int, tmp_path
         assert len(absent) >= 2
 
 
-@each_of_the_cpu(SMALL)
-def test_without_debug_mode_a_byte_is_not_found(kind: str, page: int, tmp_path: Path) -> None:
-    """The file is private: by default little is spent on this."""
-    with debugged(kind, page, tmp_path, debug=False) as device:
-        bad = next(r for r in four(device) if r not in device.resident())
-        flip(device, bad)
-        device.acquire([bad])
-        assert not holds(device, bad)
-    assert not OffloadConfig().debug
-
-
 @needs_pager
 @pytest.mark.parametrize("page", [SMALL, HUGE])
 @pytest.mark.parametrize("nbytes", [512, 4096])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -30,12 +29,11 @@ from devices import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dynoffload.errors import BudgetError
-from dynoffload.memory import tally
+from dynoffload.errors import BudgetError, SpillError
+from dynoffload.memory import region_cache
 from dynoffload.memory.device import Device, EventKind
 from dynoffload.planning.lookahead import LookAhead
 from dynoffload.planning.schedule import Action, Kind, Use
-from dynoffload.units import MiB
 
 
 @pytest.fixture
@@ -68,17 +66,6 @@ def test_a_new_region_takes_no_fast_memory_until_it_is_acquired(device: Device, 
     assert device.resident() == [region]
     assert device.counters().resident_bytes == device.resident_bytes() == 3 * page
     assert device.counters().bytes_in == 0  # there was nothing to read
-
-
-@each_device()
-def test_a_new_region_can_be_written_and_read_without_notice(device: Device, page: int) -> None:
-    regions = [device.allocate(2 * page - 5) for _ in range(9)]
-    for region in regions:
-        view(device, region).copy_(pattern(2 * page - 5, region))
-    assert all(holds(device, region) for region in regions)
-    counters = device.counters()
-    assert counters.faults > 0
-    assert counters.peak_bytes <= device.capacity
 
 
 @each_of_the_cpu()
@@ -139,19 +126,6 @@ def test_a_region_discarded_while_absent_comes_back_without_a_read(
     device.discard(first)
     device.acquire([first])
     assert device.counters().bytes_in == before
-
-
-@each_of_the_cpu()
-def test_places_of_released_regions_are_used_again(device: Device, page: int) -> None:
-    addresses = set()
-    for _ in range(20):
-        region = device.allocate(5 * page)
-        filled(device, [region])
-        addresses.add(device.storage(region).data_ptr())
-        assert holds(device, region)
-        device.release(region)
-        assert device.resident() == []
-    assert len(addresses) == 1
 
 
 # Room
@@ -337,22 +311,6 @@ def test_what_no_use_needs_is_not_prefetched(device: Device, page: int) -> None:
     assert device.resident() == [c]
 
 
-@each_device()
-def test_plans_over_regions_that_are_gone_do_no_harm(device: Device, page: int) -> None:
-    regions = [device.allocate(2 * page) for _ in range(6)]
-    filled(device, regions)
-    uses = uses_of(*regions)
-    actions = [Action(i, kind, r) for i, r in enumerate(regions) for kind in Kind]
-    device.follow(uses, schedule(*actions))
-    gone = regions.pop(2)
-    device.release(gone)
-    for position in range(len(uses)):
-        device.advance(position)
-    fresh = device.allocate(2 * page)
-    filled(device, [fresh])
-    assert all(holds(device, region) for region in [*regions, fresh])
-
-
 @each_of_the_cpu()
 def test_following_backwards_prefetches_again(device: Device, page: int) -> None:
     a, b = device.allocate(6 * page), device.allocate(6 * page)
@@ -388,14 +346,16 @@ def test_events_tell_every_transfer_within_its_time(device: Device, page: int) -
     filled(device, regions)
     assert all(holds(device, region) for region in regions if device.acquire([region]) is None)
     counters, events = device.counters(), device.events()
+    totals = {EventKind.FETCH: counters.bytes_in, EventKind.EVICT: counters.bytes_out}
+
+    def told() -> bool:  # the last copies of an accelerator may be under way
+        events.extend(device.events())
+        return all(sum(e.nbytes for e in events if e.kind is k) == n > 0 for k, n in totals.items())
+
+    assert eventually(told, 20)
     ended = time.perf_counter()
     assert all(started <= e.start <= e.end <= ended for e in events)
     assert {e.region for e in events} <= set(regions)
-    for kind, total in (
-        (EventKind.FETCH, counters.bytes_in),
-        (EventKind.EVICT, counters.bytes_out),
-    ):
-        assert sum(e.nbytes for e in events if e.kind is kind) == total > 0
     assert sum(e.kind is EventKind.STALL for e in events) == counters.stalls > 0
     stalled = sum(e.end - e.start for e in events if e.kind is EventKind.STALL)
     assert 0 < counters.stall_s <= stalled + 1e-3
@@ -407,7 +367,7 @@ def test_events_past_what_is_kept_are_counted(
     device: Device, kind: str, page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = 65536 if kind == "pager" else 200
-    monkeypatch.setattr(tally, "_EVENTS", most)
+    monkeypatch.setattr(region_cache, "_EVENTS", most)
     regions = [device.allocate(page) for _ in range(16)]
     filled(device, regions)
     assert device.events()
@@ -655,38 +615,25 @@ def test_bytes_survive_anything(kind: str, page: int, tmp_path: Path) -> None:
 # The disk
 
 
-@each_of_the_cpu(SMALL)
-def test_a_file_that_cannot_grow_refuses_the_region_and_spoils_nothing(
-    kind: str, page: int, tmp_path: Path
-) -> None:
-    limit = 128 * MiB
-    found = script(
-        """
-        import resource
-        from dynoffload.errors import SpillError
-        kind, page, limit, directory = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        with opened(kind, 64 * MiB, page, Path(directory)) as device:
-            regions = [device.allocate(40 * MiB) for _ in range(3)]
-            filled(device, regions)
-            try:
-                device.allocate(40 * MiB)
-            except SpillError as error:
-                print("refused:", error)
-            small = device.allocate(8 * MiB)  # there is room for this one
-            filled(device, [small])
-            print(all(holds(device, region) for region in [*regions, small]))
-        """,
-        kind,
-        page,
-        limit,
-        tmp_path,
-    )
-    assert found.returncode == 0, found.stderr
-    assert "refused:" in found.stdout
-    assert "cannot grow" in found.stdout
-    assert "free space there, or pass spill_dir=" in found.stdout
-    assert found.stdout.splitlines()[-1] == "True"
+@each_of_the_cpu()
+def test_what_cannot_be_read_is_told_to_whoever_waits(device: Any, page: int) -> None:
+    """The file is cut off, and what is written then does not make it long enough again."""
+    second, first = device.allocate(6 * page), device.allocate(6 * page)
+    filled(device, [first, second])
+    assert device.resident() == [second]
+    size = os.fstat(device._spill.fd).st_size
+    os.ftruncate(device._spill.fd, 0)
+    for _ in range(2):
+        with pytest.raises(SpillError, match=rf"region {first} \(.*\) back.*spill_dir="):
+            device.acquire([first], pin=True)
+    device.counters()  # it has been told already
+    os.ftruncate(device._spill.fd, size)
+    for region in (first, second):
+        device.discard(region)  # no pin was left
+    filled(device, [first, second])
+    assert holds(device, first)
+    assert holds(device, second)
+    assert device.counters().peak_bytes <= device.capacity
 
 
 @each_of_the_cpu(SMALL)
@@ -733,23 +680,3 @@ def test_an_acquire_ends_when_the_disk_takes_nothing(kind: str, page: int, tmp_p
         assert "cannot write region" in line
         assert "free): free space there, or pass spill_dir= another disk" in line
     assert last == "whole"
-
-
-@each_of_the_cpu(SMALL)
-def test_a_killed_process_leaves_no_file(kind: str, page: int) -> None:
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
-        found = script(
-            """
-            import os, signal
-            device = KINDS[sys.argv[1]](64 * int(sys.argv[2]), int(sys.argv[2]), Path(sys.argv[3]))
-            filled(device, [device.allocate(20 * device.page_bytes) for _ in range(8)])
-            print(device.counters().bytes_out, flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
-            """,
-            kind,
-            page,
-            name,
-        )
-        assert found.returncode == -9
-        assert int(found.stdout) > 0
-        assert os.listdir(name) == []

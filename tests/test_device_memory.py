@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from devices import HUGE, each_of_the_cpu, needs_pager, script
 
-from dynoffload.memory import limits
 from dynoffload.units import MiB
 
 POOL = 64 * MiB
 SLACK = 20 * MiB  # what the interpreter and the kernel take for other things meanwhile
-
-_STREAM = """
-import gc
-kind, page, directory, pool = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
-device = KINDS[kind](pool, page, directory)
-regions = [device.allocate(8 * MiB) for _ in range(40)]
-gc.collect()
-{before}
-for turn in range(2):
-    for region in regions:
-        device.acquire([region])
-        view(device, region).fill_(region + turn)
-for region in regions:
-    device.acquire([region])
-    assert int(view(device, region)[-1]) == region + 1
-{after}
-assert device.counters().peak_bytes <= device.capacity
-device.close()
-"""
 
 
 @each_of_the_cpu(HUGE)
@@ -42,21 +18,29 @@ def test_the_resident_set_grows_by_what_the_device_says_and_the_pool_at_most(
 ) -> None:
     """Also when nothing is in use any more: pages that circulate stay, pages of a file go."""
     found = script(
-        _STREAM.format(
-            before="""
-from dynoffload.memory.limits import resident_bytes
-open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
-base = resident_bytes()
-""",
-            after="""
-(peak,) = (line for line in open("/proc/self/status") if line.startswith("VmHWM"))
-full = resident_bytes() - base, device.taken_bytes()
-for region in regions:
-    device.discard(region)
-assert device.resident_bytes() == 0
-print(int(peak.split()[1]) * 1024 - base, *full, resident_bytes() - base, device.taken_bytes())
-""",
-        ),
+        """
+        import gc
+        from dynoffload.memory.limits import resident_bytes
+        kind, page, directory, pool = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+        device = KINDS[kind](int(pool), page, directory)
+        regions = [device.allocate(8 * MiB) for _ in range(40)]
+        gc.collect()
+        open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+        base = resident_bytes()
+        for turn in range(2):
+            for region in regions:
+                device.acquire([region])
+                view(device, region).fill_(region + turn)
+        for region in regions:
+            device.acquire([region])
+            assert int(view(device, region)[-1]) == region + 1
+        (peak,) = (line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+        print(int(peak.split()[1]) * 1024 - base, resident_bytes() - base, device.taken_bytes())
+        for region in regions:
+            device.discard(region)
+        assert device.resident_bytes() == 0
+        print(resident_bytes() - base, device.taken_bytes())
+        """,
         kind,
         page,
         tmp_path,
@@ -68,49 +52,6 @@ print(int(peak.split()[1]) * 1024 - base, *full, resident_bytes() - base, device
     assert said_full >= POOL // 2
     assert abs(full - said_full) <= SLACK
     assert abs(empty - said_empty) <= SLACK
-
-
-@pytest.fixture
-def group() -> Iterator[tuple[Path, str]]:
-    """Return a memory control group of its own and the name of its peak."""
-    for directory, _, usage in limits.cgroup_directories():
-        peak = "memory.peak" if usage == "memory.current" else "memory.max_usage_in_bytes"
-        made = directory / f"dynoffload-test-{uuid.uuid4().hex[:8]}"
-        try:
-            made.mkdir()
-        except OSError:
-            continue
-        if (made / peak).exists():
-            yield made, peak
-            made.rmdir()
-            return
-        made.rmdir()
-    pytest.skip("no memory control group can be made here")
-
-
-@each_of_the_cpu()
-def test_the_control_group_is_charged_the_pool_at_most(
-    kind: str, page: int, tmp_path: Path, group: tuple[Path, str]
-) -> None:
-    """The page cache is charged too, so nothing of the spill file may linger there."""
-    directory, peak = group
-    usage = "memory.current" if peak == "memory.peak" else "memory.usage_in_bytes"
-    found = script(
-        "import os\nopen(sys.argv[5] + '/cgroup.procs', 'w').write(str(os.getpid()))\n"
-        + _STREAM.format(
-            before=f"base = int(open(sys.argv[5] + '/{usage}').read())",
-            after=f"print(int(open(sys.argv[5] + '/{peak}').read()) - base)",
-        ),
-        kind,
-        page,
-        tmp_path,
-        POOL,
-        directory,
-    )
-    assert found.returncode == 0, found.stderr
-    grown = int(found.stdout)
-    assert grown >= POOL // 2
-    assert grown <= POOL + SLACK
 
 
 @each_of_the_cpu(HUGE)
@@ -153,8 +94,3 @@ def test_the_pager_ends_the_process_rather_than_hand_out_what_it_cannot_read(
     assert found.stdout == ""
     assert "cannot read" in found.stderr
     assert "checkpoint" in found.stderr
-
-
-def test_limits_are_read_for_this_process() -> None:
-    assert 0 < limits.available_bytes() < 1 << 60
-    assert MiB < limits.resident_bytes() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import byte_at, filled, holds, needs_pager, opened, schedule, uses_of, view
+from devices import filled, holds, needs_pager, opened, schedule, uses_of, view
 
 from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
@@ -111,20 +111,6 @@ def test_a_row_that_cannot_be_had_leaves_nothing_behind(device: Device) -> None:
     assert device.allocate(SLICE) == first
 
 
-def test_released_rows_are_used_again(device: Device) -> None:
-    """Their regions end together, and their places serve others, without the old bytes' owners."""
-    for _ in range(3):
-        row = device.allocate_row(4, SLICE)
-        filled(device, row)
-        address = device.storage(row[0]).data_ptr()
-        for region in row:
-            device.release(region)
-        if device.serves:
-            assert device.owner(byte_at(address)) == -1
-    other = device.allocate(SLICE)
-    assert device.owner(device.storage(other)) == other
-
-
 def test_clear_slices_read_as_zeros_and_move_nothing(device: Device) -> None:
     """Cleared after they held something else, in memory and in the file, and read by nobody."""
     row = device.allocate_row(16, SLICE)
@@ -203,41 +189,3 @@ def test_a_clear_slice_comes_by_plan_without_a_read(device: Device) -> None:
     device.acquire([row[0]])
     assert not view(device, row[0]).any()
     assert device.counters().bytes_in == before.bytes_in
-
-
-@needs_pager
-def test_a_clear_slice_trades_places(tmp_path: Path) -> None:
-    """Zeros change hands with a twin's content, and are lent, without a move of bytes."""
-    device: Any = Pager(POOL, PAGE, tmp_path, threads=2)
-    row = device.allocate_row(2, SLICE)
-    filled(device, [row[0]])
-    before = device.counters()
-    twin = device.twin(row[0])
-    device.clear([twin])
-    device.exchange([row[0]], [twin])
-    assert device.is_clear([row[0], twin]) == [True, False]
-    assert not view(device, row[0]).any()
-    device.exchange([row[0]], [twin])
-    device.acquire([row[0]])
-    assert holds(device, row[0])
-    assert device.counters().bytes_out == before.bytes_out
-    device.close()
-
-
-@needs_pager
-def test_a_locked_clear_slice_is_shown_as_zeros(tmp_path: Path) -> None:
-    """An update behind somebody's back starts from zeros too."""
-    device: Any = Pager(POOL, PAGE, tmp_path, threads=2)
-    row = device.allocate_row(2, SLICE)
-    filled(device, row)
-    device.clear(row)
-    device.lock(row)
-    shown = [torch.empty(0, dtype=torch.uint8).set_(s) for s in device.show(row)]
-    assert not any(tensor.any() for tensor in shown)
-    shown[1][5] = 9
-    shown.clear()
-    device.hide(row)
-    device.unlock(row)
-    assert device.is_clear(row) == [True, False]
-    assert whole(device, row).sum() == 9
-    device.close()

@@ -43,24 +43,6 @@ def test_all_is_measured_and_nothing_is_left(disk: Path) -> None:
     assert told[0][0] == "write, 1 thread"
 
 
-def test_the_file_is_private_and_already_unlinked_while_it_is_measured(
-    disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[os.stat_result] = []
-    original = tiers._fill
-
-    def spy(descriptor: int, size: int) -> None:
-        assert list(disk.iterdir()) == []
-        seen.append(os.fstat(descriptor))
-        original(descriptor, size)
-
-    monkeypatch.setattr(tiers, "_fill", spy)
-    measure_tiers(disk, 0.02, file_bytes=SMALL)
-    assert seen[0].st_mode & 0o777 == 0o600
-    assert seen[0].st_nlink == 0
-    assert seen[0].st_size == SMALL  # allocated in full before it is timed
-
-
 def test_without_o_direct_it_measures_buffered(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = os.open
 

@@ -6,13 +6,13 @@ import contextlib
 import errno
 import itertools
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from exactness import Twin, assert_same, footprint_of, needs_pager, small, small_loss, small_samples
+from exactness import Twin, footprint_of, needs_pager, small, small_loss, small_samples
+from hazards import Side, hazard, trained
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -24,7 +24,7 @@ from dynoffload.runtime.updates.speculative import SpeculativeUpdates
 pytestmark = [needs_pager, pytest.mark.timeout(60)]
 
 SAMPLES = small_samples(40, seed=5)
-Between = Callable[[nn.Module, Optimizer, int], None]
+Between = Callable[[nn.Module, Optimizer, int], Any]
 
 
 def nothing(model: nn.Module, optimizer: Optimizer, step: int) -> None:
@@ -37,9 +37,9 @@ class Tally:
     made = taken = dropped = 0
 
 
-@contextmanager
-def counted(patch: pytest.MonkeyPatch) -> Iterator[Tally]:
-    """Count the drafts made inside."""
+@pytest.fixture
+def tally(monkeypatch: pytest.MonkeyPatch) -> Tally:
+    """Count the drafts of a test."""
     tally = Tally()
     make, take, drop = SpeculativeUpdates.make, SpeculativeUpdates.take, SpeculativeUpdates._drop
 
@@ -57,36 +57,37 @@ def counted(patch: pytest.MonkeyPatch) -> Iterator[Tally]:
         tally.dropped += 1
         drop(self, draft)
 
-    with patch.context() as inner:
-        inner.setattr(SpeculativeUpdates, "make", counting_make)
-        inner.setattr(SpeculativeUpdates, "take", counting_take)
-        inner.setattr(SpeculativeUpdates, "_drop", counting_drop)
-        yield tally
+    monkeypatch.setattr(SpeculativeUpdates, "make", counting_make)
+    monkeypatch.setattr(SpeculativeUpdates, "take", counting_take)
+    monkeypatch.setattr(SpeculativeUpdates, "_drop", counting_drop)
+    return tally
+
+
+def adamw(parameters: Any) -> Optimizer:
+    """Return an optimizer of which every update can be drafted."""
+    return AdamW(parameters, lr=1e-2)
 
 
 def train(
-    twin: Twin,
-    between: Between = nothing,
-    steps: int = 20,
-    share: float = 1.0,
-    budget: float = 0.4,
+    make: Any = adamw, between: Between = nothing, after: Between = nothing, steps: int = 12
 ) -> None:
-    """Train both copies, doing ``between`` after each backward, and compare everything."""
-    nbytes = int(footprint_of(twin.model) * budget)
-    config = {"policy": "repeat", "draft_share": share}
-    with twin.paged(nbytes, config=config):
-        for step in range(steps):
-            losses = []
-            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+    """Train two copies, doing something after each backward and step, and compare everything."""
+
+    def program(side: Side) -> None:
+        model = small()
+        optimizer = make(model.parameters())
+        with side.offload(model, optimizer, share=0.4, draft_share=1.0):
+            for step in range(steps):
                 torch.manual_seed(step)
                 loss = small_loss(model, SAMPLES[step % len(SAMPLES)])
                 loss.backward()
                 between(model, optimizer, step)
                 optimizer.step()
+                side.see("after the step", after(model, optimizer, step))
                 optimizer.zero_grad()
-                losses.append(loss.detach())
-            assert_same(losses[0], losses[1], f"loss {step}")
-    twin.assert_same()
+                side.see("loss", loss)
+
+    hazard("pager", program, budgeted=between is nothing)
 
 
 @pytest.mark.parametrize(
@@ -99,35 +100,30 @@ def train(
     ],
     ids="adamw fused adam sgd".split(),
 )
-def test_drafts_count_where_nothing_changes(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with counted(monkeypatch) as tally:
-        train(Twin(small(), make), steps=12)
+def test_drafts_count_where_nothing_changes(make: Any, tally: Tally) -> None:
+    train(make)
     assert tally.taken > 20
     assert tally.taken == tally.made
     assert tally.dropped == 0
 
 
-def test_an_optimizer_that_writes_gradients_gets_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_that_writes_gradients_gets_no_draft(tally: Tally) -> None:
     """The gradient that is left after ``step()`` is the plain one too."""
-    twin = Twin(small(), lambda p: SGD(p, lr=1e-2, momentum=0.9, nesterov=True, foreach=True))
-    left: list[list[torch.Tensor]] = [[], []]
-    with counted(monkeypatch) as tally, twin.paged(footprint_of(twin.model) // 2):
-        for step in range(8):
-            pairs = ((twin.model, twin.optimizer), (twin.reference, twin.its))
-            for number, (model, optimizer) in enumerate(pairs):
-                torch.manual_seed(step)
-                small_loss(model, SAMPLES[step]).backward()
-                optimizer.step()
-                grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-                left[number] += grads
-                optimizer.zero_grad()
-    assert_same(left[0], left[1], "gradients after step()")
-    twin.assert_same()
+    train(
+        lambda p: SGD(p, lr=1e-2, momentum=0.9, nesterov=True, foreach=True),
+        after=lambda model, *_: [p.grad for p in model.parameters()],
+        steps=8,
+    )
     assert tally.made == tally.taken == 0
 
 
 def clip(model: nn.Module, optimizer: Optimizer, step: int) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def write_unseen(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    for parameter in model.parameters():
+        parameter.data.numpy()[...] *= 0.999
 
 
 def write_gradients_unseen(model: nn.Module, optimizer: Optimizer, step: int) -> None:
@@ -137,19 +133,12 @@ def write_gradients_unseen(model: nn.Module, optimizer: Optimizer, step: int) ->
 
 
 def drop_some_gradients(model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    for number, parameter in enumerate(model.parameters()):
-        if number % 3 == step % 3:
-            parameter.grad = None
-
-
-def write_parameters_unseen(model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    for parameter in model.parameters():
-        parameter.data.numpy()[...] *= 0.999
+    for parameter in list(model.parameters())[step % 3 :: 3]:
+        parameter.grad = None
 
 
 def change_rate(model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = 1e-3 * (1 + step % 3)
+    optimizer.param_groups[0]["lr"] = 1e-3 * (1 + step % 3)
 
 
 def write_state(model: nn.Module, optimizer: Optimizer, step: int) -> None:
@@ -192,37 +181,25 @@ def backward_again(model: nn.Module, optimizer: Optimizer, step: int) -> None:
 
 
 def skip_step(model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    if step % 2:
-        optimizer.zero_grad()
+    optimizer.zero_grad()
 
 
 BETWEEN = [
-    clip,
-    write_gradients_unseen,
-    drop_some_gradients,
-    write_parameters_unseen,
-    change_rate,
-    write_state,
-    replace_state,
-    put_state_elsewhere,
-    write_counts_unseen,
-    transpose,
-    evaluate,
-    backward_again,
-    skip_step,
+    *(clip, write_gradients_unseen, drop_some_gradients, write_unseen, change_rate, write_state),
+    *(replace_state, put_state_elsewhere, write_counts_unseen, transpose, evaluate),
+    *(backward_again, skip_step),
 ]
 
 
 @pytest.mark.parametrize("between", BETWEEN, ids=lambda f: f.__name__)
-def test_whatever_happens_before_step(between: Between, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_happens_before_step(between: Between, tally: Tally) -> None:
     """Every third step something is done, so that drafts have been taken up again by then."""
 
     def sometimes(model: nn.Module, optimizer: Optimizer, step: int) -> None:
         if step % 3 == 2:
             between(model, optimizer, step)
 
-    with counted(monkeypatch) as tally:
-        train(Twin(small(), lambda p: AdamW(p, lr=1e-2)), sometimes, steps=12)
+    train(between=sometimes)
     assert tally.taken > 0
     assert tally.made == tally.taken + tally.dropped
     if between not in (evaluate, drop_some_gradients):
@@ -230,19 +207,18 @@ def test_whatever_happens_before_step(between: Between, monkeypatch: pytest.Monk
 
 
 def test_loops_that_always_clip_do_without_more_and_more(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tally: Tally, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And without a word: to clip is no mistake."""
     caplog.set_level(logging.INFO, logger="dynoffload")
     made: list[int] = []
-    with counted(monkeypatch) as tally:
 
-        def count(model: nn.Module, optimizer: Optimizer, step: int) -> None:
-            clip(model, optimizer, step)
-            if not made or len(made) <= step:
-                made.append(tally.made)
+    def count(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+        clip(model, optimizer, step)
+        made.append(tally.made)
 
-        train(Twin(small(), lambda p: AdamW(p, lr=1e-2)), count, steps=40)
+    train(between=count, steps=40)
+    made = made[40:]  # of the paged side
     steps = [n for n in range(1, len(made)) if made[n] > made[n - 1]]
     gaps = [after - before for before, after in itertools.pairwise(steps)]
     assert tally.taken == 0
@@ -253,10 +229,10 @@ def test_loops_that_always_clip_do_without_more_and_more(
 
 def test_a_closed_block_leaves_no_draft_behind() -> None:
     """A backward whose ``step()`` comes after the block makes the plain update."""
-    twin = Twin(small(), lambda p: AdamW(p, lr=1e-2))
+    twin = Twin(small(), adamw)
     with twin.paged(footprint_of(twin.model) // 2, config={"draft_share": 1.0}):
         for step in range(5):
-            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+            for model, optimizer in twin.sides:
                 torch.manual_seed(step)
                 small_loss(model, SAMPLES[step]).backward()
                 if step < 4:
@@ -271,7 +247,7 @@ def interrupted_run(
     patch: pytest.MonkeyPatch, name: str, at: int, *, loses: bool = False
 ) -> tuple[Twin, list[tuple[int, str]]]:
     """Train under drafts; the ``at``-th call of the pager's ``name`` in step 5 ends in Ctrl-C."""
-    twin = Twin(small(), lambda p: AdamW(p, lr=1e-2))
+    twin = Twin(small(), adamw)
     real, calls, caught = getattr(Pager, name), 0, []
 
     def cut(self: Pager, *args: Any, **kwargs: Any) -> Any:
@@ -327,36 +303,34 @@ def test_no_place_for_twins_costs_nothing_but_time(
 
     monkeypatch.setattr(Pager, "twin", full)
     with caplog.at_level("WARNING"):
-        train(Twin(small(), lambda p: AdamW(p, lr=1e-2)), steps=8)
+        train(steps=8)
     assert caplog.text.count("no more updates are made in backward") == 1
+
+
+class Two(nn.Module):
+    """Two layers, of which the second runs when it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Linear(64, 64, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        x = self.a(x)
+        return (self.b(x) if both else x).square().sum()
 
 
 def test_memory_of_a_parameter_whose_update_waits_can_be_given_to_another() -> None:
     """The step that updates it at once must not wait for the update that it holds up."""
 
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Linear(64, 64, bias=False)
-            self.b = nn.Linear(64, 64, bias=False)
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        model(torch.ones(4, 64), step < 2).backward()
+        if step == 2:
+            model.a.weight.data = model.b.weight.data
+        optimizer.step()
+        optimizer.zero_grad()
 
-        def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
-            x = self.a(x)
-            return (self.b(x) if both else x).square().sum()
-
-    torch.manual_seed(0)
-    twin = Twin(Two(), lambda p: AdamW(p, lr=1e-2))
-    config = {"min_paged_bytes": 4096, "draft_share": 0.0}
-    with twin.paged(400 * 1024, config=config):
-        for both in (True, True, False):
-            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
-                model(torch.ones(4, 64), both).backward()
-                if not both:
-                    model.a.weight.data = model.b.weight.data  # type: ignore[union-attr]
-                optimizer.step()
-                optimizer.zero_grad()
-    assert_same(twin.model.a.weight.detach(), twin.reference.a.weight.detach(), "a")  # type: ignore
-    assert_same(twin.model.b.weight.detach(), twin.reference.b.weight.detach(), "b")  # type: ignore
+    program = trained(Two, each, steps=3, share=3, draft_share=0.0)
+    hazard("pager", program, moves=False)
 
 
 @pytest.mark.parametrize(("owner", "name"), [(Pager, "acquire"), (UpdateRunner, "run_on")])
@@ -364,7 +338,7 @@ def test_a_draft_that_fails_leaves_its_twins_empty(
     owner: type, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """State may be lent by then, and can be lent again only if its twin has nothing."""
-    twin = Twin(small(), lambda p: AdamW(p, lr=1e-2))
+    twin = Twin(small(), adamw)
     make, real = SpeculativeUpdates.make, getattr(owner, name)
     drafting, hits = False, 0
 
@@ -388,7 +362,7 @@ def test_a_draft_that_fails_leaves_its_twins_empty(
     config = {"draft_share": 1.0, "policy": "repeat"}
     with twin.paged(footprint_of(twin.model), config=config):
         for number in range(8):
-            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+            for model, optimizer in twin.sides:
                 for _ in range(2 if number == 5 else 1):
                     torch.manual_seed(number)
                     optimizer.zero_grad()

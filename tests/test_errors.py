@@ -65,10 +65,6 @@ def test_a_file_that_is_not_there_is_named_in_words(what: str, tmp_path: Path) -
     assert "Errno" not in text
 
 
-def test_a_lost_step_is_a_runtime_error_too() -> None:
-    assert issubclass(dynoffload.StepLostError, RuntimeError)
-
-
 @needs_pager
 @pytest.mark.parametrize("call", ["pager_create", "pager_plan"])
 def test_no_memory_for_its_books_is_an_error_of_ours(

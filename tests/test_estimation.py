@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import random
 import time
 from pathlib import Path
@@ -19,15 +18,13 @@ from torch.optim import SGD, AdamW
 
 import dynoffload
 from dynoffload.errors import BackendError, BudgetError, ConfigError, TraceError
-from dynoffload.estimation import Calibration, estimate, estimates
+from dynoffload.estimation import Calibration, Estimate, estimate, estimates
 from dynoffload.estimation.hollow import hollowed
-from dynoffload.estimation.measuring import _part_of, measure, states_of, update_seconds
-from dynoffload.estimation.result import OVER, UNDER
+from dynoffload.estimation.measuring import measure, states_of, update_seconds
 from dynoffload.simulation import Link, Machine
 from dynoffload.simulation.overhead import RuntimeOverhead
 from dynoffload.units import MiB
 
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
 CALIBRATION = Calibration(
     Machine(Link(1e9, 1e9, 1.2e9, latency_s=1e-4), fast_bytes=1),
     RuntimeOverhead(visit_s=1e-4),
@@ -70,6 +67,12 @@ def silent(*_: Any) -> None:
     """Say nothing."""
 
 
+def told(model: nn.Module, batches: Any, budget: Any, optimizer: Any, **more: Any) -> Estimate:
+    """Return an estimate on a machine of round figures."""
+    given = {"optimizer": optimizer, "calibration": CALIBRATION, **more}
+    return estimate(model, batches, budget=budget, **given)
+
+
 def anonymous_bytes() -> int:
     """Return the memory of this process that nothing else has."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
@@ -84,7 +87,7 @@ def test_weights_on_meta_compute_and_take_no_memory() -> None:
     whole = sum(one.nbytes for one in model.parameters())
     objects, before = list(model.parameters()), anonymous_bytes()
     assert whole > 384 * MiB
-    with torch.no_grad(), hollowed(model, None):
+    with torch.no_grad(), hollowed(model):
         assert model.head.weight is model.embedding.weight
         assert not any(one.is_meta for one in (*model.parameters(), *model.buffers()))
         assert torch.equal(model.norm.weight, torch.ones(2048))  # small: as it begins
@@ -96,40 +99,18 @@ def test_weights_on_meta_compute_and_take_no_memory() -> None:
     assert optimizer.param_groups[0]["params"][0] is objects[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_written_to_one_is_not_in_another(dtype: torch.dtype) -> None:
+def test_what_is_written_to_one_is_not_in_another() -> None:
+    dtype = torch.bfloat16
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(2))).to(dtype)
-    with torch.no_grad(), hollowed(model, None):
+    with torch.no_grad(), hollowed(model):
         first, second = model[0].weight, model[1].weight
         assert first.dtype == dtype
         assert torch.equal(first, second)
         first.fill_(3.0)
         assert not bool((second == 3.0).any())
-    with torch.no_grad(), hollowed(model, None):
+    with torch.no_grad(), hollowed(model):
         assert not bool((model[0].weight == 3.0).any())
-
-
-def test_small_weights_that_nothing_initialises_are_named() -> None:
-    class Scale(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(4))
-
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(256, 256), Scale())
-    with pytest.raises(ConfigError, match=r"module 1 \(Scale\) owns"), hollowed(model, None):
-        pytest.fail("the block must not begin")
-    assert all(one.is_meta for one in model.parameters())
-    dynoffload.materialize(model, lambda module: nn.init.ones_(module.scale))
-    with (
-        pytest.raises(ConfigError, match=r"AttributeError: .* build the model in memory"),
-        hollowed(model, lambda module: module.scale),
-    ):
-        pytest.fail("the block must not begin")
-    assert all(one.is_meta for one in model.parameters())
-    with hollowed(model, "weights.safetensors"):  # of which none is read here
-        assert torch.equal(model[1].scale, torch.ones(4))
 
 
 def test_a_system_without_shared_pages_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +122,7 @@ def test_a_system_without_shared_pages_is_told(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(hollow.os, "memfd_create", refused)
     with torch.device("meta"):
         model = nn.Linear(512, 512)
-    with pytest.raises(BackendError, match="need Linux's memfd_create"), hollowed(model, None):
+    with pytest.raises(BackendError, match="need Linux's memfd_create"), hollowed(model):
         pytest.fail("the block must not begin")
     assert model.weight.is_meta
 
@@ -188,8 +169,8 @@ def test_an_optimizer_that_cannot_step_alone_is_named() -> None:
     model, _ = net()
     with pytest.raises(ConfigError, match="a step of Closed"):
         update_seconds(Closed(model.parameters(), lr=0.1))
-    for batches, told in (([], "no batch"), ([iter([torch.ones(2)])], "a batch is an iterator")):
-        with pytest.raises(ConfigError, match=told):
+    for batches, words in (([], "no batch"), ([iter([torch.ones(2)])], "a batch is an iterator")):
+        with pytest.raises(ConfigError, match=words):
             measure(model, batches, None, silent)
 
 
@@ -199,8 +180,6 @@ def test_timing_an_optimizer_takes_little_memory_and_steps_no_other() -> None:
         model = nn.Sequential(nn.Embedding(100_000, 1024), nn.Linear(1024, 1024))
     optimizer = AdamW(model.parameters())
     torch.optim.lr_scheduler.ConstantLR(optimizer)
-    parts = [_part_of(one) for one in model.parameters()]
-    assert [tuple(part.shape) for part in parts[:2]] == [(4096, 1024), (1024, 1024)]
     before = anonymous_bytes()
     found = update_seconds(optimizer)
     assert anonymous_bytes() - before < 160 * MiB
@@ -283,13 +262,7 @@ def test_a_step_that_fails_leaves_a_model_on_meta_as_it_was(what: str) -> None:
     with contextlib.ExitStack() as stack:
         if what == "error":
             stack.enter_context(pytest.raises(ConfigError, match="in the middle"))
-        found = estimate(
-            model,
-            [torch.ones(2, 256)],
-            budget="8MiB",
-            optimizer=optimizer,
-            calibration=CALIBRATION,
-        )
+        found = told(model, [torch.ones(2, 256)], "8MiB", optimizer)
         assert found.feasible
     now = [*model.parameters(), *model.buffers()]
     assert all(a is b for a, b in zip(now, objects, strict=True))
@@ -301,7 +274,7 @@ def test_what_tensors_on_meta_share_they_share_meanwhile() -> None:
         model = nn.ModuleList([nn.BatchNorm1d(512), nn.BatchNorm1d(512), nn.Linear(512, 512)])
         model[1].running_mean = model[0].running_mean
         model[2].weight = nn.Parameter(torch.empty(512, 512).T)
-    with hollowed(model, None):
+    with hollowed(model):
         assert model[1].running_mean is model[0].running_mean
         assert model[2].weight.stride() == (1, 512)
         assert model[2].weight[0].std() > 0
@@ -319,14 +292,7 @@ def test_bytes_and_peaks_are_those_of_training() -> None:
     whole = 4 * sum(one.nbytes for one in model.parameters())
     budget = int(0.4 * whole)
     config = {**SMALL_PAGES, "policy": "on-demand", "step_aside": False}
-    ours = estimate(
-        model,
-        BATCHES[:6],
-        budget=budget,
-        optimizer=optimizer,
-        config=config,
-        calibration=CALIBRATION,
-    )
+    ours = told(model, BATCHES[:6], budget, optimizer, config=config)
     assert ours.feasible
     assert ours.fast_peak <= budget
     with dynoffload.offload(model, optimizer, budget=budget, config=config) as session:
@@ -347,10 +313,7 @@ def test_bytes_and_peaks_are_those_of_training() -> None:
 @needs_pager
 def test_a_model_on_meta_is_estimated_as_one_in_memory() -> None:
     kinds = [net("cpu"), net("meta")]
-    found = [
-        estimate(model, BATCHES[:3], budget="400KiB", optimizer=optimizer, calibration=CALIBRATION)
-        for model, optimizer in kinds
-    ]
+    found = [told(model, BATCHES[:3], "400KiB", optimizer) for model, optimizer in kinds]
     for key in ("parameters", "gradients", "optimizer", "activations", "file_peak", "feasible"):
         assert getattr(found[0], key) == getattr(found[1], key), key
     assert found[1].bytes_in == pytest.approx(found[0].bytes_in, rel=0.2)
@@ -385,14 +348,14 @@ def test_budgets_that_are_too_small_say_what_offload_says() -> None:
 
 def test_what_cannot_be_estimated_is_refused() -> None:
     model, optimizer = net()
-    for config, told in (
+    for config, words in (
         ({"backend": "mapped"}, "mapped-file backend cannot be estimated"),
         ({"rollback": True}, "rollback=True cannot be estimated"),
         ({"defer_updates": "never"}, "defer_updates='never' cannot be estimated"),
         ({"page_activations": False}, "page_activations=False cannot be estimated"),
     ):
-        with pytest.raises(ConfigError, match=told):
-            estimate(model, BATCHES, budget="1MiB", optimizer=optimizer, config=config)
+        with pytest.raises(ConfigError, match=words):
+            told(model, BATCHES, "1MiB", optimizer, config=config)
     other = AdamW(nn.Linear(2, 2).parameters())
     with pytest.raises(ConfigError, match="none of the optimizer's parameters belong to this Net"):
         estimate(model, BATCHES, budget="1MiB", optimizer=other)
@@ -419,28 +382,22 @@ def test_pairs_are_batches_of_a_loss_function() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "loss", "told"),
+    ("batch", "loss", "kind", "words"),
     [
-        (torch.ones(4, 3), None, "forward of Linear failed on batch 0 .*cannot be multiplied"),
-        ((torch.ones(4, 8), 1), None, "forward of Linear failed on batch 0 .*takes 2 positional"),
-        (torch.ones(4, 8), lambda output, _: output.nosuch, "loss function of Linear .*nosuch"),
+        (torch.ones(4, 3), None, ConfigError, "forward of Linear failed on batch 0 .*multiplied"),
+        ((torch.ones(4, 8), 1), None, ConfigError, "forward of Linear failed .*takes 2 positional"),
+        (torch.ones(4, 8), lambda y, _: y.nosuch, ConfigError, "loss function of Linear .*nosuch"),
+        (torch.ones(4, 8), None, TraceError, "the model returned Tensor"),
+        (torch.ones(4, 8), lambda y, _: y, TraceError, r"returned a tensor of shape \(4, 1\)"),
+        (torch.ones(4, 8), lambda *_: 3.0, TraceError, "the loss function returned float"),
+        (torch.ones(4, 8), lambda y, _: y.sum().detach(), TraceError, "without a gradient"),
     ],
 )
-def test_a_model_that_fails_on_a_batch_is_told(batch: Any, loss: Any, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        measure(nn.Linear(8, 1), [batch], loss, lambda *_: None)
-
-
-def test_a_loss_that_is_none_is_told() -> None:
-    batch = torch.ones(4, 8)
-    for loss, told in (
-        (None, "the model returned Tensor"),
-        (lambda output, _: output, r"the loss function returned a tensor of shape \(4, 1\)"),
-        (lambda *_: 3.0, "the loss function returned float"),
-        (lambda output, _: output.sum().detach(), "without a gradient"),
-    ):
-        with pytest.raises(TraceError, match=told):
-            measure(nn.Linear(8, 1), [batch], loss, lambda *_: None)
+def test_a_batch_without_a_loss_is_told(
+    batch: Any, loss: Any, kind: type[Exception], words: str
+) -> None:
+    with pytest.raises(kind, match=words):
+        measure(nn.Linear(8, 1), [batch], loss, silent)
 
 
 class Fused(nn.Module):
@@ -461,34 +418,26 @@ def test_what_is_paged_by_experts_is_feasible_where_it_trains(budget: str) -> No
     model = Fused(16)
     optimizer = AdamW(model.parameters())
     config = {"step_aside": False}
-    found = estimate(
-        model,
-        [torch.randn(4, 256)],
-        budget=budget,
-        optimizer=optimizer,
-        config=config,
-        calibration=CALIBRATION,
-    )
+    found = told(model, [torch.randn(4, 256)], budget, optimizer, config=config)
     with dynoffload.offload(model, optimizer, budget=budget, config=config):
         model(torch.randn(4, 256)).backward()
         optimizer.step()
     assert found.feasible
     assert found.timed is (budget == "24MiB")
-    told = "as paged whole" if found.timed else "bytes and times are not estimated"
-    assert any("experts and 0 more" in note and told in note for note in found.assumptions)
+    words = "as paged whole" if found.timed else "bytes and times are not estimated"
+    assert any("experts and 0 more" in note and words in note for note in found.assumptions)
 
 
 @needs_pager
 def test_where_nothing_is_paged_no_time_is_made_up() -> None:
     model = nn.Linear(16, 16)
-    found = estimate(
+    found = told(
         model,
         [torch.randn(4, 16)],
-        budget="8MiB",
-        optimizer=AdamW(model.parameters()),
+        "8MiB",
+        AdamW(model.parameters()),
         loss=lambda output, batch: output.sum(),
         config={"step_aside": False},
-        calibration=CALIBRATION,
     )
     assert found.feasible
     assert not found.timed
@@ -500,10 +449,10 @@ def test_where_nothing_is_paged_no_time_is_made_up() -> None:
 def test_paging_steps_aside_where_the_runtime_does(over: float) -> None:
     model, optimizer = net()
     batches = [(torch.arange(24), 6)]
-    first = estimate(model, batches, budget="64MiB", optimizer=optimizer, calibration=CALIBRATION)
+    first = told(model, batches, "64MiB", optimizer)
     assert first.resident
     budget = int(over * first.fast_peak)
-    found = estimate(model, batches, budget=budget, optimizer=optimizer, calibration=CALIBRATION)
+    found = told(model, batches, budget, optimizer)
     with dynoffload.offload(model, optimizer, budget=budget, pilot=None) as session:
         for _ in range(20):
             model(*batches[0]).backward()
@@ -516,18 +465,6 @@ def test_paging_steps_aside_where_the_runtime_does(over: float) -> None:
 # How sure it is
 
 
-def test_the_range_covers_what_was_compared_with_real_trainings() -> None:
-    """The shares by which estimates lie off are those of the published comparison, no less and
-    hardly more."""
-    rows = json.loads((RESULTS / "estimates.json").read_text("utf-8"))["rows"]
-    off = [row["estimated"]["step_s"] / row["real"]["step_s"] - 1 for row in rows]
-    assert max(off) <= OVER < max(off) + 0.01
-    assert min(off) >= -UNDER > min(off) - 0.01
-    for row in rows:
-        estimated, real = row["estimated"]["step_s"], row["real"]["step_s"]
-        assert estimated / (1 + OVER) <= real <= estimated / (1 - UNDER)
-
-
 class Sleepy(nn.Module):
     """Takes longer every second time, as on a machine that others use."""
 
@@ -538,7 +475,7 @@ class Sleepy(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        time.sleep(0.5 * (self.calls % 2))
+        time.sleep(0.1 * (self.calls % 2))
         loss: Tensor = self.layers(x).square().mean()
         return loss
 
@@ -548,14 +485,7 @@ def test_a_disturbed_probe_is_warned_of_and_widens_the_range() -> None:
     model = Sleepy()
     optimizer = AdamW(model.parameters())
     config = {"min_paged_bytes": 512, "step_aside": False}
-    found = estimate(
-        model,
-        [(torch.ones(2, 64),)],
-        budget="200kB",
-        optimizer=optimizer,
-        calibration=CALIBRATION,
-        config=config,
-    )
+    found = told(model, [(torch.ones(2, 64),)], "200kB", optimizer, config=config)
     assert found.timed, found
     assert any("the probe was disturbed" in note for note in found.assumptions)
     assert found.spread > 0.25

@@ -37,7 +37,6 @@ SHAPES: dict[str, dict[str, int]] = {
     "tree": {"min_nodes": 8, "max_nodes": 48},
 }
 SHARES = (4, 8, 16)
-ADAMW = partial(AdamW, lr=1e-3)
 
 
 @cache
@@ -95,39 +94,6 @@ def pilot_of(network: str, steering: str, model: nn.Module) -> tuple[Any, str]:
     }[steering]
 
 
-def check(
-    network: str,
-    share: int,
-    steering: str,
-    *,
-    autocast: torch.dtype | None = None,
-    optimizer: Any = ADAMW,
-    loop: Loop | None = None,
-    **config: Any,
-) -> Any:
-    """Train a network under one share of its footprint, and compare everything."""
-    model = zoo.build(network, PRESETS[network])
-    twin = Twin(model, optimizer)
-    config = {**PAGES, **config}
-    budget = profiled(network).footprint // share
-    pilot, policy = pilot_of(network, steering, model)
-    session = compare_runs(
-        twin,
-        loop or Loop(steps=STEPS, autocast=autocast),
-        samples(network, 2 * STEPS),
-        loss_of,
-        budget,
-        pilot=pilot,
-        config={**config, "policy": policy},
-    )
-    stats = session.stats
-    assert len(stats) == STEPS
-    assert stats["bytes_in"].sum() > 0, "nothing was paged"
-    if isinstance(pilot, LyingPilot):
-        assert pilot.asked >= STEPS, "the pilot was not asked"
-    return session
-
-
 OTHERS = ("auto", "repeat", "on-demand")  # which need no pilot of before
 WAYS = ("trained", "lying", "none")
 BRIEF = set(zip(SHARES, WAYS, strict=True))  # every budget and every way to steer, once
@@ -147,10 +113,24 @@ def _steerings() -> list[Any]:
 
 @pytest.mark.parametrize(("network", "share", "steering"), _steerings())
 def test_float32(network: str, share: int, steering: str) -> None:
-    """Losses, parameters, optimizer state and the ledger."""
-    session = check(network, share, steering)
+    """Losses, parameters, optimizer state and the ledger, under one share of the footprint."""
+    model = zoo.build(network, PRESETS[network])
+    pilot, policy = pilot_of(network, steering, model)
+    stats = compare_runs(
+        Twin(model, partial(AdamW, lr=1e-3)),
+        Loop(steps=STEPS),
+        samples(network, STEPS),
+        loss_of,
+        profiled(network).footprint // share,
+        pilot=pilot,
+        config={**PAGES, "policy": policy},
+    ).stats
+    assert len(stats) == STEPS
+    assert stats["bytes_in"].sum() > 0, "nothing was paged"
+    if steering == "lying":
+        assert pilot.asked >= STEPS, "the pilot was not asked"
     if steering == "trained":
-        assert session.stats["accuracy"].notna().all(), "the pilot did not predict"
+        assert stats["accuracy"].notna().all(), "the pilot did not predict"
 
 
 @pytest.mark.slow

@@ -29,6 +29,9 @@ FEW = {
     "beit": Loop("Adafactor plain", clip="norm"),
     "wav2vec2": Loop("NAdam decoupled", autocast="float16"),
     "esmfold": Loop("transformers.Adafactor relative", frozen="embeddings"),
+    "mixtral": Loop("AdamW foreach", clip="norm", weights="bfloat16"),
+    "t5": Loop("AdamW fused", checkpointing="not reentrant"),
+    "deit": Loop("AdamW foreach", checkpointing="reentrant"),  # its only inputs are pictures
 }
 
 
@@ -41,6 +44,7 @@ def test_one_architecture_of_each_family(name: str) -> None:
     assert row["peak_fast_bytes"] <= row["budget"]
     assert row["bytes_in"] > 0, "nothing was paged"
     assert row["above_share"] == ""
+    assert (row["recomputed"] > 0) == bool(loop.checkpointing)
 
 
 def _allowed(case: Case) -> Allowed:
@@ -92,14 +96,6 @@ def test_experts_run_by_the_implementation_that_is_named() -> None:
         assert row["exact"], row["why"]
         assert row["experts"] == ran
     assert train_case(Case("gpt2", Loop("SGD momentum", steps=1), experts="eager"))["experts"] == ""
-
-
-def test_checkpointing_takes_effect() -> None:
-    """Where the only inputs are pictures, too."""
-    for kind in ("reentrant", "not reentrant"):
-        row = train_case(Case("deit", Loop("AdamW foreach", checkpointing=kind, steps=1)))
-        assert row["exact"], row["why"]
-        assert row["recomputed"] > 0
 
 
 def test_checkpointing_is_tried_where_it_takes_effect() -> None:

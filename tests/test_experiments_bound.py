@@ -6,7 +6,6 @@ import random
 from collections.abc import Collection, Iterator, Sequence
 
 import pytest
-from devices import next_use
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,8 +18,7 @@ from dynoffload.experiments.bound import (
     step_bound,
     step_string,
 )
-from dynoffload.planning.lookahead import LookAhead
-from dynoffload.planning.schedule import Kind, Use
+from dynoffload.planning.schedule import Use
 from dynoffload.simulation.machine import Link
 
 MB = 10**6
@@ -114,34 +112,6 @@ def test_for_equal_sizes_some_plan_reads_no_more(
     assert phase_bound(uses, sizes, capacity).bytes_in == min(read for read, _ in costs)
 
 
-@given(
-    problem=phases(max_uses=40, max_regions=12),
-    window=st.sampled_from([0.0, 0.2, 1.0]),
-    cuts=st.tuples(st.floats(0, 1), st.floats(0, 1)),
-)
-@settings(max_examples=300, deadline=None)
-def test_schedules_stay_above_it_in_every_phase(
-    problem: tuple[list[Use], list[int], int], window: float, cuts: tuple[float, float]
-) -> None:
-    """Carried out at the latest moments, so that no phase profits from another's fetches."""
-    uses, sizes, capacity = problem
-    first, second = sorted(int(cut * len(uses)) for cut in cuts)
-    schedule = LookAhead(window).plan(uses, sizes, capacity, [])
-    total_in = total_out = 0
-    for start, stop in [(0, first), (first, second), (second, len(uses))]:
-        least = phase_bound(uses[start:stop], sizes, capacity)
-        total_in += least.bytes_in
-        total_out += least.bytes_out
-        fetched = sum(
-            sizes[action.region]
-            for action in schedule.actions
-            if action.kind is Kind.FETCH and start <= next_use(uses, action) < stop
-        )
-        assert least.bytes_in <= fetched + capacity
-    assert total_in <= schedule.bytes_in
-    assert total_out <= schedule.bytes_out
-
-
 def test_it_counts_by_hand() -> None:
     """Four weights of 10 bytes, 25 bytes of memory: forward, then backward, gradients stay."""
     forward = [Use((weight,), seconds=1.0) for weight in range(4)]
@@ -176,13 +146,6 @@ def test_on_a_shared_link_reads_and_writes_take_turns() -> None:
     assert turns.seconds == sum(phase.bytes_in + phase.bytes_out for phase in moved) / 1e6
     assert turns.spread_s <= turns.seconds
     assert turns.overlapped_s == duplex.overlapped_s == duplex.seconds < turns.seconds
-
-
-def test_less_memory_is_never_faster() -> None:
-    string = chain(saved=MB)
-    bounds = [step_bound(string, b * MB, DUPLEX, 1.0, 1.0).seconds for b in range(5, 25)]
-    assert bounds == sorted(bounds, reverse=True)
-    assert bounds[0] > bounds[-1] == 2.0
 
 
 def test_a_shared_parameter_is_updated_once_and_its_gradient_grows() -> None:

@@ -13,9 +13,6 @@ from dynoffload.experiments import largest
 from dynoffload.experiments.baselines.cgroup import why_unavailable
 from dynoffload.experiments.harness import carry_out
 from dynoffload.experiments.largest import WAYS, Capacity, MaxBatch, Params, Subject, Try, Way
-from dynoffload.experiments.trainer import PLAIN, Spec
-
-LAYERS = Subject("layers", "layers", lambda n: Spec("moe", "tiny", sizes={"layers": n}), meta=True)
 
 
 def _measured(
@@ -59,19 +56,6 @@ def test_the_largest_is_found(monkeypatch: pytest.MonkeyPatch, limit: int) -> No
     assert len(tried) == len(set(tried))  # nothing is tried twice
 
 
-def test_paces_are_told_of_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    def outcome(way: Way, size: int) -> Try:
-        if way is WAYS["plain"]:
-            return Try(size, "" if size <= 2 else "killed", 0.5 * size if size <= 2 else 0.0)
-        return Try(size, "" if size <= 16 else "too slow", 0.5 * size * (1 + size / 4))
-
-    rows = _measured(monkeypatch, outcome, ways=("repeat",))
-    assert rows["plain"]["within"] == {"2": 2, "4": 2, "8": 2}
-    # 24 keeps a pace of 7, but has failed
-    assert rows["repeat"]["within"] == {"2": 4, "4": 8, "8": 16}
-    assert [one["pace"] for one in rows["repeat"]["tries"][:3]] == [1.25, 1.5, 2.0]
-
-
 def test_what_is_too_slow_when_small_is_tried_larger(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rematerialisation pays for every operator, which weighs most in the smallest steps."""
 
@@ -99,14 +83,6 @@ def test_what_cannot_be_searched_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         Params(share=1.5)
 
 
-def test_losses_of_one_size_are_compared() -> None:
-    def rows(*losses: tuple[str, ...]) -> list[dict[str, Any]]:
-        return [{"tries": [{"size": 2, "losses": each}]} for each in losses]
-
-    assert largest.same_losses(rows(("0x1p+0", "0x1p+1"), ("0x1p+0",), ()))
-    assert not largest.same_losses(rows(("0x1p+0", "0x1p+1"), ("0x1p+0", "0x1p+2")))
-
-
 def test_the_figure_and_the_tables_have_every_way(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -123,14 +99,6 @@ def test_the_figure_and_the_tables_have_every_way(
     assert not isinstance(first, str)
     assert first.rows[-1][:3] == ["dynoffload, last order", "12", "6.00"]
     assert str(equal).endswith("equal, bit for bit")
-
-
-def test_ways_that_count_get_a_budget_and_others_none() -> None:
-    params = Params(memory="100B")
-    plain = largest.spec_of(params, LAYERS, WAYS["plain"], 3)
-    assert plain == Spec("moe", "tiny", PLAIN, sizes={"layers": 3})
-    ours = largest.spec_of(params, LAYERS, WAYS["on-demand"], 3)
-    assert (ours.budget, ours.config, ours.meta) == (50, {"policy": "on-demand"}, True)
 
 
 @pytest.mark.slow

@@ -35,14 +35,6 @@ def test_less_than_half_is_saved(result: dict[str, Any]) -> None:
         assert all(way["peak"] > way["saved"] > 0 for way in row["ways"].values())
 
 
-def test_the_best_of_the_others_is_compared_with(result: dict[str, Any]) -> None:
-    for row in result["rows"]:
-        seconds = {name: way["seconds"] for name, way in row["ways"].items() if name != OURS}
-        assert row["best"] == min(seconds, key=lambda name: seconds[name])
-        assert set(seconds) == {"eager", "grouped_mm", ROUTED}
-        assert len(row["ways"][OURS]["all_seconds"]) == 5
-
-
 def test_a_way_that_computes_something_else_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(layer: object) -> object:
         ways = ways_of(layer)  # type: ignore[arg-type]

@@ -14,11 +14,9 @@ from dynoffload.errors import ConfigError
 from dynoffload.experiments import zoo
 from dynoffload.experiments.harness import carry_out
 from dynoffload.experiments.pilot_accuracy import Params, PilotAccuracy, judged
-from dynoffload.experiments.pilot_cases import CASES, DATA, STRUCTURE
-from dynoffload.experiments.pilot_recording import Recording, record
-from dynoffload.experiments.pilot_scores import BASELINES, RecordedOrder, scores, steering
+from dynoffload.experiments.pilot_recording import CASES, DATA, STRUCTURE, Recording, record
+from dynoffload.experiments.pilot_scores import BASELINES, scores, steering
 from dynoffload.experiments.zoo import ALL, FUSED
-from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import fit_pilot
 from dynoffload.profiler.input_features import InputFeatures
 
@@ -28,12 +26,6 @@ SAMPLES = 24
 def test_every_network_that_is_dynamic_in_blocks_is_a_case() -> None:
     assert {case.network for case in CASES.values()} == set(ALL) - {FUSED}
     assert {case.origin for case in CASES.values()} == {STRUCTURE, DATA}
-
-
-def test_a_recorded_order_is_followed_until_a_step_departs_from_it_and_then_recorded_anew() -> None:
-    a, b, record = [0, 1, 2, 3], [0, 1, 4, 3], RecordedOrder()
-    told = [list(record(Example(InputFeatures({}), one))) for one in (a, a, b, b, b, a)]
-    assert told == [[], a, a, [], b, b]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from dynoffload.experiments import (
     demo,
     paged,
     pilot_benefit,
-    resident,
 )
 from dynoffload.experiments.baselines import cgroup
 from dynoffload.experiments.harness import carry_out
@@ -84,37 +83,6 @@ def test_paged_says_what_it_cannot_measure(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(paged, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="not installed: install it, or measure --rows main,"):
         paged.Paged(tiny()).cases()
-
-
-def test_paged_rows_of_one_plain_run_are_compared_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged, "find_spec", lambda name: name)
-    assert paged.Paged(paged.Params(limited=False)).cases() == {
-        "moe, fused, 1024 tokens": ["main", "mapped", "repeat", "on_demand", "replay", "rollback"],
-        "moe, foreach, 1024 tokens": ["foreach"],
-        "moe, fused, 512 tokens": ["tokens_512"],
-        "fused, fused, 1024 tokens": ["fused"],
-    }
-
-
-def test_resident() -> None:
-    params = resident.Params(
-        preset="tiny",
-        moe_tokens=32,
-        moe_steps=2,
-        tree_steps=3,
-        warmup=4,
-        moe_budget="64MiB",
-        tree_budget="64MiB",
-        spill_dir=DISK,
-    )
-    rows = carry_out(resident.Resident, params)["rows"]
-    for row, steps in zip(rows, (2, 3), strict=True):
-        assert row["losses_equal"] is True
-        assert row["stepped_aside"] is True
-        assert len(row["pairs"]) == steps
-        assert min(row["pairs"]) <= row["ratio"]
-        assert row["control_ratio"] > 0
-        assert 0 < row["peak_fast_bytes"] <= row["budget_bytes"]
 
 
 def test_pilot_benefit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

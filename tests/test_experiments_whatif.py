@@ -69,20 +69,6 @@ def test_a_nearer_tier_needs_less_memory(asked: tuple[dict[str, Any], Path]) -> 
     json.dumps(asked[0], allow_nan=False)
 
 
-def test_only_a_step_s_own_sample_is_read_where_everything_fits(
-    asked: tuple[dict[str, Any], Path],
-) -> None:
-    """As all steps were made once before; and a row says one thing in its two columns."""
-    both = 8 * (16 + 1)  # bytes that tokens and targets are views of
-    for tier in tiers_of(asked[0]).values():
-        for policy in ("planned", "on demand"):
-            assert tier["budgets"][0][policy]["bytes_in"] == both
-        for row in tier["budgets"]:
-            for one in (row["planned"], row["on demand"]):
-                if "seconds" in one:
-                    assert one["seconds"] == pytest.approx(one["compute_s"] * (1 + one["exposed"]))
-
-
 def test_the_last_steps_are_run_and_one_is_enough(tmp_path: Path) -> None:
     model = zoo.build("moe", "tiny")
     batches = list(islice(zoo.samples("moe", rows=1, length=16), 3))
@@ -150,14 +136,5 @@ def test_wrong_questions_are_refused(tmp_path: Path) -> None:
         carry_out(WhatIf, Params(traces=tmp_path))
     with pytest.raises(ConfigError, match="tolerance is 0: it is a share"):
         Params(tolerance=0)
-
-
-def test_traces_of_two_networks_and_no_steps_are_refused(tmp_path: Path) -> None:
-    for length in (4, 2):
-        model, folder = zoo.build("moe", "tiny", experts=length), tmp_path / str(length)
-        profile(model, list(islice(zoo.samples("moe", rows=1, length=4), 1)), out=folder)
-    (tmp_path / "2" / "step-000000.trace").rename(tmp_path / "4" / "step-000001.trace")
-    with pytest.raises(TraceError, match=r"step-000000\.trace is .* step-000001\.trace of"):
-        carry_out(WhatIf, Params(traces=tmp_path / "4"))
     with pytest.raises(ConfigError, match="steps=0 is too few"):
         Params(steps=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import random
@@ -122,14 +121,6 @@ def test_another_version_is_refused_with_the_remedy(version: Any, form: Format, 
     with pytest.raises(DynOffloadError, match=f"this release reads {form.version}") as error:
         form.load(path)
     assert form.remedy in str(error.value)
-
-
-def test_the_documents_of_older_traces_are_of_another_version(path: Path, form: Format) -> None:
-    """They stood in the header."""
-    old = json.dumps({"version": form.version - 1, "texts": ["aten.mm.default"]})
-    path.write_bytes(save({"operators.name": np.zeros(1, np.int8)}, {form.key: old}))
-    with pytest.raises(DynOffloadError, match=f"is of version {form.version - 1}"):
-        form.load(path)
 
 
 def test_limits_hold_for_writers_and_readers(

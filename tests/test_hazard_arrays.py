@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hazards import Mlp, Side, each_of_the_cpu, hazard, loss_of, stepwise
+from hazards import Mlp, Side, compared, each_of_the_cpu, loss_of, stepwise
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -33,69 +33,57 @@ def arrays_under_parameters(model: nn.Module) -> list[np.ndarray]:
     return arrays
 
 
-@each_of_the_cpu
+@compared(each_of_the_cpu, budgeted=False)
 @pytest.mark.parametrize("made", ["before the block", "in each step"])
-def test_gradients_over_arrays(made: str, backend: str) -> None:
+def test_gradients_over_arrays(side: Side, made: str) -> None:
     """As who exchanges gradients by MPI has them: numpy clips them before the step."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        arrays = arrays_under_gradients(model)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                if made == "in each step":
-                    arrays = arrays_under_gradients(model)
-                loss = loss_of(model, step)
-                loss.backward()
-                for array in arrays:
-                    array[array > 0] = 0
-                optimizer.step()
-                for array in arrays:
-                    array[...] = 0
-                side.see("loss", loss)
-
-    hazard(backend, program, budgeted=False)
+    model = Mlp()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    arrays = arrays_under_gradients(model)
+    with side.offload(model, optimizer):
+        for step in range(4):
+            if made == "in each step":
+                arrays = arrays_under_gradients(model)
+            loss = loss_of(model, step)
+            loss.backward()
+            for array in arrays:
+                array[array > 0] = 0
+            optimizer.step()
+            for array in arrays:
+                array[...] = 0
+            side.see("loss", loss)
 
 
-@each_of_the_cpu
-def test_parameters_put_over_arrays_in_mid_run(backend: str) -> None:
+@compared(each_of_the_cpu, budgeted=False)
+def test_parameters_put_over_arrays_in_mid_run(side: Side) -> None:
     """numpy clips the weights after each step."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = SGD(model.parameters(), lr=1e-1)
-        with side.offload(model, optimizer):
-            side.step(loss_of(model, 0), optimizer)
-            arrays = arrays_under_parameters(model)
-            for step in range(1, 5):
-                side.step(loss_of(model, step), optimizer)
-                for array in arrays:
-                    np.clip(array, -0.02, 0.02, out=array)
-
-    hazard(backend, program, budgeted=False)
+    model = Mlp()
+    optimizer = SGD(model.parameters(), lr=1e-1)
+    with side.offload(model, optimizer):
+        side.step(loss_of(model, 0), optimizer)
+        arrays = arrays_under_parameters(model)
+        for step in range(1, 5):
+            side.step(loss_of(model, step), optimizer)
+            for array in arrays:
+                np.clip(array, -0.02, 0.02, out=array)
 
 
-@each_of_the_cpu
+@compared(each_of_the_cpu, budgeted=False, aside=lambda when: when == "before")
 @pytest.mark.parametrize("when", ["before", "inside"])
-def test_shared_memory_stays_shared(when: str, backend: str) -> None:
+def test_shared_memory_stays_shared(side: Side, when: str) -> None:
     """A model whose weights other processes read and write."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        if when == "before":
-            model.share_memory()
-        optimizer = SGD(model.parameters(), lr=1e-1)
-        share = 0.62 if when == "before" else 0.3  # room for the largest activation
-        with side.offload(model, optimizer, share=share):
-            for step in range(6):
-                side.step(loss_of(model, step), optimizer)
-                if step == 1:
-                    model.share_memory()
-                if step >= 1 or when == "before":
-                    side.see("shared", [p.is_shared() for p in model.parameters()])
-
-    hazard(backend, program, budgeted=False, aside=when == "before")
+    model = Mlp()
+    if when == "before":
+        model.share_memory()
+    optimizer = SGD(model.parameters(), lr=1e-1)
+    share = 0.62 if when == "before" else 0.3  # room for the largest activation
+    with side.offload(model, optimizer, share=share):
+        for step in range(6):
+            side.step(loss_of(model, step), optimizer)
+            if step == 1:
+                model.share_memory()
+            if step >= 1 or when == "before":
+                side.see("shared", [p.is_shared() for p in model.parameters()])
 
 
 LOOKS: dict[str, Callable[[Optimizer], list[dict[str, torch.Tensor]]]] = {
@@ -105,52 +93,42 @@ LOOKS: dict[str, Callable[[Optimizer], list[dict[str, torch.Tensor]]]] = {
 }
 
 
-@each_of_the_cpu
+@compared(each_of_the_cpu)
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("make", [AdamW, torch.optim.NAdam])
 def test_entries_of_state_that_the_user_keeps(
-    make: Callable[..., Optimizer], look: str, backend: str
+    side: Side, make: Callable[..., Optimizer], look: str
 ) -> None:
     """They show every step, also counts and products that are no large tensors."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = make(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            kept: list[dict[str, torch.Tensor]] = []
-            for step in range(4):
-                side.step(loss_of(model, step), optimizer)
-                kept = kept or LOOKS[look](optimizer)
-                small = [k for k in kept[0] if kept[0][k].numel() == 1]
-                side.see("small", [[entry[key].item() for key in small] for entry in kept])
-
-    hazard(backend, program)
+    model = Mlp()
+    optimizer = make(model.parameters(), lr=1e-2)
+    with side.offload(model, optimizer):
+        kept: list[dict[str, torch.Tensor]] = []
+        for step in range(4):
+            side.step(loss_of(model, step), optimizer)
+            kept = kept or LOOKS[look](optimizer)
+            small = [k for k in kept[0] if kept[0][k].numel() == 1]
+            side.see("small", [[entry[key].item() for key in small] for entry in kept])
 
 
-@each_of_the_cpu
-def test_every_way_into_the_state(backend: str) -> None:
+@compared(each_of_the_cpu)
+def test_every_way_into_the_state(side: Side) -> None:
     """`setdefault`, `popitem`, `==`, `|` and `update` find what a step has left."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            state = optimizer.state
-            for step in range(5):
-                side.step(loss_of(model, step), optimizer)
-                if step == 1:
-                    found = [state.setdefault(p, {})["step"].item() for p in model.parameters()]
-                elif step == 2:
-                    found = [entry["step"].item() for entry in (state | {}).values()]
-                elif step == 3:
-                    key, entry = state.popitem()
-                    found = [entry["step"].item(), len(state)]
-                    state.update({key: entry})
-                else:
-                    found = [state == dict(state.items()), len({} | state)]
-                side.see("found", found)
-
-    hazard(backend, program)
+    with side.block() as (model, optimizer):
+        state = optimizer.state
+        for step in range(5):
+            side.step(loss_of(model, step), optimizer)
+            if step == 1:
+                found = [state.setdefault(p, {})["step"].item() for p in model.parameters()]
+            elif step == 2:
+                found = [entry["step"].item() for entry in (state | {}).values()]
+            elif step == 3:
+                key, entry = state.popitem()
+                found = [entry["step"].item(), len(state)]
+                state.update({key: entry})
+            else:
+                found = [state == dict(state.items()), len({} | state)]
+            side.see("found", found)
 
 
 @stepwise(each_of_the_cpu, steps=6)
@@ -162,20 +140,15 @@ def test_state_begun_anew_in_mid_run(side: Side, model: Any, optimizer: Any, ste
     side.see("steps", sorted(s["step"].item() for s in optimizer.state.values()))
 
 
-@each_of_the_cpu
-def test_an_alias_of_the_state_has_its_entries(backend: str) -> None:
+@compared(each_of_the_cpu)
+def test_an_alias_of_the_state_has_its_entries(side: Side) -> None:
     """As wrappers of optimizers keep it; it is the optimizer's own again after the block."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        alias = optimizer.state
-        with side.offload(model, optimizer):
-            for step in range(6):
-                side.step(loss_of(model, step), optimizer)
-            len(optimizer.state)  # a look, after which all updates are made
-            side.see("inside", [alias[p]["step"].item() for p in model.parameters()])
-        side.see("after", [sorted(alias[p]) for p in model.parameters()])
-        side.see("is", alias is optimizer.state)
-
-    hazard(backend, program)
+    model = Mlp()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    alias = optimizer.state
+    with side.offload(model, optimizer):
+        side.train(model, optimizer, range(6))
+        len(optimizer.state)  # a look, after which all updates are made
+        side.see("inside", [alias[p]["step"].item() for p in model.parameters()])
+    side.see("after", [sorted(alias[p]) for p in model.parameters()])
+    side.see("is", alias is optimizer.state)

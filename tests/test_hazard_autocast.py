@@ -7,11 +7,21 @@ step looks at all gradients, divides them, and is left out when one is not finit
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from hazards import Mlp, Side, batch, each_backend, each_backend_in_time, hazard, loss_of, trains
+from hazards import (
+    Mlp,
+    Side,
+    batch,
+    compared,
+    each_backend,
+    each_backend_in_time,
+    loss_of,
+    stepwise,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW
@@ -38,125 +48,106 @@ class Unhooked(Mlp):
         return self.head(x)
 
 
-@each_backend
-def test_a_weight_that_is_updated_as_it_is_cast(backend: str) -> None:
-    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(model, step)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        side.see("loss", loss)
+@stepwise(each_backend, Unhooked, steps=5)
+def test_a_weight_that_is_updated_as_it_is_cast(
+    side: Side, model: Any, optimizer: Any, step: int
+) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(model, step)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    side.see("loss", loss)
 
-    trains(backend, each, Unhooked, steps=5)
 
-
-@each_backend_in_time
+@compared(each_backend_in_time, aside=lambda cache: not cache)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("around", ["forward", "loop"])
-def test_autocast(backend: str, dtype: torch.dtype, cache: bool, around: str) -> None:
+def test_autocast(side: Side, dtype: torch.dtype, cache: bool, around: str) -> None:
     """Around the loop, casts are kept over steps: old ones, as in plain PyTorch."""
 
-    def cast(here: str) -> torch.autocast:
-        return torch.autocast("cpu", dtype, enabled=here == around, cache_enabled=cache)
+    def cast(here: str) -> Any:
+        kept = torch.autocast("cpu", dtype, cache_enabled=cache)
+        return kept if here == around else nullcontext()
 
-    def program(side: Side) -> None:
-        model = Twice(depth=4)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer), cast("loop"):
-            for step in range(6):
-                if around == "forward":
-                    with cast("forward"):
-                        loss = loss_of(model, step)
-                else:
-                    loss = loss_of(model, step)
-                side.step(loss, optimizer)
-
-    hazard(backend, program, aside=not cache)
-
-
-@each_backend
-def test_eval_under_autocast_between_steps(backend: str) -> None:
-    """Casts made without grad are kept too, and a later forward with grad takes no such one."""
-
-    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            with torch.no_grad():
-                side.see("before", loss_of(model, 50 + step))
-            loss = loss_of(model, step)
+    with side.block(lambda: Twice(depth=4)) as (model, optimizer), cast("loop"):
+        for step in range(6):
+            with cast("forward"):
+                loss = loss_of(model, step)
             side.step(loss, optimizer)
-            with torch.inference_mode():
-                side.see("after", loss_of(model, 50 + step))
-
-    trains(backend, each, steps=6, aside=False)
 
 
-@each_backend_in_time
+@stepwise(each_backend, steps=6, aside=False)
+def test_eval_under_autocast_between_steps(
+    side: Side, model: Any, optimizer: Any, step: int
+) -> None:
+    """Casts made without grad are kept too, and a later forward with grad takes no such one."""
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            side.see("before", loss_of(model, 50 + step))
+        loss = loss_of(model, step)
+        side.step(loss, optimizer)
+        with torch.inference_mode():
+            side.see("after", loss_of(model, 50 + step))
+
+
+@compared(each_backend_in_time)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("clip", [False, True])
-def test_gradient_scaling(backend: str, fused: bool, clip: bool) -> None:
+def test_gradient_scaling(side: Side, fused: bool, clip: bool) -> None:
     """The third step overflows and is left out, with the scale halved after it."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2, fused=fused)
-        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
-        with side.offload(model, optimizer):
-            for step in range(6):
-                with torch.autocast("cpu", torch.float16):
-                    loss = loss_of(model, step)
-                scaler.scale(loss).backward()
-                if step == 2:
-                    model.layers[1].weight.grad[3, 4] = float("inf")
-                if clip:
-                    scaler.unscale_(optimizer)
-                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-                side.see("loss", loss)
-                side.see("scale", scaler.get_scale())
-
-    hazard(backend, program)
+    model = Mlp()
+    optimizer = AdamW(model.parameters(), lr=1e-2, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+    with side.offload(model, optimizer):
+        for step in range(6):
+            with torch.autocast("cpu", torch.float16):
+                loss = loss_of(model, step)
+            scaler.scale(loss).backward()
+            if step == 2:
+                model.layers[1].weight.grad[3, 4] = float("inf")
+            if clip:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            side.see("loss", loss)
+            side.see("scale", scaler.get_scale())
 
 
-@each_backend
-def test_scaling_of_two_optimizers(backend: str) -> None:
+@compared(each_backend)
+def test_scaling_of_two_optimizers(side: Side) -> None:
     """One belongs to the block and the other, for parameters outside of it, does not."""
-
-    def program(side: Side) -> None:
-        model, outside = Mlp(), nn.Linear(10, 10)
-        optimizer = SGD(model.parameters(), lr=1e-2, momentum=0.9)
-        other = AdamW(outside.parameters(), lr=1e-2)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                x, y = batch(step)
-                loss = F.cross_entropy(outside(model(x)), y)
-                scaler.scale(loss).backward()
-                scaler.step(optimizer)
-                scaler.step(other)
-                scaler.update()
-                optimizer.zero_grad()
-                other.zero_grad()
-                side.see("loss", loss)
-        side.see_state(outside, other)
-
-    hazard(backend, program)
+    model, outside = Mlp(), nn.Linear(10, 10)
+    optimizer = SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    other = AdamW(outside.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with side.offload(model, optimizer):
+        for step in range(4):
+            x, y = batch(step)
+            loss = F.cross_entropy(outside(model(x)), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.step(other)
+            scaler.update()
+            optimizer.zero_grad()
+            other.zero_grad()
+            side.see("loss", loss)
+    side.see_state(outside, other)
 
 
-@each_backend
+@stepwise(
+    each_backend,
+    lambda: Mlp(width=96).to(torch.bfloat16),
+    optimizer=lambda p, options: AdamW(p, lr=1e-2, **options),
+)
 @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}], ids=str)
-def test_bfloat16_weights_under_autocast(backend: str, options: dict[str, Any]) -> None:
-    def program(side: Side) -> None:
-        model = Mlp(width=96).to(torch.bfloat16)
-        optimizer = AdamW(model.parameters(), lr=1e-2, **options)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                with torch.autocast("cpu", torch.bfloat16):
-                    loss = loss_of(model, step, width=96)
-                side.step(loss, optimizer)
-
-    hazard(backend, program)
+def test_bfloat16_weights_under_autocast(
+    side: Side, model: Any, optimizer: Any, step: int, options: dict[str, Any]
+) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(model, step, width=96)
+    side.step(loss, optimizer)

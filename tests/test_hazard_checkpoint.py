@@ -13,7 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from hazards import Side, batch, each_backend, each_backend_in_time, hazard, loss_of, trained
+from hazards import (
+    Side,
+    batch,
+    each_backend,
+    each_backend_in_time,
+    hazard,
+    loss_of,
+    stepwise,
+    trained,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import (
@@ -78,21 +87,20 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-@each_backend_in_time
+@stepwise(each_backend_in_time, lambda how: Checkpointed(**HOW[how]))
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
-def test_recompute_takes_the_same_experts(backend: str, how: str, autocast: bool) -> None:
-    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = loss_of(model, step)
-        side.step(loss, optimizer)
-        for block in model.blocks:
-            first, *again = block.taken
-            assert all(taken == first for taken in again)
-            side.see("taken", block.taken)
-            block.taken.clear()
-
-    hazard(backend, trained(lambda: Checkpointed(**HOW[how]), each))
+def test_recompute_takes_the_same_experts(
+    side: Side, model: Any, optimizer: Any, step: int, how: str, autocast: bool
+) -> None:
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = loss_of(model, step)
+    side.step(loss, optimizer)
+    for block in model.blocks:
+        first, *again = block.taken
+        assert all(taken == first for taken in again)
+        side.see("taken", block.taken)
+        block.taken.clear()
 
 
 @each_backend_in_time
@@ -140,30 +148,26 @@ def test_checkpoints_in_a_row_and_nested(backend: str, reentrant: bool) -> None:
     hazard(backend, trained(Nested, loss=lambda model, step: model(batch(step)[0]).square().mean()))
 
 
-@each_backend
+@stepwise(each_backend, lambda: nn.Sequential(Experts(), Experts(), nn.Linear(64, 10)))
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_the_root_inside_a_checkpoint(backend: str, reentrant: bool) -> None:
+def test_the_root_inside_a_checkpoint(
+    side: Side, model: Any, optimizer: Any, step: int, reentrant: bool
+) -> None:
     """The whole managed model is recomputed: its forward runs within backward."""
-
-    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
-        x, y = batch(step)
-        out = checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)
-        side.step(F.cross_entropy(out, y), optimizer)
-
-    hazard(backend, trained(lambda: nn.Sequential(Experts(), Experts(), nn.Linear(64, 10)), each))
+    x, y = batch(step)
+    out = checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)
+    side.step(F.cross_entropy(out, y), optimizer)
 
 
-@each_backend_in_time
+@stepwise(each_backend_in_time, lambda reentrant: Checkpointed(use_reentrant=reentrant), steps=6)
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_accumulation_over_checkpoints(backend: str, reentrant: bool) -> None:
+def test_accumulation_over_checkpoints(
+    side: Side, model: Any, optimizer: Any, step: int, reentrant: bool
+) -> None:
     """A block's gradient is complete before the next micro-batch recomputes it."""
-
-    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
-        for part in range(3):
-            (loss_of(model, 10 * step + part) / 3).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        side.see("taken", [block.taken for block in model.blocks])
-
-    hazard(backend, trained(lambda: Checkpointed(use_reentrant=reentrant), each, steps=6))
+    for part in range(3):
+        (loss_of(model, 10 * step + part) / 3).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    side.see("taken", [block.taken for block in model.blocks])

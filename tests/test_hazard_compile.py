@@ -12,7 +12,7 @@ import threading
 
 import pytest
 import torch
-from hazards import Mlp, Side, batch, each_backend_in_time, each_paged, hazard, loss_of
+from hazards import Mlp, Side, batch, compared, each_backend_in_time, each_paged, loss_of
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import AdamW
@@ -31,7 +31,7 @@ no_compiler = pytest.mark.skipif(
 )
 
 
-@each_backend_in_time
+@compared(each_backend_in_time, aside=lambda what: what != "before")
 @pytest.mark.parametrize(
     ("engine", "what"),
     [
@@ -42,35 +42,31 @@ no_compiler = pytest.mark.skipif(
         pytest.param("inductor", "outside", marks=[no_compiler, pytest.mark.slow]),
     ],
 )
-def test_a_compiled_model(backend: str, engine: str, what: str) -> None:
+def test_a_compiled_model(side: Side, backend: str, engine: str, what: str) -> None:
     """With an evaluation between steps, which is compiled by itself."""
     if backend == "emulated" and engine == "inductor":
         pytest.skip("on an accelerator a compiled model runs as it was written")
-
-    def program(side: Side) -> None:
-        torch._dynamo.reset()
-        model = Mlp(depth=3)
-        call: nn.Module = model
-        if what == "parts":
-            for layer in model.layers:
-                layer.compile(backend=engine)
-        elif what == "in place":
-            model.compile(backend=engine)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        if what == "before":  # it has run, with its weights elsewhere
+    torch._dynamo.reset()
+    model = Mlp(depth=3)
+    call: nn.Module = model
+    if what == "parts":
+        for layer in model.layers:
+            layer.compile(backend=engine)
+    elif what == "in place":
+        model.compile(backend=engine)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    if what == "before":  # it has run, with its weights elsewhere
+        call = torch.compile(model, backend=engine)
+        side.step(loss_of(call, 10), optimizer)
+    with side.offload(model, optimizer):
+        if what == "outside":
             call = torch.compile(model, backend=engine)
-            side.step(loss_of(call, 10), optimizer)
-        with side.offload(model, optimizer):
-            if what == "outside":
-                call = torch.compile(model, backend=engine)
-            for step in range(4):
-                side.step(loss_of(call, step), optimizer)
-                if step == 2:
-                    with torch.no_grad():
-                        side.see("score", loss_of(call, 50))
-        side.step(loss_of(call, 5), optimizer)
-
-    hazard(backend, program, aside=what != "before")
+        for step in range(4):
+            side.step(loss_of(call, step), optimizer)
+            if step == 2:
+                with torch.no_grad():
+                    side.see("score", loss_of(call, 50))
+    side.step(loss_of(call, 5), optimizer)
 
 
 @each_paged
@@ -122,46 +118,36 @@ def test_a_second_thread_in_a_compiled_forward_is_refused(backend: str, in_place
     assert "two threads call the model at once" in str(errors[0])
 
 
-@each_backend_in_time
-def test_a_compiled_function_over_the_weights(backend: str) -> None:
+@compared(each_backend_in_time)
+def test_a_compiled_function_over_the_weights(side: Side, backend: str) -> None:
     """A penalty that reads all parameters outside of any module."""
+    torch._dynamo.reset()
+    model = Mlp(depth=3)
 
-    def program(side: Side) -> None:
-        torch._dynamo.reset()
-        model = Mlp(depth=3)
+    @torch.compile(backend="aot_eager")
+    def penalty(weights: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([w.square().sum() for w in weights]).sum()
 
-        @torch.compile(backend="aot_eager")
-        def penalty(weights: list[torch.Tensor]) -> torch.Tensor:
-            return torch.stack([w.square().sum() for w in weights]).sum()
-
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(6):
-                x, y = batch(step)
-                loss = F.cross_entropy(model(x), y) + 1e-3 * penalty(list(model.parameters()))
-                side.step(loss, optimizer)
-
-    hazard(backend, program)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with side.offload(model, optimizer):
+        for step in range(6):
+            x, y = batch(step)
+            loss = F.cross_entropy(model(x), y) + 1e-3 * penalty(list(model.parameters()))
+            side.step(loss, optimizer)
 
 
-@each_backend_in_time
+@compared(each_backend_in_time)
 @pytest.mark.parametrize("strict", [False, True])
-def test_an_exported_model(backend: str, strict: bool) -> None:
+def test_an_exported_model(side: Side, strict: bool) -> None:
     """Exported while updates wait, which are made as at their step; it shares the weights."""
-
-    def program(side: Side) -> None:
-        torch._dynamo.reset()
-        model = Mlp(depth=3)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                side.step(loss_of(model, step), optimizer)
-                if step in (1, 2):
-                    with torch.set_grad_enabled(step == 1):
-                        exported = torch.export.export(model, (batch(0)[0],), strict=strict)
-                    kept = exported.module()
-                    side.see("score", kept(batch(1)[0]))
-            side.see("kept", kept(batch(2)[0]))
-        side.see("after the block", kept(batch(2)[0]))
-
-    hazard(backend, program)
+    torch._dynamo.reset()
+    with side.block(lambda: Mlp(depth=3)) as (model, optimizer):
+        for step in range(4):
+            side.step(loss_of(model, step), optimizer)
+            if step in (1, 2):
+                with torch.set_grad_enabled(step == 1):
+                    exported = torch.export.export(model, (batch(0)[0],), strict=strict)
+                kept = exported.module()
+                side.see("score", kept(batch(1)[0]))
+        side.see("kept", kept(batch(2)[0]))
+    side.see("after the block", kept(batch(2)[0]))

@@ -16,7 +16,17 @@ from typing import Any
 
 import pytest
 import torch
-from hazards import Mlp, Side, each_backend, each_backend_in_time, hazard, loss_of, trained
+from hazards import (
+    Mlp,
+    Side,
+    compared,
+    each_backend,
+    each_backend_in_time,
+    hazard,
+    loss_of,
+    stepwise,
+    trained,
+)
 from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import AdamW
@@ -48,31 +58,24 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@each_backend_in_time
+@compared(each_backend_in_time)
 @pytest.mark.parametrize("how", COPIES)
-def test_a_copy_trains_by_itself(backend: str, how: str) -> None:
+def test_a_copy_trains_by_itself(side: Side, how: str) -> None:
     """Taken in the block with its optimizer, and trained on beside the managed one and after."""
-
-    def program(side: Side) -> None:
-        model = Tied()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(3):
-                side.step(loss_of(model, step), optimizer)
-            both, its = COPIES[how]((model, optimizer))
-            side.see_state(both, its)
-            for step in range(3, 5):
-                side.step(loss_of(model, step), optimizer)
-                side.step(loss_of(both, step + 10), its)
-        side.step(loss_of(both, 20), its)
-        again, again_its = COPIES[how]((model, optimizer))
-        side.step(loss_of(again, 21), again_its)
+    with side.block(Tied) as (model, optimizer):
+        side.train(model, optimizer, range(3))
+        both, its = COPIES[how]((model, optimizer))
         side.see_state(both, its)
-        side.see_state(again, again_its)
-        side.step(loss_of(model, 22), optimizer)
-        side.see_state(model, optimizer)
-
-    hazard(backend, program)
+        for step in range(3, 5):
+            side.step(loss_of(model, step), optimizer)
+            side.step(loss_of(both, step + 10), its)
+    side.step(loss_of(both, 20), its)
+    again, again_its = COPIES[how]((model, optimizer))
+    side.step(loss_of(again, 21), again_its)
+    side.see_state(both, its)
+    side.see_state(again, again_its)
+    side.step(loss_of(model, 22), optimizer)
+    side.see_state(model, optimizer)
 
 
 @each_backend
@@ -90,82 +93,65 @@ def test_a_state_dict_shows_later_steps(backend: str) -> None:
     hazard(backend, trained(Tied, each, steps=8))
 
 
-@each_backend
+@compared(each_backend)
 @pytest.mark.parametrize("when", ["before", "inside"])
-def test_a_state_dict_shows_steps_made_after_the_block(backend: str, when: str) -> None:
+def test_a_state_dict_shows_steps_made_after_the_block(side: Side, when: str) -> None:
     """An alias stays one when the block begins, and when it has ended."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        taken = model.layers[1].state_dict() if when == "before" else None
-        with side.offload(model, optimizer):
-            for step in range(6):
-                side.step(loss_of(model, step), optimizer)
-            if taken is None:
-                taken = model.layers[1].state_dict()
-        side.step(loss_of(model, 9), optimizer)
-        side.see("taken", taken)
-
-    hazard(backend, program)
+    model = Mlp()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    taken = model.layers[1].state_dict() if when == "before" else None
+    with side.offload(model, optimizer):
+        side.train(model, optimizer, range(6))
+        if taken is None:
+            taken = model.layers[1].state_dict()
+    side.step(loss_of(model, 9), optimizer)
+    side.see("taken", taken)
 
 
-@each_backend_in_time
+@compared(
+    each_backend_in_time,
+    moves=lambda assign: not assign,
+    budgeted=lambda assign, kept: not (assign and kept),
+    aside=lambda assign: not assign,
+)
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("kept", [False, True])
-def test_loading_in_mid_run(backend: str, assign: bool, kept: bool) -> None:
+def test_loading_in_mid_run(side: Side, assign: bool, kept: bool) -> None:
     """With ``assign=True`` the parameters' memory is the dict's, which the user may keep; the
     optimizer's parameters are then no longer the model's, so it is made anew."""
-
-    def program(side: Side) -> None:
-        model = Tied()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        other = {key: value.clone() * 0.5 for key, value in model.state_dict().items()}
-        with side.offload(model, optimizer, share=0.6):
-            for step in range(6):
-                if step == 2:
-                    mine = other if kept else {k: v.clone() for k, v in other.items()}
-                    model.load_state_dict(mine, assign=assign)
-                    state = optimizer.state_dict()
-                    optimizer.load_state_dict(copy.deepcopy(state))
-                    del mine
-                side.step(loss_of(model, step), optimizer)
-            side.see("other", other)
-
-    hazard(backend, program, moves=not assign, budgeted=not (assign and kept), aside=not assign)
+    model = Tied()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    other = {key: value.clone() * 0.5 for key, value in model.state_dict().items()}
+    with side.offload(model, optimizer, share=0.6):
+        for step in range(6):
+            if step == 2:
+                mine = other if kept else {k: v.clone() for k, v in other.items()}
+                model.load_state_dict(mine, assign=assign)
+                state = optimizer.state_dict()
+                optimizer.load_state_dict(copy.deepcopy(state))
+                del mine
+            side.step(loss_of(model, step), optimizer)
+        side.see("other", other)
 
 
-@each_backend
-def test_state_that_is_loaded(backend: str) -> None:
+@compared(each_backend)
+def test_state_that_is_loaded(side: Side) -> None:
     """Optimizer state of an older step, loaded while updates wait."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(2):
-                side.step(loss_of(model, step), optimizer)
-            old = copy.deepcopy(optimizer.state_dict())
-            weights = copy.deepcopy(model.state_dict())
-            for step in range(2, 5):
-                side.step(loss_of(model, step), optimizer)
-            optimizer.load_state_dict(old)
-            model.load_state_dict(weights)
-            for step in range(2, 5):
-                side.step(loss_of(model, step), optimizer)
-            side.see("old", old)
-
-    hazard(backend, program)
+    with side.block() as (model, optimizer):
+        side.train(model, optimizer, range(2))
+        old = copy.deepcopy(optimizer.state_dict())
+        weights = copy.deepcopy(model.state_dict())
+        side.train(model, optimizer, range(2, 5))
+        optimizer.load_state_dict(old)
+        model.load_state_dict(weights)
+        side.train(model, optimizer, range(2, 5))
+        side.see("old", old)
 
 
-@each_backend
-def test_shared_memory(backend: str) -> None:
+@stepwise(each_backend, steps=7)
+def test_shared_memory(side: Side, model: Any, optimizer: Any, step: int) -> None:
     """``share_memory_()`` moves storages: refused or exact, inside the block."""
-
-    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
-        side.step(loss_of(model, step), optimizer)
-        if step == 5:
-            shared = copy.deepcopy(model).share_memory()
-            side.see("shared", dict(shared.named_parameters()))
-
-    hazard(backend, trained(each=each, steps=7))
+    side.step(loss_of(model, step), optimizer)
+    if step == 5:
+        shared = copy.deepcopy(model).share_memory()
+        side.see("shared", dict(shared.named_parameters()))

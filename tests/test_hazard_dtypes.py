@@ -17,6 +17,7 @@ from hazards import (
     Mlp,
     Side,
     batch,
+    compared,
     each_backend,
     each_backend_in_time,
     each_paged,
@@ -87,8 +88,7 @@ def test_a_step_that_fails_half_way_is_lost(backend: str, change: str) -> None:
 
     def train() -> None:
         with side.offload(model, optimizer):
-            for step in range(3):
-                side.step(loss_of(model, step), optimizer)
+            side.train(model, optimizer, range(3))
             loss_of(model, 3).backward()
             CHANGES[change](model)
             with pytest.raises((RuntimeError, StepLostError)):
@@ -99,31 +99,27 @@ def test_a_step_that_fails_half_way_is_lost(backend: str, change: str) -> None:
         train()
 
 
-@each_paged
+@compared(each_paged)
 @pytest.mark.parametrize("back", [False, True])
 def test_what_is_converted_and_does_not_fit_is_refused_before_the_sample(
-    backend: str, back: bool
+    side: Side, backend: str, back: bool
 ) -> None:
     """Nothing is changed by the refusal: the user converts back and trains on, or leaves."""
-
-    def program(side: Side) -> None:
-        model = Casting(width=128)
-        optimizer = AdamW(model.parameters(), lr=1e-2, foreach=False)
-        with side.offload(model, optimizer, share=0.0):
-            for step in range(4):
-                side.step(F.cross_entropy(*scored(model, step)), optimizer)
-                if step == 1:
-                    model.double()
-                    optimizer.state.clear()
-                    for _ in range(2 if side.backend else 0):
-                        with pytest.raises(BudgetError, match=r"has .* now and had .* needs"):
-                            scored(model, 2)
-                    side.see("converted", dict(model.named_parameters()))
-                    if not back:
-                        break
-                    model.float()
-
-    hazard(backend, program)
+    model = Casting(width=128)
+    optimizer = AdamW(model.parameters(), lr=1e-2, foreach=False)
+    with side.offload(model, optimizer, share=0.0):
+        for step in range(4):
+            side.step(F.cross_entropy(*scored(model, step)), optimizer)
+            if step == 1:
+                model.double()
+                optimizer.state.clear()
+                for _ in range(2 if side.backend else 0):
+                    with pytest.raises(BudgetError, match=r"has .* now and had .* needs"):
+                        scored(model, 2)
+                side.see("converted", dict(model.named_parameters()))
+                if not back:
+                    break
+                model.float()
 
 
 def scored(model: nn.Module, step: int) -> tuple[torch.Tensor, torch.Tensor]:

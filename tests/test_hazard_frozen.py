@@ -18,6 +18,7 @@ from exactness import SMALL_PAGES, assert_same, least_budget
 from hazards import (
     Mlp,
     Side,
+    compared,
     each_backend,
     each_backend_in_time,
     each_paged,
@@ -58,25 +59,21 @@ def test_trained_but_not_in_the_optimizer(backend: str) -> None:
     hazard(backend, trained(optimizer=lambda parameters: AdamW(list(parameters)[:4], lr=1e-2)))
 
 
-@each_backend
+@compared(each_backend)
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_frozen_and_thawed_in_mid_run(backend: str, set_to_none: bool) -> None:
+def test_frozen_and_thawed_in_mid_run(side: Side, set_to_none: bool) -> None:
     """Gradual unfreezing, and a layer frozen right after a step, whose update still waits."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        for layer in model.layers[:3]:
-            layer.requires_grad_(False)
-        optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-        with side.offload(model, optimizer):
-            for step in range(7):
-                side.step(loss_of(model, step), optimizer, set_to_none=set_to_none)
-                if step in (1, 2, 3):
-                    model.layers[3 - step].requires_grad_(True)
-                if step == 4:
-                    model.layers[4].requires_grad_(False)
-
-    hazard(backend, program)
+    model = Mlp()
+    for layer in model.layers[:3]:
+        layer.requires_grad_(False)
+    optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    with side.offload(model, optimizer):
+        for step in range(7):
+            side.step(loss_of(model, step), optimizer, set_to_none=set_to_none)
+            if step in (1, 2, 3):
+                model.layers[3 - step].requires_grad_(True)
+            if step == 4:
+                model.layers[4].requires_grad_(False)
 
 
 @stepwise(each_backend)
@@ -91,20 +88,16 @@ def test_frozen_between_backward_and_step(
     optimizer.zero_grad()
 
 
-@each_backend
-def test_nothing_trains(backend: str) -> None:
+@compared(each_backend, moves=False, aside=False)
+def test_nothing_trains(side: Side) -> None:
     """A frozen model's forward, with grad mode on, with an input that has a gradient."""
-
-    def program(side: Side) -> None:
-        model = Mlp().requires_grad_(False)
-        with side.offload(model, share=0.6):
-            for step in range(6):
-                generator = torch.Generator().manual_seed(step)
-                x = torch.randn(4, 64, generator=generator).requires_grad_()
-                model(x).square().sum().backward()
-                side.see("slope", x.grad)
-
-    hazard(backend, program, moves=False, aside=False)
+    model = Mlp().requires_grad_(False)
+    with side.offload(model, share=0.6):
+        for step in range(6):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(4, 64, generator=generator).requires_grad_()
+            model(x).square().sum().backward()
+            side.see("slope", x.grad)
 
 
 @each_paged

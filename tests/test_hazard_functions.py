@@ -13,22 +13,20 @@ from typing import Any
 import pytest
 import torch
 from exactness import SMALL_PAGES, footprint_of
-from fused_networks import paging_of
 from hazards import (
     Side,
     batch,
+    compared,
     each_backend,
     each_backend_in_time,
     each_of_the_cpu,
     each_paged,
-    hazard,
-    trains,
+    stepwise,
 )
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.optim import AdamW
 
 import dynoffload
 
@@ -123,40 +121,31 @@ class Layers(nn.Module):
         return x
 
 
-@each_backend_in_time
+@stepwise(each_backend_in_time, Layers)
 @pytest.mark.parametrize("function", [Saving, Stashing, SavingViews, Dirty, Direct])
-def test_a_function_that_keeps_its_weight(backend: str, function: type[Function]) -> None:
-    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
-        x, _ = batch(step)
-        side.step(model(x.requires_grad_()).square().mean(), optimizer)
-
-    trains(backend, each, lambda: Layers(function))
+def test_a_function_that_keeps_its_weight(
+    side: Side, model: Any, optimizer: Any, step: int
+) -> None:
+    side.step(model(batch(step)[0].requires_grad_()).square().mean(), optimizer)
 
 
-@each_backend
-def test_a_function_differentiated_twice(backend: str) -> None:
-    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
-        x, _ = batch(step)
-        x.requires_grad_()
-        y = model(x).square().mean()
-        (slope,) = torch.autograd.grad(y, x, create_graph=True)
-        side.step(y + slope.square().sum(), optimizer)
-
-    trains(backend, each, lambda: Layers(Saving))
+@stepwise(each_backend, lambda: Layers(Saving))
+def test_a_function_differentiated_twice(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    x, _ = batch(step)
+    x.requires_grad_()
+    y = model(x).square().mean()
+    (slope,) = torch.autograd.grad(y, x, create_graph=True)
+    side.step(y + slope.square().sum(), optimizer)
 
 
-@each_backend
-def test_a_stashed_weight_after_the_step(backend: str) -> None:
+@stepwise(each_backend, lambda: Layers(Stashing))
+def test_a_stashed_weight_after_the_step(side: Side, model: Any, optimizer: Any, step: int) -> None:
     """The first graph's backward comes after the step and reads the new weight, unchecked."""
-
-    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
-        x, _ = batch(step)
-        late = model(x).mean()
-        side.step(model(x + 1).square().mean(), optimizer)
-        late.backward()
-        side.see("late", [p.grad for p in model.parameters()])
-
-    trains(backend, each, lambda: Layers(Stashing))
+    x, _ = batch(step)
+    late = model(x).mean()
+    side.step(model(x + 1).square().mean(), optimizer)
+    late.backward()
+    side.see("late", [p.grad for p in model.parameters()])
 
 
 class Labelled(Tensor):
@@ -183,9 +172,9 @@ class Reading(Function):
         return grad @ weight, grad.t() @ x, None
 
 
-@each_backend
+@compared(each_backend, budgeted=False)
 @pytest.mark.parametrize("frozen", [False, True], ids=["an input", "a frozen parameter"])
-def test_a_saved_tensor_of_a_subclass(backend: str, frozen: bool) -> None:
+def test_a_saved_tensor_of_a_subclass(side: Side, frozen: bool) -> None:
     """Backward gets it with its type and its attributes; it stays in memory, and is counted."""
 
     class Net(nn.Module):
@@ -202,19 +191,14 @@ def test_a_saved_tensor_of_a_subclass(backend: str, frozen: bool) -> None:
                 x = Reading.apply(torch.tanh(x), layer.weight, labelled) + layer.bias
             return x
 
-    def program(side: Side) -> None:
-        Reading.seen = []
-        model = Net()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer) as session:
-            for step in range(6):
-                loss = model(batch(step)[0]).square().mean()
-                if session is not None and session.paging and not frozen:
-                    assert paging_of(session).activations.kept_bytes >= 4 * batch(step)[0].nbytes
-                side.step(loss, optimizer)
-        side.see("seen", Reading.seen)
-
-    hazard(backend, program, budgeted=False)
+    Reading.seen = []
+    with side.block(Net) as (model, optimizer):
+        for step in range(6):
+            loss = model(batch(step)[0]).square().mean()
+            if side.paging is not None and not frozen:
+                assert side.paging.activations.kept_bytes >= 4 * batch(step)[0].nbytes
+            side.step(loss, optimizer)
+    side.see("seen", Reading.seen)
 
 
 class Jagged(nn.Module):
@@ -245,24 +229,15 @@ class Strided(nn.Module):
         return self.b(F.gelu(self.a(x))).to_padded_tensor(0.0)
 
 
+@stepwise(each_of_the_cpu, lambda kind: kind(), budgeted=False)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-@each_of_the_cpu
 @pytest.mark.parametrize("kind", [Jagged, Strided])
-def test_nested_tensors(backend: str, kind: type[nn.Module]) -> None:
+def test_nested_tensors(side: Side, model: Any, optimizer: Any, step: int) -> None:
     """What autograd saves of them stays in memory, and is counted."""
-
-    def program(side: Side) -> None:
-        model = kind()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer) as session:
-            for step in range(4):
-                rows = batch(step)[0]
-                loss = model(rows).square().mean()
-                if session is not None and session.paging:
-                    assert paging_of(session).activations.kept_bytes >= rows.nbytes
-                side.step(loss, optimizer)
-
-    hazard(backend, program, budgeted=False)
+    loss = model(batch(step)[0]).square().mean()
+    if side.paging is not None:
+        assert side.paging.activations.kept_bytes >= batch(step)[0].nbytes
+    side.step(loss, optimizer)
 
 
 class Fused(Function):
@@ -295,28 +270,21 @@ class FusedNet(nn.Module):
         return Fused.apply(torch.tanh(self.first(x)), self.second.weight).sum()
 
 
-@each_of_the_cpu
+@compared(each_of_the_cpu)
 @pytest.mark.parametrize("holds", [True, False], ids=["held", "unpaged activations"])
 def test_attributes_of_a_saved_parameter(
-    backend: str, holds: bool, monkeypatch: pytest.MonkeyPatch
+    side: Side, holds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are there where the function holds the parameter itself, or nothing saved is paged."""
     monkeypatch.setattr(Fused, "holds", holds)
-
-    def program(side: Side) -> None:
-        model = FusedNet()
+    with side.block(FusedNet, page_activations=holds) as (model, optimizer):
         weight = model.second.weight
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, page_activations=holds):
-            for step in range(6):
-                loss = model(batch(step)[0])
-                loss.backward()
-                weight.grad = weight.main_grad.clone()
-                optimizer.step()
-                optimizer.zero_grad()
-        side.see("main_grad", weight.main_grad)
-
-    hazard(backend, program)
+        for step in range(6):
+            model(batch(step)[0]).backward()
+            weight.grad = weight.main_grad.clone()
+            optimizer.step()
+            optimizer.zero_grad()
+    side.see("main_grad", weight.main_grad)
 
 
 @each_paged

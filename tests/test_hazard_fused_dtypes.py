@@ -8,14 +8,16 @@ nothing changed; what is converted back, as after an evaluation, trains on.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from fused_networks import Chosen
-from hazards import Side, each_with_slices_in_time, hazard
+from hazards import Side, each_with_slices_in_time, hazard, trained
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from dynoffload.errors import ConfigError
 
@@ -45,41 +47,43 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
     return (model(rows, [step, 5 + step]).float() ** 2).mean()
 
 
+def adamw(parameters: Any) -> Optimizer:
+    """Return an optimizer that goes by each parameter's own dtype."""
+    return AdamW(parameters, lr=1e-2, foreach=False)
+
+
 @each_with_slices_in_time
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("when", ["before a sample", "before step()"])
 def test_converted_and_back(backend: str, change: str, when: str) -> None:
     """Refused as often as it is tried, and evaluated as it is."""
+    told = (
+        r"experts\.up was converted from torch\.float32 .* inside the offload\(\) block.*: convert "
+        "it back, or leave the block"
+    )
 
-    def program(side: Side) -> None:
-        model = Casting(count=24)
-        optimizer = AdamW(model.parameters(), lr=1e-2, foreach=False)
-        with side.offload(model, optimizer, share=0.3):
-            for step in range(6):
-                loss = loss_of(model, step)
-                loss.backward()
-                if step == 3 and when == "before step()":
-                    convert(side, model, optimizer.step)
-                optimizer.step()
-                optimizer.zero_grad()
-                side.see("loss", loss)
-                if step == 3 and when == "before a sample":
-                    convert(side, model, lambda: loss_of(model, 4))
-
-    def convert(side: Side, model: Casting, refused: Callable[[], object]) -> None:
+    def convert(side: Side, model: Any, refused: Callable[[], object]) -> None:
         CHANGES[change](model)
         with torch.no_grad():
             side.see("evaluated", loss_of(model, 9))
         for _ in range(2 if side.backend else 0):
-            with pytest.raises(
-                ConfigError,
-                match=r"experts\.up was converted from torch\.float32 .* inside the offload\(\) "
-                "block.*: convert it back, or leave the block",
-            ):
+            with pytest.raises(ConfigError, match=told):
                 refused()
         model.float()
 
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        loss = loss_of(model, step)
+        loss.backward()
+        if step == 3 and when == "before step()":
+            convert(side, model, optimizer.step)
+        optimizer.step()
+        optimizer.zero_grad()
+        side.see("loss", loss)
+        if step == 3 and when == "before a sample":
+            convert(side, model, lambda: loss_of(model, 4))
+
     # What is converted lies outside of the pool, and so do its gradients.
+    program = trained(partial(Casting, count=24), each, optimizer=adamw, steps=6)
     hazard(backend, program, budgeted=when == "before a sample")
 
 
@@ -89,8 +93,8 @@ def test_a_block_that_is_left_converted(backend: str) -> None:
 
     def program(side: Side) -> None:
         model = Casting(count=24)
-        optimizer = AdamW(model.parameters(), lr=1e-2, foreach=False)
-        with side.offload(model, optimizer, share=0.3):
+        optimizer = adamw(model.parameters())
+        with side.offload(model, optimizer):
             for step in range(3):
                 side.step(loss_of(model, step), optimizer)
             model.bfloat16()

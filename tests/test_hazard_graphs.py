@@ -9,11 +9,22 @@ graphs that are dropped; a backward inside forward.
 from __future__ import annotations
 
 import gc
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
-from hazards import Mlp, Side, batch, each_backend_in_time, hazard, loss_of, stepwise, trained
+from hazards import (
+    Mlp,
+    Side,
+    batch,
+    compared,
+    each_backend_in_time,
+    hazard,
+    loss_of,
+    stepwise,
+    trained,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW
@@ -51,21 +62,21 @@ def test_gradient_penalty(side: Side, model: Any, optimizer: Any, step: int) -> 
     side.step(loss + slope.norm(), optimizer)
 
 
-@each_backend_in_time
-def test_backward_with_create_graph(backend: str) -> None:
-    def program(side: Side) -> None:
-        model = Mlp(depth=3)
-        optimizer = SGD(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, share=0.5, states=0):
-            for step in range(6):
-                loss = loss_of(model, step)
-                loss.backward(create_graph=True)
-                side.see("has a graph", model.head.weight.grad.requires_grad)
-                penalty = sum(p.grad.square().sum() for p in model.parameters())
-                optimizer.zero_grad()
-                side.step(penalty, optimizer)
-
-    hazard(backend, program)
+@stepwise(
+    each_backend_in_time,
+    lambda: Mlp(depth=3),
+    optimizer=partial(SGD, lr=1e-2),
+    steps=6,
+    share=0.5,
+    states=0,
+)
+def test_backward_with_create_graph(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    loss = loss_of(model, step)
+    loss.backward(create_graph=True)
+    side.see("has a graph", model.head.weight.grad.requires_grad)
+    penalty = sum(p.grad.square().sum() for p in model.parameters())
+    optimizer.zero_grad()
+    side.step(penalty, optimizer)
 
 
 @stepwise(each_backend_in_time, lambda: Mlp(depth=3), steps=6, share=0.5, aside=False)
@@ -95,9 +106,7 @@ def test_backwards_in_the_order_of_their_forwards(
     first.backward()
     del third
     gc.collect()
-    second.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    side.step(second, optimizer)
     side.see("losses", [first, second])
 
 
@@ -113,8 +122,8 @@ def test_gradients_of_some_parameters(side: Side, model: Any, optimizer: Any, st
     optimizer.zero_grad()
 
 
-@each_backend_in_time
-def test_a_graph_kept_over_steps(backend: str) -> None:
+@compared(each_backend_in_time)
+def test_a_graph_kept_over_steps(side: Side) -> None:
     """Truncated backpropagation through time: a state carries its graph over two steps; only the
     part before the last ``detach`` may be asked for after weights have changed."""
 
@@ -128,25 +137,20 @@ def test_a_graph_kept_over_steps(backend: str) -> None:
             state = torch.tanh(self.inner(x) + self.carry(state))
             return self.out(state), state
 
-    def program(side: Side) -> None:
-        model = Cell()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            state = torch.zeros(8, 64)
-            for step in range(6):
-                x, y = batch(step)
-                out, state = model(x, state)
-                out2, state = model(x + 1, state)
-                side.step(F.cross_entropy(out, y) + F.cross_entropy(out2, y), optimizer)
-                state = state.detach()
+    with side.block(Cell) as (model, optimizer):
+        state = torch.zeros(8, 64)
+        for step in range(6):
+            x, y = batch(step)
             out, state = model(x, state)
-            optimizer.zero_grad()
-            loss_of(lambda x: model(x, torch.zeros(8, 64))[0], 1).backward()
-            optimizer.step()
-            side.fails("a graph that a step has overtaken", out.sum().backward)
-            optimizer.zero_grad()
-
-    hazard(backend, program)
+            out2, state = model(x + 1, state)
+            side.step(F.cross_entropy(out, y) + F.cross_entropy(out2, y), optimizer)
+            state = state.detach()
+        out, state = model(x, state)
+        optimizer.zero_grad()
+        loss_of(lambda x: model(x, torch.zeros(8, 64))[0], 1).backward()
+        optimizer.step()
+        side.fails("a graph that a step has overtaken", out.sum().backward)
+        optimizer.zero_grad()
 
 
 @each_backend_in_time
@@ -171,8 +175,8 @@ def test_a_backward_inside_forward(backend: str) -> None:
     hazard(backend, trained(Forces, each))
 
 
-@each_backend_in_time
-def test_a_model_that_calls_itself(backend: str) -> None:
+@compared(each_backend_in_time)
+def test_a_model_that_calls_itself(side: Side, backend: str) -> None:
     """Recursion over the managed root: inner calls are part of the outer sample, the whole of which
     is paged, also in the sample that begins with a change of the network."""
 
@@ -186,18 +190,15 @@ def test_a_model_that_calls_itself(backend: str) -> None:
             x = torch.tanh(self.inner(x))
             return x if depth < 3 else self.out(x)
 
-    def program(side: Side) -> None:
-        model = Recursive()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer) as session:
-            saved = [0]
-            for step in range(5):
-                if step == 2:
-                    model.unused = nn.Linear(64, 64)
-                side.step(loss_of(model, step), optimizer)
-                if session is not None and session._paging is not None:
-                    saved.append(session._paging.activations.saved_bytes)
-            sizes = {after - before for before, after in pairwise(saved)}
-            assert backend == "aside" or len(sizes) == (session is not None), sizes
-
-    hazard(backend, program)
+    model = Recursive()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with side.offload(model, optimizer) as session:
+        saved = [0]
+        for step in range(5):
+            if step == 2:
+                model.unused = nn.Linear(64, 64)
+            side.step(loss_of(model, step), optimizer)
+            if session is not None and session._paging is not None:
+                saved.append(session._paging.activations.saved_bytes)
+        sizes = {after - before for before, after in pairwise(saved)}
+        assert backend == "aside" or len(sizes) == (session is not None), sizes

@@ -1,53 +1,61 @@
-"""Hazard: parameter groups that change in mid-run.
+"""Hazard: parameter groups that change in mid-run, and hooks and scalers around a step.
 
 The graph: layers of which some join the optimizer later by `Optimizer.add_param_group`: frozen
-until then, trained but unlisted until then, or new modules that the session has never seen;
-parameters that leave a group, move to another, or change their hyperparameters while updates wait.
+until then, trained but unlisted until then, or outside of the model; parameters that leave a group,
+move to another, or change their hyperparameters while updates wait. Hooks around a step see what
+they see plainly, whenever they were registered. Updates that wait from a plain step have no part in
+the scaled step that follows: a scaler hands its scale, and whether a gradient is infinite, to the
+optimizer for one step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
 import torch
-from hazards import Mlp, Side, each_backend, hazard, loss_of
-from torch import nn
-from torch.optim import SGD, AdamW
+from fused_networks import PAGES, Chosen, chosen_loss
+from hazards import Mlp, Side, each_backend, each_paged, hazard, loss_of, stepwise, trained
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
 
 
-@each_backend
-def test_frozen_parameters_join(backend: str) -> None:
-    def program(side: Side) -> None:
-        model = Mlp()
-        for layer in model.layers[:2]:
-            layer.requires_grad_(False)
-        optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(6):
-                if step in (2, 3):
-                    layer = model.layers[3 - step]
-                    layer.requires_grad_(True)
-                    optimizer.add_param_group({"params": layer.parameters(), "lr": 1e-3})
-                side.step(loss_of(model, step), optimizer)
-
-    hazard(backend, program)
+def half_frozen() -> Mlp:
+    """Return a network of which two layers are frozen."""
+    model = Mlp()
+    model.layers[:2].requires_grad_(False)
+    return model
 
 
-@each_backend
-def test_unlisted_parameters_join(backend: str) -> None:
+@stepwise(
+    each_backend,
+    half_frozen,
+    optimizer=lambda every: AdamW([p for p in every if p.requires_grad], lr=1e-2),
+    steps=6,
+)
+def test_frozen_parameters_join(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    if step in (2, 3):
+        layer = model.layers[3 - step].requires_grad_(True)
+        optimizer.add_param_group({"params": layer.parameters(), "lr": 1e-3})
+    side.step(loss_of(model, step), optimizer)
+
+
+def late(parameters: Any) -> Optimizer:
+    """Return an optimizer that the first layers and the head are not given to."""
+    return SGD(list(parameters)[4:10], lr=1e-2, momentum=0.9)
+
+
+@stepwise(each_backend, optimizer=late, states=1, steps=5)
+def test_unlisted_parameters_join(side: Side, model: Any, optimizer: Any, step: int) -> None:
     """They have gradients by then, accumulated over steps."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = SGD(model.layers[2:].parameters(), lr=1e-2, momentum=0.9)
-        with side.offload(model, optimizer, states=1):
-            for step in range(5):
-                loss_of(model, step).backward()
-                if step == 2:
-                    late = [*model.layers[:2].parameters(), *model.head.parameters()]
-                    optimizer.add_param_group({"params": late, "nesterov": True})
-                optimizer.step()
-                optimizer.zero_grad()
-
-    hazard(backend, program)
+    loss_of(model, step).backward()
+    if step == 2:
+        joining = [*model.layers[:2].parameters(), *model.head.parameters()]
+        optimizer.add_param_group({"params": joining, "nesterov": True})
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @each_backend
@@ -55,41 +63,38 @@ def test_parameters_outside_of_the_model_join(backend: str) -> None:
     """They stay where they are, and are stepped with the others."""
 
     def program(side: Side) -> None:
-        model, outside = Mlp(), nn.Linear(64, 64)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(5):
-                if step == 2:
-                    optimizer.add_param_group({"params": outside.parameters()})
-                side.step(loss_of(lambda x: model(torch.tanh(outside(x))), step), optimizer)
+        outside = nn.Linear(64, 64)
+
+        def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+            if step == 2:
+                optimizer.add_param_group({"params": outside.parameters()})
+            side.step(loss_of(lambda x: model(torch.tanh(outside(x))), step), optimizer)
+
+        trained(Mlp, each, steps=5)(side)
         side.see_state(outside)
 
     hazard(backend, program)
 
 
-@each_backend
-def test_parameters_leave_and_change_group(backend: str) -> None:
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(
-            [
-                {"params": list(model.layers.parameters()), "weight_decay": 0.1},
-                {"params": list(model.head.parameters()), "lr": 1e-3},
-            ],
-            lr=1e-2,
-        )
-        with side.offload(model, optimizer):
-            for step in range(6):
-                side.step(loss_of(model, step), optimizer)
-                first, second = optimizer.param_groups[:2]
-                if step == 1:
-                    second["params"].append(first["params"].pop(0))
-                if step == 3:
-                    del optimizer.state[first["params"].pop()]
-                second["lr"] *= 0.5
-                second["betas"] = (0.8, 0.9)
+def two_groups(parameters: Any) -> Optimizer:
+    """Return an optimizer of which the head is a group."""
+    every = list(parameters)
+    groups = [{"params": every[:-2], "weight_decay": 0.1}, {"params": every[-2:], "lr": 1e-3}]
+    return AdamW(groups, lr=1e-2)
 
-    hazard(backend, program)
+
+@stepwise(each_backend, optimizer=two_groups, steps=6)
+def test_parameters_leave_and_change_group(
+    side: Side, model: Any, optimizer: Any, step: int
+) -> None:
+    side.step(loss_of(model, step), optimizer)
+    first, second = optimizer.param_groups[:2]
+    if step == 1:
+        second["params"].append(first["params"].pop(0))
+    if step == 3:
+        del optimizer.state[first["params"].pop()]
+    second["lr"] *= 0.5
+    second["betas"] = (0.8, 0.9)
 
 
 @each_backend
@@ -102,5 +107,95 @@ def test_schedulers_change_rates_while_updates_wait(backend: str) -> None:
             for step in range(6):
                 side.step(loss_of(model, step), optimizer)
                 scheduler.step()
+
+    hazard(backend, program)
+
+
+# Hooks
+
+
+@each_backend
+@pytest.mark.parametrize("defer", ["auto", "never"])
+def test_a_hook_registered_right_before_a_step_comes_before_it(backend: str, defer: str) -> None:
+    """After backward, in the first step and in a later one; removed, it is not called again."""
+
+    def program(side: Side) -> None:
+        handles: list[Any] = []
+
+        def halve(its: Optimizer, args: Any, kwargs: Any) -> None:
+            parameters = [p for group in its.param_groups for p in group["params"]]
+            side.see("parameters", len(parameters))
+            for parameter in parameters:
+                parameter.grad.mul_(0.5)
+
+        def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+            loss_of(model, step).backward()
+            if step in (0, 3):
+                handles.append(optimizer.register_step_pre_hook(halve))
+            if step == 4:
+                handles.pop(0).remove()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        trained(Mlp, each, steps=6, defer_updates=defer)(side)
+
+    hazard(backend, program)
+
+
+@stepwise(each_paged, steps=3)
+def test_a_hook_that_raises_right_before_a_step_leaves_all_as_it_was(
+    side: Side, model: Any, optimizer: Any, step: int
+) -> None:
+    """Registered after backward; the groups are whole at once, and the next step is as plain."""
+
+    def refuse(its: Optimizer, args: Any, kwargs: Any) -> None:
+        raise RuntimeError("not now")
+
+    loss_of(model, step).backward()
+    if step == 1:
+        handle = optimizer.register_step_pre_hook(refuse)
+        side.fails("hook", optimizer.step)
+        handle.remove()
+        side.fails("argument", partial(optimizer.step, speed=2))
+        side.see("parameters", sum(len(group["params"]) for group in optimizer.param_groups))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# Scalers
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, int], Tensor]]] = {
+    "experts that wait": (Chosen, lambda m, n: chosen_loss(m, (n, [range(6), [2], [3]][n]))),  # type: ignore
+    "modules without a gradient": (Mlp, lambda m, n: loss_of(m.head if n else m, n)),
+}
+
+
+@each_paged
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(("drafts", "last"), [(0.0, "scaled"), (1.0, "overflows")])
+def test_a_scaled_step_after_a_plain_one(
+    backend: str, network: str, drafts: float, last: str
+) -> None:
+    """The second step is scaled, or overflows and is skipped, and leaves some parameters out."""
+    make, loss_of_step = NETWORKS[network]
+
+    def program(side: Side) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+        def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+            loss = loss_of_step(model, step)
+            if step == 1:
+                scaler.scale(loss * (float("inf") if last == "overflows" else 1.0)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                loss.backward()
+                optimizer.step()
+            optimizer.zero_grad()
+
+        fused = partial(AdamW, lr=1e-2, fused=True)
+        options = {"share": 0.5, "draft_share": drafts, **PAGES}
+        trained(make, each, optimizer=fused, steps=3, **options)(side)
 
     hazard(backend, program)

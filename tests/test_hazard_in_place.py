@@ -12,58 +12,48 @@ from typing import Any
 
 import pytest
 import torch
-from hazards import Mlp, Side, each_backend, hazard, loss_of, trained
+from hazards import Mlp, Side, compared, each_backend, hazard, loss_of, trained
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim import AdamW
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 
-@each_backend
+@compared(each_backend)
 @pytest.mark.parametrize("foreach", [False, True])
-def test_averaged_model(backend: str, foreach: bool) -> None:
+def test_averaged_model(side: Side, foreach: bool) -> None:
     """`AveragedModel` copies the managed model, and reads it by foreach kernels or one by one."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            how = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)} if foreach else {}
-            average = AveragedModel(model, **how)
-            for step in range(5):
-                side.step(loss_of(model, step), optimizer)
-                average.update_parameters(model)
-            side.see_state(average)
+    with side.block() as (model, optimizer):
+        how = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)} if foreach else {}
+        average = AveragedModel(model, **how)
+        for step in range(5):
+            side.step(loss_of(model, step), optimizer)
+            average.update_parameters(model)
         side.see_state(average)
+    side.see_state(average)
 
-    hazard(backend, program)
 
-
-@each_backend
-def test_the_average_trades_places_with_the_weights(backend: str) -> None:
+@compared(each_backend, aside=False)
+def test_the_average_trades_places_with_the_weights(side: Side) -> None:
     """Evaluation by the averaged weights: `.data` of all parameters is exchanged and put back."""
+    model = Mlp()
+    average = copy.deepcopy(model)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
 
-    def program(side: Side) -> None:
-        model = Mlp()
-        average = copy.deepcopy(model)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
+    def trade() -> None:
+        for ours, theirs in zip(model.parameters(), average.parameters(), strict=True):
+            ours.data, theirs.data = theirs.data, ours.data
 
-        def trade() -> None:
-            for ours, theirs in zip(model.parameters(), average.parameters(), strict=True):
-                ours.data, theirs.data = theirs.data, ours.data
-
-        with side.offload(model, optimizer):
-            for step in range(6):
-                side.step(loss_of(model, step), optimizer)
-                with torch.no_grad():
-                    for mean, now in zip(average.parameters(), model.parameters(), strict=True):
-                        mean.lerp_(now, 0.5)
-                trade()
-                with torch.no_grad():
-                    side.see("score", loss_of(model, 100))
-                trade()
-
-    hazard(backend, program, aside=False)
+    with side.offload(model, optimizer):
+        for step in range(6):
+            side.step(loss_of(model, step), optimizer)
+            with torch.no_grad():
+                for mean, now in zip(average.parameters(), model.parameters(), strict=True):
+                    mean.lerp_(now, 0.5)
+            trade()
+            with torch.no_grad():
+                side.see("score", loss_of(model, 100))
+            trade()
 
 
 def weight_normed(old: bool) -> nn.Module:
@@ -132,9 +122,9 @@ def test_a_parametrization_added_and_removed_in_mid_run(backend: str) -> None:
     hazard(backend, trained(after=after, steps=5))
 
 
-@each_backend
+@compared(each_backend)
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_batch_norm(backend: str, momentum: float | None) -> None:
+def test_batch_norm(side: Side, momentum: float | None) -> None:
     """Running statistics and the count of batches are buffers that forward writes."""
 
     def make() -> nn.Module:
@@ -143,16 +133,10 @@ def test_batch_norm(backend: str, momentum: float | None) -> None:
             layers += [nn.Linear(64, 64), nn.BatchNorm1d(64, momentum=momentum), nn.ReLU()]
         return nn.Sequential(*layers, nn.Linear(64, 10))
 
-    def program(side: Side) -> None:
-        model = make()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(5):
-                side.step(loss_of(model, step), optimizer)
-            update_bn([torch.randn(8, 64) for _ in range(3)], model)
-            side.step(loss_of(model, 9), optimizer)
-
-    hazard(backend, program)
+    with side.block(make) as (model, optimizer):
+        side.train(model, optimizer, range(5))
+        update_bn([torch.randn(8, 64) for _ in range(3)], model)
+        side.step(loss_of(model, 9), optimizer)
 
 
 @each_backend

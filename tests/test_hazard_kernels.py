@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hazards import Side, each_backend, each_backend_in_time, hazard, stepwise
+from hazards import Side, compared, each_backend, each_backend_in_time, stepwise
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -128,21 +128,18 @@ def train(side: Side, model: nn.Module, optimizer: Any, steps: range) -> None:
         side.step(model(*sample(step)).square().mean(), optimizer)
 
 
-@each_backend_in_time
+@compared(each_backend_in_time)
 @pytest.mark.parametrize("kind", LAYERS)
-def test_each_layer_takes_the_kernel_that_it_takes_plainly(backend: str, kind: str) -> None:
-    def program(side: Side) -> None:
-        model = Net(LAYERS[kind])
-        optimizer = AdamW(model.parameters(), lr=1e-3)
-        looks(side, model, "before the block")
-        with side.offload(model, optimizer, share=0.5):
-            looks(side, model, "at its start")
-            train(side, model, optimizer, range(4))
-            looks(side, model, "after steps")
-            train(side, model, optimizer, range(4, 7))
-        looks(side, model, "after it")
-
-    hazard(backend, program)
+def test_each_layer_takes_the_kernel_that_it_takes_plainly(side: Side, kind: str) -> None:
+    model = Net(LAYERS[kind])
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    looks(side, model, "before the block")
+    with side.offload(model, optimizer, share=0.5):
+        looks(side, model, "at its start")
+        train(side, model, optimizer, range(4))
+        looks(side, model, "after steps")
+        train(side, model, optimizer, range(4, 7))
+    looks(side, model, "after it")
 
 
 @pytest.mark.parametrize("kind", FAST)
@@ -157,24 +154,20 @@ def test_a_hook_would_change_the_bits(kind: str) -> None:
         assert not torch.equal(model(*sample(0)), plain)
 
 
-@each_backend
+@compared(each_backend)
 @pytest.mark.parametrize("kind", ["layer", "encoder"])
-def test_a_root_that_chooses(backend: str, kind: str) -> None:
+def test_a_root_that_chooses(side: Side, kind: str) -> None:
     """The managed root itself is what chooses, and its own hooks count."""
-
-    def program(side: Side) -> None:
-        model = LAYERS[kind]()
-        optimizer = AdamW(model.parameters(), lr=1e-3)
-        with side.offload(model, optimizer, share=0.5):
-            for step in range(4):
-                x, mask = sample(step)
-                with torch.no_grad():
-                    side.see("score", model.eval()(x, src_key_padding_mask=mask))
-                side.step(model.train()(x, src_key_padding_mask=mask).square().mean(), optimizer)
-        with torch.no_grad():
-            side.see("after it", model.eval()(*sample(0)[:1]))
-
-    hazard(backend, program)
+    model = LAYERS[kind]()
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    with side.offload(model, optimizer, share=0.5):
+        for step in range(4):
+            x, mask = sample(step)
+            with torch.no_grad():
+                side.see("score", model.eval()(x, src_key_padding_mask=mask))
+            side.step(model.train()(x, src_key_padding_mask=mask).square().mean(), optimizer)
+    with torch.no_grad():
+        side.see("after it", model.eval()(*sample(0)[:1]))
 
 
 class Products(nn.Module):
@@ -201,27 +194,23 @@ def test_operators_made_of_others(side: Side, model: Any, optimizer: Any, step: 
     side.step(loss, optimizer)
 
 
-@each_backend
+@compared(each_backend)
 @pytest.mark.parametrize("when", ["before", "inside"])
-def test_a_hook_of_the_users_keeps_its_meaning(backend: str, when: str) -> None:
+def test_a_hook_of_the_users_keeps_its_meaning(side: Side, when: str) -> None:
     """Torch leaves the fast path for it, and its module is called."""
+    model = Net(LAYERS["layer"])
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    calls: list[int] = []
 
-    def program(side: Side) -> None:
-        model = Net(LAYERS["layer"])
-        optimizer = AdamW(model.parameters(), lr=1e-3)
-        calls: list[int] = []
+    def register() -> Any:
+        return model.inner.linear1.register_forward_hook(lambda *_: calls.append(1))
 
-        def register() -> Any:
-            return model.inner.linear1.register_forward_hook(lambda *_: calls.append(1))
-
-        handle = register() if when == "before" else None
-        with side.offload(model, optimizer, share=0.5):
-            handle = handle or register()
-            looks(side, model, "with a hook")
-            train(side, model, optimizer, range(3))
-            looks(side, model, "with a hook, after steps")
-            handle.remove()
-            looks(side, model, "without")
-        side.see("calls", len(calls))
-
-    hazard(backend, program)
+    handle = register() if when == "before" else None
+    with side.offload(model, optimizer, share=0.5):
+        handle = handle or register()
+        looks(side, model, "with a hook")
+        train(side, model, optimizer, range(3))
+        looks(side, model, "with a hook, after steps")
+        handle.remove()
+        looks(side, model, "without")
+    side.see("calls", len(calls))

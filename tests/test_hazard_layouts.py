@@ -16,6 +16,7 @@ import torch
 from hazards import (
     Side,
     batch,
+    compared,
     each_backend,
     each_backend_in_time,
     hazard,
@@ -54,46 +55,40 @@ class Weights(nn.Module):
         return self.head(x)
 
 
-@each_backend_in_time
+@compared(each_backend_in_time)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("foreach", [False, True])
-def test_strides(backend: str, layout: str, foreach: bool) -> None:
-    def program(side: Side) -> None:
-        model = Weights(LAYOUTS[layout])
-        optimizer = AdamW(model.parameters(), lr=1e-2, foreach=foreach)
+def test_strides(side: Side, layout: str, foreach: bool) -> None:
+    model = Weights(LAYOUTS[layout])
+    optimizer = AdamW(model.parameters(), lr=1e-2, foreach=foreach)
+    side.see("strides", [p.stride() for p in model.parameters()])
+    with side.offload(model, optimizer):
+        for step in range(4):
+            side.step(loss_of(model, step), optimizer)
         side.see("strides", [p.stride() for p in model.parameters()])
-        with side.offload(model, optimizer):
-            for step in range(4):
-                side.step(loss_of(model, step), optimizer)
-            side.see("strides", [p.stride() for p in model.parameters()])
-        side.see("strides", [p.stride() for p in model.parameters()])
-
-    hazard(backend, program)
+    side.see("strides", [p.stride() for p in model.parameters()])
 
 
-@each_backend
+@compared(each_backend)
 @pytest.mark.parametrize("when", ["before", "inside"])
-def test_channels_last(backend: str, when: str) -> None:
-    def program(side: Side) -> None:
-        model = nn.Sequential(
-            *(part for _ in range(3) for part in (nn.Conv2d(16, 16, 3, padding=1), nn.ReLU())),
-            nn.Flatten(),
-            nn.Linear(16 * 16, 10),
-        )
-        if when == "before":
-            model = model.to(memory_format=torch.channels_last)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(5):
-                generator = torch.Generator().manual_seed(step)
-                x = torch.randn(4, 16, 4, 4, generator=generator)
-                if step == 2 and when == "inside":
-                    model.to(memory_format=torch.channels_last)
-                if step > 2 or when == "before":
-                    x = x.contiguous(memory_format=torch.channels_last)
-                side.step(F.cross_entropy(model(x), batch(step, rows=4)[1]), optimizer)
-
-    hazard(backend, program)
+def test_channels_last(side: Side, when: str) -> None:
+    model = nn.Sequential(
+        *(part for _ in range(3) for part in (nn.Conv2d(16, 16, 3, padding=1), nn.ReLU())),
+        nn.Flatten(),
+        nn.Linear(16 * 16, 10),
+    )
+    if when == "before":
+        model = model.to(memory_format=torch.channels_last)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with side.offload(model, optimizer):
+        for step in range(5):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(4, 16, 4, 4, generator=generator)
+            if step == 2 and when == "inside":
+                model.to(memory_format=torch.channels_last)
+            if step > 2 or when == "before":
+                x = x.contiguous(memory_format=torch.channels_last)
+            side.step(F.cross_entropy(model(x), batch(step, rows=4)[1]), optimizer)
 
 
 class Complex(nn.Module):
@@ -110,15 +105,11 @@ class Complex(nn.Module):
         return x.imag.square().mean() + x.real.mean()
 
 
-@each_backend
+@stepwise(each_backend, Complex)
 @pytest.mark.parametrize("foreach", [False, True])
-def test_complex_parameters(backend: str, foreach: bool) -> None:
-    def loss(model: Any, step: int) -> Tensor:
-        generator = torch.Generator().manual_seed(step)
-        return model(torch.randn(4, 48, generator=generator, dtype=torch.complex64))
-
-    optimizer = partial(AdamW, lr=1e-2, foreach=foreach)
-    hazard(backend, trained(Complex, loss=loss, optimizer=optimizer))
+def test_complex_parameters(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    x = torch.randn(4, 48, generator=torch.Generator().manual_seed(step), dtype=torch.complex64)
+    side.step(model(x), optimizer)
 
 
 @each_backend
@@ -167,11 +158,13 @@ class Odd(nn.Module):
     "options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str
 )
 def test_odd_and_empty_sizes(backend: str, options: dict[str, bool]) -> None:
-    def loss(model: Any, step: int) -> Tensor:
-        return model(batch(step)[0])
-
-    optimizer = partial(AdamW, lr=1e-2, **options)
-    hazard(backend, trained(Odd, loss=loss, optimizer=optimizer, share=0.5))
+    program = trained(
+        Odd,
+        loss=lambda model, step: model(batch(step)[0]),
+        optimizer=partial(AdamW, lr=1e-2, **options),
+        share=0.5,
+    )
+    hazard(backend, program)
 
 
 @each_backend_in_time

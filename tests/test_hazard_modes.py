@@ -7,12 +7,11 @@ user's back must be as at ``step()``, and what is on where they are made must no
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,14 +23,14 @@ from hazards import (
     Mlp,
     Side,
     batch,
+    compared,
     each_backend,
     each_backend_in_time,
     each_of_the_cpu,
     each_paged,
     guarded,
-    hazard,
     loss_of,
-    trains,
+    stepwise,
 )
 from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
@@ -46,51 +45,33 @@ from dynoffload.runtime.updates.torch_context import depends_on_dtype
 
 
 @contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def switched(switch: Callable[[Any], object], value: Any, back: Any) -> Iterator[None]:
+    """Have a setting of torch be ``value``, and ``back`` afterwards."""
+    switch(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        switch(back)
 
 
-@contextmanager
-def default_device(device: str) -> Iterator[None]:
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
+def default_dtype(dtype: torch.dtype) -> Any:
+    return switched(torch.set_default_dtype, dtype, torch.get_default_dtype())
 
 
-@contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+def deterministic() -> Any:
+    return switched(partial(torch.use_deterministic_algorithms, warn_only=True), True, False)
 
 
-@contextmanager
-def flushing() -> Iterator[None]:
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this processor cannot flush denormal numbers")
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
+def threads(count: int) -> Any:
+    return switched(torch.set_num_threads, count, torch.get_num_threads())
 
 
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def without_mkldnn() -> Any:
+    return switched(torch._C._set_mkldnn_enabled, False, torch._C._get_mkldnn_enabled())
+
+
+def flushing() -> Any:
+    return switched(torch.set_flush_denormal, True, False)
 
 
 def read(side: Side, model: nn.Module) -> None:
@@ -100,7 +81,7 @@ def read(side: Side, model: nn.Module) -> None:
 
 SCOPES: dict[str, Callable[[], Any]] = {
     "dtype": lambda: default_dtype(torch.float64),
-    "device": lambda: default_device("meta"),
+    "device": lambda: switched(torch.set_default_device, "meta", None),
     "deterministic": deterministic,
     "threads": lambda: threads(2),
     "inference": torch.inference_mode,
@@ -108,39 +89,20 @@ SCOPES: dict[str, Callable[[], Any]] = {
 }
 
 
-@each_backend_in_time
+@compared(each_backend_in_time)
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("where", ["at the step", "at the look", "at both"])
-def test_a_mode_at_the_step_or_at_the_look(backend: str, scope: str, where: str) -> None:
-    def program(side: Side) -> None:
-        model = Mlp(depth=3)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
-                loss_of(model, step).backward()
-                if where != "at the look" and scope not in ("inference", "device"):
-                    with SCOPES[scope]():
-                        optimizer.step()
-                else:
-                    optimizer.step()
-                optimizer.zero_grad()
-                if where != "at the step":
-                    with SCOPES[scope]():
-                        model.layers[1].weight.detach().sum()
-                read(side, model)
-            side.see("steps", [s["step"].dtype for s in optimizer.state.values()])
-
-    hazard(backend, program)
-
-
-@contextmanager
-def without_mkldnn() -> Iterator[None]:
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
+def test_a_mode_at_the_step_or_at_the_look(side: Side, scope: str, where: str) -> None:
+    with side.block(lambda: Mlp(depth=3)) as (model, optimizer):
+        for step in range(4):
+            changed = where != "at the look" and scope not in ("inference", "device")
+            within = SCOPES[scope]() if changed else None
+            side.step(loss_of(model, step), optimizer, within=within)
+            if where != "at the step":
+                with SCOPES[scope]():
+                    model.layers[1].weight.detach().sum()
+            read(side, model)
+        side.see("steps", [s["step"].dtype for s in optimizer.state.values()])
 
 
 OF_PRODUCTS: dict[str, Callable[[], Any]] = {
@@ -165,32 +127,26 @@ class Matrices(nn.Module):
         return self.head(x)
 
 
-@each_backend_in_time
+@compared(each_backend_in_time)
 @pytest.mark.parametrize("kind", [Adafactor, Muon])
 @pytest.mark.parametrize("scope", OF_PRODUCTS)
 @pytest.mark.parametrize("where", ["at the step", "at the look"])
 def test_a_mode_that_norms_and_products_follow(
-    backend: str, where: str, scope: str, kind: type[Optimizer]
+    side: Side, where: str, scope: str, kind: type[Optimizer]
 ) -> None:
     """Adafactor takes norms and Muon multiplies matrices, which autocast casts and oneDNN does in
     its own way. The looks are at one weight only; the others wait for the next forward."""
-
-    def program(side: Side) -> None:
-        model = Matrices()
-        optimizer = kind(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, states=1) as session:
-            for step in range(5):
-                loss_of(model, step).backward()
-                with OF_PRODUCTS[scope]() if where == "at the step" else contextlib.nullcontext():
-                    optimizer.step()
-                optimizer.zero_grad()
-                if where == "at the look":
-                    if session is not None and scope == "mkldnn":
-                        session.flush()
-                    with OF_PRODUCTS[scope]():
-                        read(side, model)
-
-    hazard(backend, program)
+    model = Matrices()
+    optimizer = kind(model.parameters(), lr=1e-2)
+    with side.offload(model, optimizer, states=1) as session:
+        for step in range(5):
+            within = OF_PRODUCTS[scope]() if where == "at the step" else None
+            side.step(loss_of(model, step), optimizer, within=within)
+            if where == "at the look":
+                if session is not None and scope == "mkldnn":
+                    session.flush()
+                with OF_PRODUCTS[scope]():
+                    read(side, model)
 
 
 @guarded
@@ -246,11 +202,7 @@ def test_the_guard_leaves_settings_of_the_process_alone(
     begun, go_on = threading.Event(), threading.Event()
     config = {"backend": backend, "draft_share": 0.0, "step_aside": False, **SMALL_PAGES}
     with twin.paged(footprint_of(twin.model) // 2, config=config) as session:
-        for step in range(3):
-            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
-                loss_of(model, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+        twin.train(loss_of, range(3))
         updates = paging_of(session).updates
         assert updates is not None
         step_of = updates.runner.step
@@ -298,26 +250,22 @@ class Sums(nn.Module):
         return sum((layer(x).sum() for layer in self.layers), torch.zeros(()))
 
 
-@each_backend
+@compared(each_backend)
 @pytest.mark.parametrize("where", ["at the step", "at the look", "at both"])
-def test_denormals_flushed_at_the_step_or_at_the_look(backend: str, where: str) -> None:
+def test_denormals_flushed_at_the_step_or_at_the_look(side: Side, where: str) -> None:
     """All that an update changes is a denormal number, or nothing where those are flushed."""
-
-    def program(side: Side) -> None:
-        model = Sums()
-        optimizer = SGD(model.parameters(), lr=1e-39)
-        with side.offload(model, optimizer, states=0):
-            for step in range(3):
-                model(batch(step)[0]).backward()
-                with contextlib.nullcontext() if where == "at the look" else flushing():
-                    optimizer.step()
-                optimizer.zero_grad()
-                with contextlib.nullcontext() if where == "at the step" else flushing():
-                    model(batch(50)[0])
-        changed = any(layer.weight.detach().ne(0).any() for layer in model.layers)
-        assert changed == (where == "at the look")
-
-    hazard(backend, program)
+    if not torch.set_flush_denormal(False):
+        pytest.skip("this processor cannot flush denormal numbers")
+    model = Sums()
+    optimizer = SGD(model.parameters(), lr=1e-39)
+    with side.offload(model, optimizer, states=0):
+        for step in range(3):
+            loss = model(batch(step)[0])
+            side.step(loss, optimizer, within=None if where == "at the look" else flushing())
+            with nullcontext() if where == "at the step" else flushing():
+                model(batch(50)[0])
+    changed = any(layer.weight.detach().ne(0).any() for layer in model.layers)
+    assert changed == (where == "at the look")
 
 
 class Counting(TorchDispatchMode):
@@ -359,22 +307,12 @@ def test_a_mode_that_watches_the_step_sees_its_updates(backend: str) -> None:
             assert sum("addcdiv_" in call for call in counting.calls) == len([*model.parameters()])
 
 
-@each_backend
-def test_a_mode_that_changes_operators(backend: str) -> None:
+@stepwise(each_backend, lambda: Mlp(depth=3))
+def test_a_mode_that_changes_operators(side: Side, model: Any, optimizer: Any, step: int) -> None:
     """First at the step, then around forward."""
-
-    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
-        loss_of(model, step).backward()
-        if step == 1:
-            with Doubling():
-                optimizer.step()
-        else:
-            optimizer.step()
-        optimizer.zero_grad()
-        with Doubling():
-            side.see("score", loss_of(model, 50).detach())
-
-    trains(backend, each, lambda: Mlp(depth=3))
+    side.step(loss_of(model, step), optimizer, within=Doubling() if step == 1 else None)
+    with Doubling():
+        side.see("score", loss_of(model, 50).detach())
 
 
 OPTIMIZERS = [
@@ -399,11 +337,11 @@ def test_what_updates_depend_on(kind: type[Optimizer], foreach: bool) -> None:
         optimizer = kind([parameter], lr=1e-2, **options)  # type: ignore[call-arg]
         for step in range(4):
             parameter.grad = torch.randn(33, 17)
-            with scope() if step >= begin else contextlib.nullcontext():
+            with scope() if step >= begin else nullcontext():
                 optimizer.step()
         return parameter.detach(), optimizer.state[parameter]
 
-    plain = state(contextlib.nullcontext, 0)
+    plain = state(nullcontext, 0)
     assert_same(state(deterministic, 0), plain, "deterministic")
     for dtype in (torch.float64, torch.bfloat16):
         optimizer = kind([nn.Parameter(torch.ones(2, 2))])
@@ -419,33 +357,27 @@ def muon(model: Mlp) -> Optimizer:
     return Muon([p for p in model.parameters() if p.requires_grad and p.dim() == 2], lr=1e-2)
 
 
-@each_backend
+@compared(each_backend)
 @pytest.mark.parametrize("around", ["each phase", "all"])
-def test_a_counter_of_flops_counts_what_it_does_in_plain_training(
-    backend: str, around: str
-) -> None:
+def test_a_counter_of_flops_counts_what_it_does_in_plain_training(side: Side, around: str) -> None:
     """Those of a step in `step()`, and none of an earlier one where it is made."""
-
-    def program(side: Side) -> None:
-        model = Mlp(depth=3)
-        optimizer = muon(model)
-        whole = FlopCounterMode(display=False)
-        with whole if around == "all" else contextlib.nullcontext():
-            with side.offload(model, optimizer):
-                for step in range(4):
-                    counters = [FlopCounterMode(display=False) for _ in range(3)]
-                    with counters[0]:
-                        loss = loss_of(model, step)
-                    with counters[1]:
-                        loss.backward()
-                    with counters[2] if step % 2 else contextlib.nullcontext():
-                        optimizer.step()
-                    optimizer.zero_grad()
-                    side.see("flops", [one.get_total_flops() for one in counters])
-        if around == "all":
-            side.see("flops", whole.get_total_flops())
-
-    hazard(backend, program)
+    model = Mlp(depth=3)
+    optimizer = muon(model)
+    whole = FlopCounterMode(display=False)
+    with whole if around == "all" else nullcontext():
+        with side.offload(model, optimizer):
+            for step in range(4):
+                counters = [FlopCounterMode(display=False) for _ in range(3)]
+                with counters[0]:
+                    loss = loss_of(model, step)
+                with counters[1]:
+                    loss.backward()
+                with counters[2] if step % 2 else nullcontext():
+                    optimizer.step()
+                optimizer.zero_grad()
+                side.see("flops", [one.get_total_flops() for one in counters])
+    if around == "all":
+        side.see("flops", whole.get_total_flops())
 
 
 @contextmanager
@@ -466,28 +398,31 @@ def counted(by: str) -> Iterator[Counter[str]]:
         found.pop(name, None)
 
 
-def counting_phases(by: str, side: Side) -> None:
-    """Train, and note which operators each phase has made."""
-    model = Mlp(depth=3)
-    optimizer = AdamW(model.parameters(), lr=1e-2, foreach=False)
-    with side.offload(model, optimizer):
-        for step in range(5):
-            with counted(by) as sample:
-                loss_of(model, step).backward()
-            with counted(by) if step != 1 else contextlib.nullcontext() as update:
-                optimizer.step()
-            optimizer.zero_grad()
-            side.see("sample", sorted(sample.items()))
-            side.see("update", update and sorted(update.items()))
+def counting_phases(side: Side, model: Any, optimizer: Any, step: int, by: str) -> None:
+    """Note which operators each phase has made."""
+    with counted(by) as sample:
+        loss_of(model, step).backward()
+    with counted(by) if step != 1 else nullcontext() as update:
+        optimizer.step()
+    optimizer.zero_grad()
+    side.see("sample", sorted(sample.items()))
+    side.see("update", update and sorted(update.items()))
 
 
-@each_backend
-def test_a_mode_counts_no_operator_of_ours(backend: str) -> None:
+COUNTED = {"steps": 5, "optimizer": partial(AdamW, lr=1e-2, foreach=False)}
+
+
+@stepwise(each_backend, lambda: Mlp(depth=3), **COUNTED)
+def test_a_mode_counts_no_operator_of_ours(
+    side: Side, model: Any, optimizer: Any, step: int
+) -> None:
     """Neither those that pack, move and adopt, nor updates that others are made in."""
-    hazard(backend, partial(counting_phases, "a mode"))
+    counting_phases(side, model, optimizer, step, "a mode")
 
 
-@each_of_the_cpu
-def test_a_profiler_counts_no_operator_of_ours(backend: str) -> None:
+@stepwise(each_of_the_cpu, lambda: Mlp(depth=3), **COUNTED)
+def test_a_profiler_counts_no_operator_of_ours(
+    side: Side, model: Any, optimizer: Any, step: int
+) -> None:
     """On an accelerator it counts those of the loop once more, as a mode dispatches them anew."""
-    hazard(backend, partial(counting_phases, "a profiler"))
+    counting_phases(side, model, optimizer, step, "a profiler")

@@ -13,6 +13,7 @@ import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -26,6 +27,8 @@ from hazards import (
     guarded,
     hazard,
     loss_of,
+    stepwise,
+    trained,
 )
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
@@ -117,18 +120,9 @@ class Matrices(nn.Module):
         return x
 
 
-def train(
-    side: Side,
-    make: Callable[[Iterable[nn.Parameter]], Optimizer],
-    steps: int = 5,
-    states: int = 2,
-    network: Callable[[], nn.Module] = Uneven,
-) -> None:
-    model = network()
-    optimizer = make(model.parameters())
-    with side.offload(model, optimizer, states=states):
-        for step in range(steps):
-            side.step(loss_of(model, step, width=67, classes=5), optimizer)
+def uneven_loss(model: nn.Module, step: int) -> Tensor:
+    """Return a loss of the networks above."""
+    return loss_of(model, step, width=67, classes=5)
 
 
 @pytest.mark.parametrize(("kind", "options"), _variants())
@@ -143,7 +137,10 @@ def test_every_optimizer_of_torch(
     def network() -> nn.Module:
         return (Matrices() if kind is Muon else Uneven()).to(dtype)
 
-    hazard(backend, lambda side: train(side, lambda p: kind(p, **options), network=network))
+    def make(parameters: Any) -> Optimizer:  # each side has its rate
+        return kind(parameters, **copy.deepcopy(options))
+
+    hazard(backend, trained(network, loss=uneven_loss, optimizer=make, steps=5))
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
@@ -168,41 +165,37 @@ def test_no_optimizer_of_torch_is_forgotten() -> None:
     assert {kind.__name__ for kind in _stock()} == known
 
 
-@each_backend
-def test_capturable(backend: str) -> None:
+@stepwise(
+    each_backend,
+    optimizer=lambda p: AdamW(p, lr=1e-2, capturable=True, foreach=False),
+    steps=1,
+    aside=False,
+)
+def test_capturable(side: Side, model: Any, optimizer: Any, step: int) -> None:
     """Capturable optimizers want an accelerator: the error is torch's, at the step."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2, capturable=True, foreach=False)
-        with side.offload(model, optimizer):
-            loss_of(model, 0).backward()
-            side.fails("step", optimizer.step)
-            for group in optimizer.param_groups:
-                group["capturable"] = False
-            optimizer.state.clear()
-            side.step(loss_of(model, 1), optimizer)
-
-    hazard(backend, program, aside=False)
+    loss_of(model, 0).backward()
+    side.fails("step", optimizer.step)
+    optimizer.param_groups[0]["capturable"] = False
+    optimizer.state.clear()
+    side.step(loss_of(model, 1), optimizer)
 
 
-@each_backend
-def test_differentiable(backend: str) -> None:
+@stepwise(
+    each_backend,
+    optimizer=lambda p: AdamW(p, lr=1e-2, differentiable=True),
+    steps=1,
+    moves=False,
+    aside=False,
+)
+def test_differentiable(side: Side, model: Any, optimizer: Any, step: int) -> None:
     """Torch refuses to write leaf parameters with a graph: the error is its own. It has counted
     the step of one by then, so the user loads what was there before."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2, differentiable=True)
-        with side.offload(model, optimizer):
-            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-            loss_of(model, 0).backward()
-            side.fails("step", optimizer.step)
-            optimizer.zero_grad()
-            model.load_state_dict(saved[0])
-            optimizer.load_state_dict(saved[1])
-
-    hazard(backend, program, moves=False, aside=False)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    loss_of(model, 0).backward()
+    side.fails("step", optimizer.step)
+    optimizer.zero_grad()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
 
 
 @each_backend
@@ -213,16 +206,10 @@ def test_adafactor_of_transformers(backend: str, relative: bool) -> None:
 
     def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
         rate = None if relative else 1e-2
-        return Adafactor(
-            parameters,
-            lr=rate,
-            scale_parameter=relative,
-            relative_step=relative,
-            warmup_init=relative,
-            beta1=0.9,
-        )
+        own = {"scale_parameter": relative, "relative_step": relative, "warmup_init": relative}
+        return Adafactor(parameters, lr=rate, beta1=0.9, **own)
 
-    hazard(backend, lambda side: train(side, make))
+    hazard(backend, trained(Uneven, loss=uneven_loss, optimizer=make, steps=5))
 
 
 class Foreach(Optimizer):
@@ -264,7 +251,8 @@ class Late(AdamW):
 @each_backend
 @pytest.mark.parametrize("kind", [Foreach, Late])
 def test_an_optimizer_of_the_users(backend: str, kind: type[Optimizer]) -> None:
-    hazard(backend, lambda side: train(side, lambda p: kind(p, lr=1e-2), states=1))
+    make = partial(kind, lr=1e-2)
+    hazard(backend, trained(Uneven, loss=uneven_loss, optimizer=make, steps=5, states=1))
 
 
 def _layers() -> nn.Sequential:
@@ -280,24 +268,18 @@ def _moved_little(paged: Side) -> None:
 @each_backend
 @pytest.mark.parametrize("closure", [False, True], ids=["", "closure"])
 def test_operands_of_a_whole_step_stay_together(backend: str, closure: bool) -> None:
-    def program(side: Side) -> None:
-        model = _layers()
-        optimizer = Foreach(model.parameters())
-
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
         def evaluated() -> Tensor:
             optimizer.zero_grad()
             loss = model(torch.randn(8, 64)).square().mean()
             loss.backward()
             return loss
 
-        with side.offload(model, optimizer, states=1, share=0.4):
-            for _ in range(3):
-                if closure:
-                    side.see("loss", optimizer.step(evaluated))
-                else:
-                    side.see("loss", evaluated())
-                    optimizer.step()
+        side.see("loss", optimizer.step(evaluated) if closure else evaluated())
+        if not closure:
+            optimizer.step()
 
+    program = trained(_layers, each, optimizer=Foreach, steps=3, states=1, share=0.4)
     _moved_little(hazard(backend, program, aside=False))
 
 
@@ -305,24 +287,27 @@ def test_operands_of_a_whole_step_stay_together(backend: str, closure: bool) -> 
 def test_operands_between_backward_and_step_stay_together(backend: str) -> None:
     """Averages of weights, which no forward uses, so that no plan holds them."""
 
-    def program(side: Side) -> None:
+    def averaging() -> nn.Module:
         model = nn.ModuleList(_layers() for _ in range(3))
         model.forward = model[0].forward
-        for averages in model[1:]:
-            averages.requires_grad_(False)
-        weights, first, second = (list(one.parameters()) for one in model)
-        optimizer = SGD(weights, lr=1e-2)
-        with side.offload(model, optimizer, states=0, share=0.26):
-            for _ in range(3):
-                loss = model(torch.randn(8, 64)).square().mean()
-                loss.backward()
-                with torch.no_grad():
-                    torch._foreach_lerp_(first, second, 0.1)
-                    torch._foreach_addcmul_(second, first, weights, 0.1)
-                optimizer.step()
-                optimizer.zero_grad()
-                side.see("loss", loss)
+        model[1:].requires_grad_(False)
+        return model
 
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        weights, first, second = (list(one.parameters()) for one in model)
+        loss = model(torch.randn(8, 64)).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            torch._foreach_lerp_(first, second, 0.1)
+            torch._foreach_addcmul_(second, first, weights, 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        side.see("loss", loss)
+
+    def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        return SGD([p for p in parameters if p.requires_grad], lr=1e-2)
+
+    program = trained(averaging, each, optimizer=make, steps=3, states=0, share=0.26)
     _moved_little(hazard(backend, program, aside=False))
 
 
@@ -331,44 +316,40 @@ def test_a_step_of_the_instance(backend: str) -> None:
     """``optimizer.step`` wrapped by an attribute of the instance, as schedulers do."""
 
     def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = SGD(model.parameters(), lr=1e-2, momentum=0.9)
-        plain, calls = optimizer.step, []
+        calls = []
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            calls.append(1)
-            return plain(*args, **kwargs)
+        def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
+            optimizer = SGD(parameters, lr=1e-2, momentum=0.9)
+            plain = optimizer.step
 
-        optimizer.step = counted  # type: ignore[method-assign]
-        with side.offload(model, optimizer):
-            for step in range(4):
-                side.step(loss_of(model, step), optimizer)
+            def counted(*args: Any, **kwargs: Any) -> Any:
+                calls.append(1)
+                return plain(*args, **kwargs)
+
+            optimizer.step = counted  # type: ignore[method-assign]
+            return optimizer
+
+        trained(optimizer=make)(side)
         side.see("calls", len(calls))
 
     hazard(backend, program)
 
 
-@guarded
-def test_a_closure_that_runs_the_model_twice(backend: str) -> None:
+@stepwise(guarded)
+def test_a_closure_that_runs_the_model_twice(
+    side: Side, model: Any, optimizer: Any, step: int
+) -> None:
     """As line searches do by hand: forward and backward inside ``step()``."""
 
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        with torch.no_grad():
+            loss_of(model, step + 20)
+        loss = loss_of(model, step)
+        loss.backward()
+        return loss
 
-                def closure(step: int = step) -> Tensor:
-                    optimizer.zero_grad()
-                    with torch.no_grad():
-                        loss_of(model, step + 20)
-                    loss = loss_of(model, step)
-                    loss.backward()
-                    return loss
-
-                side.see("loss", optimizer.step(closure))
-
-    hazard(backend, program)
+    side.see("loss", optimizer.step(closure))
 
 
 @each_backend
@@ -424,16 +405,12 @@ def test_state_that_is_reset(backend: str, reset: Callable[[Optimizer], None]) -
     """After the first step, whose state is still to come where its updates wait; and after
     another."""
 
-    def program(side: Side) -> None:
-        model = Mlp(depth=2)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, share=0.5):
-            for step in range(4):
-                side.step(loss_of(model, step), optimizer)
-                if step in (0, 2):
-                    reset(optimizer)
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        side.step(loss_of(model, step), optimizer)
+        if step in (0, 2):
+            reset(optimizer)
 
-    hazard(backend, program)
+    hazard(backend, trained(partial(Mlp, depth=2), each, share=0.5))
 
 
 @guarded
@@ -472,20 +449,16 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
 def test_copies_of_the_state_and_looks_at_it(backend: str, look: str) -> None:
     """Whatever looks at the whole sees all entries; a copy is a plain mapping of the same ones."""
 
-    def program(side: Side) -> None:
-        model = Mlp(depth=2)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, share=0.5):
-            side.step(loss_of(model, 0), optimizer)
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        side.step(loss_of(model, step), optimizer)
+        if step == 0:
             found = LOOKS[look](optimizer.state)
             side.see("entries", len(list(found)))
             if look == "copy":
                 side.see("type", type(found) is defaultdict)
                 side.see("values", [found[parameter] for parameter in model.parameters()])
-            del found
-            side.step(loss_of(model, 1), optimizer)
 
-    hazard(backend, program)
+    hazard(backend, trained(partial(Mlp, depth=2), each, share=0.5, steps=2))
 
 
 @each_backend

@@ -12,7 +12,17 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
-from hazards import Mlp, Side, batch, each_backend, each_backend_in_time, hazard, loss_of, trained
+from hazards import (
+    Mlp,
+    Side,
+    batch,
+    compared,
+    each_backend,
+    each_backend_in_time,
+    hazard,
+    loss_of,
+    trained,
+)
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
@@ -54,30 +64,26 @@ def test_hooks_within_forward(backend: str, hooks: type[AbstractContextManager[N
     hazard(backend, trained(lambda: Hooked(hooks)))
 
 
-@each_backend_in_time
+@compared(each_backend_in_time)
 @pytest.mark.parametrize("hooks", [Rounding, save_on_cpu])
 @pytest.mark.parametrize("where", ["call", "block"])
 def test_hooks_around_the_model(
-    backend: str, hooks: type[AbstractContextManager[None]], where: str
+    side: Side, hooks: type[AbstractContextManager[None]], where: str
 ) -> None:
     """What changes what is saved must change the gradients here as it does there."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with hooks() if where == "block" else nullcontext():
-            with side.offload(model, optimizer):
-                for step in range(4):
-                    with hooks() if where == "call" else nullcontext():
-                        loss = loss_of(model, step)
-                    side.step(loss, optimizer)
-
-    hazard(backend, program)
+    model = Mlp()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with hooks() if where == "block" else nullcontext():
+        with side.offload(model, optimizer):
+            for step in range(4):
+                with hooks() if where == "call" else nullcontext():
+                    loss = loss_of(model, step)
+                side.step(loss, optimizer)
 
 
-@each_backend
+@compared(each_backend)
 @pytest.mark.parametrize("where", ["call", "inside"])
-def test_hooks_disabled(backend: str, where: str) -> None:
+def test_hooks_disabled(side: Side, where: str) -> None:
     """Ours stay off where hooks are disabled. A forward that disables them refuses to run under
     any, so they must be turned off by ``page_activations=False``."""
 
@@ -86,13 +92,10 @@ def test_hooks_disabled(backend: str, where: str) -> None:
             with disable_saved_tensors_hooks("not here"):
                 return super().forward(x)
 
-    def program(side: Side) -> None:
-        model = Mlp() if where == "call" else Disabling()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, page_activations=where == "call"):
-            for step in range(4):
-                with disable_saved_tensors_hooks("no") if where == "call" else nullcontext():
-                    loss = F.cross_entropy(model(batch(step)[0]), batch(step)[1])
-                side.step(loss, optimizer)
-
-    hazard(backend, program)
+    with side.block(
+        lambda: Mlp() if where == "call" else Disabling(), page_activations=where == "call"
+    ) as (model, optimizer):
+        for step in range(4):
+            with disable_saved_tensors_hooks("no") if where == "call" else nullcontext():
+                loss = F.cross_entropy(model(batch(step)[0]), batch(step)[1])
+            side.step(loss, optimizer)

@@ -8,67 +8,59 @@ error. Writes that autograd allows must go on giving the same gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from hazards import Side, batch, each_backend, each_backend_in_time, hazard
+from hazards import Side, batch, compared, each_backend, each_backend_in_time, stepwise
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
 
-def _a_view_of_it(x: Tensor, weight: Tensor) -> Tensor:
-    y = torch.tanh(F.linear(x, weight))
-    y[:2].zero_()
-    return y
-
-
-def _an_input_of_mul(x: Tensor, weight: Tensor) -> Tensor:
+def written(how: str, x: Tensor, weight: Tensor) -> Tensor:
+    """Return what a layer makes of ``x``, which writes into what autograd has saved."""
     a = F.linear(x, weight)
-    b = a * a.sigmoid()
-    with torch.no_grad():
-        a.mul_(2)
-    return b
+    match how:
+        case "output of tanh":
+            return torch.tanh(a).add_(1)
+        case "view of an output":
+            y = torch.tanh(a)
+            y[:2].zero_()
+            return y
+        case "input of mul, without grad":
+            b = a * a.sigmoid()
+            with torch.no_grad():
+                a.mul_(2)
+            return b
+        case "input of mul, in a list":
+            b = a * a.sigmoid()
+            with torch.no_grad():
+                torch._foreach_mul_([a], 2.0)
+            return b
+        case "by out=":
+            b = a.exp()
+            with torch.no_grad():
+                torch.add(a, 1, out=b)
+            return a + b
+        case "between two saves":
+            a = torch.tanh(a)
+            b = a * a
+            a.relu_()
+            return b + a * a
+        case "allowed: before the save":
+            return a.add_(1).relu_().mul(2).relu_()
+        case "allowed: relu_":  # linear saves its input, relu_ its output, of different versions
+            return F.linear(a.relu_(), weight)
+    raise AssertionError(how)
 
 
-def _by_a_list(x: Tensor, weight: Tensor) -> Tensor:
-    a = F.linear(x, weight)
-    b = a * a.sigmoid()
-    with torch.no_grad():
-        torch._foreach_mul_([a], 2.0)
-    return b
-
-
-def _by_out(x: Tensor, weight: Tensor) -> Tensor:
-    a = F.linear(x, weight)
-    b = a.exp()
-    with torch.no_grad():
-        torch.add(a, 1, out=b)
-    return a + b
-
-
-def _after_a_second_save(x: Tensor, weight: Tensor) -> Tensor:
-    a = torch.tanh(F.linear(x, weight))
-    b = a * a
-    a.relu_()
-    c = a * a
-    return b + c
-
-
-FORWARDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "output of tanh": lambda x, weight: torch.tanh(F.linear(x, weight)).add_(1),
-    "view of an output": _a_view_of_it,
-    "input of mul, without grad": _an_input_of_mul,
-    "input of mul, in a list": _by_a_list,
-    "by out=": _by_out,
-    "between two saves": _after_a_second_save,
-    "allowed: before the save": lambda x, weight: (
-        F.linear(x, weight).add_(1).relu_().mul(2).relu_()
-    ),
-    # linear saves its input, relu_ its output: the two have different versions
-    "allowed: relu_": lambda x, weight: F.linear(F.linear(x, weight).relu_(), weight),
-}
+FORWARDS = (
+    *("output of tanh", "view of an output", "input of mul, without grad"),
+    *("input of mul, in a list", "by out=", "between two saves"),
+    *("allowed: before the save", "allowed: relu_"),
+)
 
 
 WARM = 4
@@ -76,76 +68,70 @@ WARM = 4
 
 
 class Writing(nn.Module):
-    def __init__(self, forward: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.way = forward
+        self.how = "allowed: relu_"
         self.weights = nn.ParameterList(nn.Parameter(torch.randn(64, 64) / 8) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         for weight in self.weights:
-            x = self.way(x, weight)
+            x = written(self.how, x, weight)
         return x
 
 
-@each_backend_in_time
+@stepwise(
+    each_backend_in_time,
+    Writing,
+    optimizer=partial(SGD, lr=1e-2),
+    steps=7,
+    states=0,
+    moves=False,
+)
 @pytest.mark.parametrize("how", FORWARDS)
-def test_a_write_into_what_is_saved(backend: str, how: str) -> None:
-    def program(side: Side) -> None:
-        model = Writing(FORWARDS[how])
-        optimizer = SGD(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, states=0):
-            for step in range(7):
-                x, _ = batch(step)
-                model.way = FORWARDS[how if step >= WARM else "allowed: relu_"]
-                loss = model(x).square().mean()
-                error = side.fails("backward", loss.backward)
-                if step >= WARM and not how.startswith("allowed"):
-                    assert "modified by an inplace operation" in str(error)
-                optimizer.step()
-                optimizer.zero_grad()
-                side.see("loss", loss)
-
-    hazard(backend, program, moves=False)
+def test_a_write_into_what_is_saved(
+    side: Side, model: Any, optimizer: Any, step: int, how: str
+) -> None:
+    x, _ = batch(step)
+    model.how = how if step >= WARM else "allowed: relu_"
+    loss = model(x).square().mean()
+    error = side.fails("backward", loss.backward)
+    if step >= WARM and not how.startswith("allowed"):
+        assert "modified by an inplace operation" in str(error)
+    optimizer.step()
+    optimizer.zero_grad()
+    side.see("loss", loss)
 
 
-@each_backend
+@compared(each_backend, moves=False)
 @pytest.mark.parametrize("what", ["input", "weight", "output"])
-def test_a_write_after_forward(backend: str, what: str) -> None:
+def test_a_write_after_forward(side: Side, what: str) -> None:
     """Between forward and backward, from outside of the model."""
-
-    def program(side: Side) -> None:
-        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Sigmoid())
-        optimizer = SGD(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, states=0):
-            for step in range(WARM):
-                side.step(model(batch(step)[0]).sum(), optimizer)
-            for step in range(3):
-                x, _ = batch(step)
-                y = model(x)
-                with torch.no_grad():
-                    {"input": x, "weight": model[1].weight, "output": y}[what].mul_(0.5)
-                side.fails("backward", y.sum().backward)
-                optimizer.zero_grad()
-
-    hazard(backend, program, moves=False)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Sigmoid())
+    optimizer = SGD(model.parameters(), lr=1e-2)
+    with side.offload(model, optimizer, states=0):
+        for step in range(WARM):
+            side.step(model(batch(step)[0]).sum(), optimizer)
+        for step in range(3):
+            x, _ = batch(step)
+            y = model(x)
+            with torch.no_grad():
+                {"input": x, "weight": model[1].weight, "output": y}[what].mul_(0.5)
+            side.fails("backward", y.sum().backward)
+            optimizer.zero_grad()
 
 
-@each_backend
-def test_a_step_between_forward_and_backward(backend: str) -> None:
+@compared(each_backend, moves=False)
+def test_a_step_between_forward_and_backward(side: Side) -> None:
     """The optimizer's step writes the weights in place: so an older graph raises."""
-
-    def program(side: Side) -> None:
-        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
-        optimizer = SGD(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, states=0):
-            for step in range(WARM):
-                side.step(model(batch(step)[0]).sum(), optimizer)
-            for step in range(3):
-                x, _ = batch(step)
-                first, second = model(x).sum(), model(x + 1).sum()
-                first.backward()
-                optimizer.step()
-                side.fails("backward", second.backward)
-                optimizer.zero_grad()
-
-    hazard(backend, program, moves=False)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    optimizer = SGD(model.parameters(), lr=1e-2)
+    with side.offload(model, optimizer, states=0):
+        for step in range(WARM):
+            side.step(model(batch(step)[0]).sum(), optimizer)
+        for step in range(3):
+            x, _ = batch(step)
+            first, second = model(x).sum(), model(x + 1).sum()
+            first.backward()
+            optimizer.step()
+            side.fails("backward", second.backward)
+            optimizer.zero_grad()

@@ -13,53 +13,12 @@ from typing import Any
 import pytest
 import torch
 from exactness import is_paged
-from hazards import (
-    Mlp,
-    Side,
-    batch,
-    each_backend_in_time,
-    each_paged,
-    hazard,
-    loss_of,
-    trains,
-)
+from hazards import Mlp, Side, batch, compared, each_backend_in_time, each_paged, loss_of, stepwise
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 import dynoffload
 from dynoffload.errors import BudgetError, ConfigError
-
-
-def _replaced(model: Mlp, optimizer: Optimizer) -> None:
-    model.layers[1] = nn.Linear(64, 64)
-    optimizer.add_param_group({"params": model.layers[1].parameters()})
-
-
-def _replaced_parameter(model: Mlp, optimizer: Optimizer) -> None:
-    old = model.layers[1].weight
-    model.layers[1].weight = nn.Parameter(old.detach().clone() * 0.5)
-    (group,) = optimizer.param_groups
-    group["params"] = [model.layers[1].weight if p is old else p for p in group["params"]]
-    optimizer.state[model.layers[1].weight] = optimizer.state.pop(old)
-
-
-def _deleted(model: Mlp, optimizer: Optimizer) -> None:
-    del model.layers[2]
-
-
-def _deleted_everywhere(model: Mlp, optimizer: Optimizer) -> None:
-    gone = set(model.layers[2].parameters())
-    del model.layers[2]
-    (group,) = optimizer.param_groups
-    group["params"] = [p for p in group["params"] if p not in gone]
-    for parameter in gone:
-        optimizer.state.pop(parameter, None)
-
-
-def _added(model: Mlp, optimizer: Optimizer) -> None:
-    more = [nn.Linear(64, 64) for _ in range(4)]
-    model.layers.extend(more)
-    optimizer.add_param_group({"params": [p for layer in more for p in layer.parameters()]})
 
 
 class Adapted(nn.Module):
@@ -72,76 +31,79 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def _wrapped(model: Mlp, optimizer: Optimizer) -> None:
-    for index in (0, 2):
-        model.layers[index] = adapted = Adapted(model.layers[index])
-        new = [*adapted.down.parameters(), *adapted.up.parameters()]
-        optimizer.add_param_group({"params": new})
+def operate(surgery: str, model: Any, optimizer: Optimizer) -> list[nn.Parameter]:
+    """Change the model, and the optimizer's first group; return what is new in the model."""
+    layers, head, (group, *_) = model.layers, model.head, optimizer.param_groups
+    before = set(model.parameters())
+    match surgery:
+        case "a module replaced":
+            layers[1] = nn.Linear(64, 64)
+        case "a parameter replaced":
+            old = layers[1].weight
+            layers[1].weight = new = nn.Parameter(old.detach().clone() * 0.5)
+            group["params"] = [new if p is old else p for p in group["params"]]
+            optimizer.state[new] = optimizer.state.pop(old)
+            return []
+        case "deleted":
+            del layers[2]
+        case "deleted everywhere":
+            gone = set(layers[2].parameters())
+            del layers[2]
+            group["params"] = [p for p in group["params"] if p not in gone]
+            for parameter in gone:
+                optimizer.state.pop(parameter, None)
+        case "added":
+            layers.extend(nn.Linear(64, 64) for _ in range(4))
+        case "wrapped":
+            layers[0], layers[2] = Adapted(layers[0]), Adapted(layers[2])
+        case "traded":
+            layers[0], layers[3] = layers[3], layers[0]
+        case "grown":  # as an embedding is resized: the head gets more rows
+            model.head = nn.Linear(64, 20)
+            with torch.no_grad():
+                model.head.weight[:10] = head.weight
+        case _:
+            raise AssertionError(surgery)
+    return [p for p in model.parameters() if p not in before]
 
 
-def _traded(model: Mlp, optimizer: Optimizer) -> None:
-    layers = model.layers
-    layers[0], layers[3] = layers[3], layers[0]
+SURGERY = (
+    *("a module replaced", "a parameter replaced", "deleted", "deleted everywhere", "added"),
+    *("wrapped", "traded", "grown"),
+)
 
 
-def _grown(model: Mlp, optimizer: Optimizer) -> None:
-    """An embedding-like layer is resized: the head gets more rows."""
-    old, model.head = model.head, nn.Linear(64, 20)
-    with torch.no_grad():
-        model.head.weight[:10] = old.weight
-    optimizer.add_param_group({"params": model.head.parameters()})
-
-
-SURGERY: dict[str, Callable[[Mlp, Optimizer], None]] = {
-    "a module replaced": _replaced,
-    "a parameter replaced": _replaced_parameter,
-    "deleted": _deleted,
-    "deleted everywhere": _deleted_everywhere,
-    "added": _added,
-    "wrapped": _wrapped,
-    "traded": _traded,
-    "grown": _grown,
-}
-
-
-@each_backend_in_time
+@stepwise(
+    each_backend_in_time,
+    steps=7,
+    aside=lambda surgery: surgery not in ("a module replaced", "deleted", "grown"),
+)
 @pytest.mark.parametrize("surgery", SURGERY)
-def test_surgery_in_mid_run(backend: str, surgery: str) -> None:
-    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
-        if step == 3:
-            SURGERY[surgery](model, optimizer)
-        side.step(loss_of(model, step), optimizer)
-
-    trains(backend, each, steps=7, aside=surgery not in ("a module replaced", "deleted", "grown"))
-
-
-def _insert(layers: Any, new: list[nn.Module]) -> None:
-    for layer in new:
-        layers.insert(1, layer)
+def test_surgery_in_mid_run(
+    side: Side, model: Any, optimizer: Any, step: int, surgery: str
+) -> None:
+    if step == 3 and (new := operate(surgery, model, optimizer)):
+        optimizer.add_param_group({"params": new})
+    side.step(loss_of(model, step), optimizer)
 
 
-def _replace(layers: Any, new: list[nn.Module]) -> None:
-    for index, layer in enumerate(new[:3]):
-        layers[index] = layer
-
-
-def _delete(layers: Any, new: list[nn.Module]) -> None:
-    del layers[2]
-    del layers[0:1]
-    layers.append(new[0])
-
-
-def _write(layers: Any, new: list[nn.Module]) -> None:
-    layers._modules["0"] = new[0]
-
-
-OPERATIONS: dict[str, Callable[[Any, list[nn.Module]], None]] = {
-    "insert": _insert,
-    "[] =": _replace,
-    "del": _delete,
-    "setattr": lambda layers, new: setattr(layers, "3", new[0]),
-    "_modules": _write,
-}
+def change(operation: str, layers: Any, new: list[nn.Module]) -> None:
+    """Put new layers into a container by what it offers."""
+    match operation:
+        case "insert":
+            for layer in new:
+                layers.insert(1, layer)
+        case "[] =":
+            for index, layer in enumerate(new[:3]):
+                layers[index] = layer
+        case "del":
+            del layers[2]
+            del layers[0:1]
+            layers.append(new[0])
+        case "setattr":
+            setattr(layers, "3", new[0])
+        case "_modules":
+            layers._modules["0"] = new[0]
 
 
 class Listed(Mlp):
@@ -153,55 +115,39 @@ class Listed(Mlp):
             self.layers = nn.Sequential(*self.layers)  # type: ignore[assignment]
 
 
-@each_paged
+@compared(each_paged)
 @pytest.mark.parametrize("kind", ["ModuleList", "Sequential"])
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_what_containers_offer(backend: str, operation: str, kind: str) -> None:
+@pytest.mark.parametrize("operation", ["insert", "[] =", "del", "setattr", "_modules"])
+def test_what_containers_offer(side: Side, operation: str, kind: str) -> None:
     """Some write their children themselves, of which torch tells nobody; the new layers were made
     before the block, of which nobody hears in it either."""
-
-    def program(side: Side) -> None:
-        model = Listed(kind)
-        new: list[nn.Module] = [nn.Linear(64, 64) for _ in range(8)]
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer) as session:
-            for step in range(5):
-                if step == 2:
-                    before = set(model.parameters())
-                    OPERATIONS[operation](model.layers, new)
-                    added = [p for p in model.parameters() if p not in before]
-                    assert added
-                    optimizer.add_param_group({"params": added})
-                side.step(loss_of(model, step), optimizer)
-            if session is not None and session.paging:
-                weights = [p for p in model.parameters() if p.dim() == 2]
-                assert all(is_paged(session, weight) for weight in weights)
-
-    hazard(backend, program)
+    new: list[nn.Module] = [nn.Linear(64, 64) for _ in range(8)]
+    with side.block(lambda: Listed(kind)) as (model, optimizer):
+        side.train(model, optimizer, range(2))
+        before = set(model.parameters())
+        change(operation, model.layers, new)
+        added = [p for p in model.parameters() if p not in before]
+        assert added
+        optimizer.add_param_group({"params": added})
+        side.train(model, optimizer, range(2, 5))
+        for session, _ in side.sessions:
+            assert all(is_paged(session, p) for p in model.parameters() if p.dim() == 2)
 
 
-@each_paged
+@compared(each_paged)
 @pytest.mark.parametrize("count", [6, 12, 40])
-def test_small_parameters_of_what_is_added_find_room(backend: str, count: int) -> None:
+def test_small_parameters_of_what_is_added_find_room(side: Side, count: int) -> None:
     """The pool keeps its size. So first fewer saved tensors stay in memory beside it, then small
     parameters are paged too: every step keeps the budget to the byte."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer) as session:
-            for step in range(5):
-                if step == 2:
-                    more = [nn.Linear(64, 64) for _ in range(count)]
-                    model.layers.extend(more)
-                    new = [p for layer in more for p in layer.parameters()]
-                    optimizer.add_param_group({"params": new})
-                side.step(loss_of(model, step), optimizer)
-            if session is not None:
-                biases = [p for p in model.parameters() if p.dim() == 1]
-                assert any(is_paged(session, bias) for bias in biases) == (count > 6)
-
-    hazard(backend, program)
+    with side.block() as (model, optimizer):
+        side.train(model, optimizer, range(2))
+        more = [nn.Linear(64, 64) for _ in range(count)]
+        model.layers.extend(more)
+        optimizer.add_param_group({"params": [p for one in more for p in one.parameters()]})
+        side.train(model, optimizer, range(2, 5))
+        for session, _ in side.sessions:
+            biases = [p for p in model.parameters() if p.dim() == 1]
+            assert any(is_paged(session, bias) for bias in biases) == (count > 6)
 
 
 @each_paged
@@ -212,8 +158,7 @@ def test_what_cannot_be_paged_and_has_no_room_is_refused(backend: str) -> None:
     optimizer = AdamW(model.parameters(), lr=1e-2)
     with side.offload(model, optimizer) as session:
         assert session is not None
-        for step in range(2):
-            side.step(loss_of(model, step), optimizer)
+        side.train(model, optimizer, range(2))
         model.table = nn.Linear(64, 64)
         model.table.register_buffer("mask", torch.zeros(1 << 16))
         for _ in range(2):
@@ -226,8 +171,7 @@ def test_what_cannot_be_paged_and_has_no_room_is_refused(backend: str) -> None:
                 loss_of(model, 2)
             assert not is_paged(session, model.table.weight)
         del model.table
-        for step in range(2, 4):
-            side.step(loss_of(model, step), optimizer)
+        side.train(model, optimizer, range(2, 4))
     assert all(row.peak_fast_bytes <= side.sessions[0][1] for row in session.log.steps)
 
 
@@ -283,32 +227,20 @@ def test_a_lazy_module_is_told_the_remedy(kind: Callable[..., nn.Module]) -> Non
         model(batch(0)[0]).sum().backward()
 
 
-class Tables(nn.Module):
+class Tables(Mlp):
     """Has sixteen buffers over one storage of 64 KiB."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        super().__init__(depth=6)
         for number, part in enumerate(torch.zeros(16, 1024).unbind(0)):
             self.register_buffer(f"table{number}", part)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``[rows, 64]`` for the same."""
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return x
 
-
-def test_buffers_of_one_storage_are_counted_once_when_a_layer_is_added() -> None:
-    model = Tables()
-    optimizer = AdamW(model.parameters())
-    config = {"page_bytes": 4096, "min_paged_bytes": 1024, "step_aside": False}
-    with dynoffload.offload(model, optimizer, budget=420 * 1024, config=config) as session:
-        for step in range(4):
-            if step == 2:
-                model.layers.append(nn.Linear(64, 64))
-                optimizer.add_param_group({"params": model.layers[-1].parameters()})
-            model(torch.ones(4, 64)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert session.stats["peak_fast_bytes"].max() <= 420 * 1024
+@stepwise(each_paged, Tables, share=0.85)
+def test_buffers_of_one_storage_are_counted_once_when_a_layer_is_added(
+    side: Side, model: Any, optimizer: Any, step: int
+) -> None:
+    if step == 2:
+        model.layers.append(nn.Linear(64, 64))
+        optimizer.add_param_group({"params": model.layers[-1].parameters()})
+    side.step(loss_of(model, step), optimizer)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hazards import Side, each_backend, hazard, stepwise, trained
+from hazards import Side, compared, each_backend, stepwise
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
@@ -47,30 +47,25 @@ def sample(step: int) -> Tensor:
     return torch.randint(0, 96, (9,), generator=generator)
 
 
-@each_backend
+@stepwise(each_backend, lambda how: Tied(how), steps=5)
 @pytest.mark.parametrize("how", ["parameter", "linear", "memory"])
-def test_tied_embedding_and_head(backend: str, how: str) -> None:
-    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
-        tokens = sample(step)
-        side.step(F.cross_entropy(model(tokens[:-1]), tokens[1:]), optimizer)
+def test_tied_embedding_and_head(
+    side: Side, model: Any, optimizer: Any, step: int, how: str
+) -> None:
+    tokens = sample(step)
+    side.step(F.cross_entropy(model(tokens[:-1]), tokens[1:]), optimizer)
 
-    hazard(backend, trained(lambda: Tied(how), each, steps=5))
 
-
-@each_backend
-def test_one_module_called_twice(backend: str) -> None:
+@compared(each_backend)
+def test_one_module_called_twice(side: Side) -> None:
     """Recurrent: each weight's gradient is complete only with its first use."""
-
-    def program(side: Side) -> None:
-        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
-        model.append(model[0]).append(nn.Tanh()).append(nn.Linear(64, 64)).append(model[0])
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(5):
-                generator = torch.Generator().manual_seed(step)
-                side.step(model(torch.randn(4, 64, generator=generator)).square().mean(), optimizer)
-
-    hazard(backend, program)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+    model.append(model[0]).append(nn.Tanh()).append(nn.Linear(64, 64)).append(model[0])
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with side.offload(model, optimizer):
+        for step in range(5):
+            generator = torch.Generator().manual_seed(step)
+            side.step(model(torch.randn(4, 64, generator=generator)).square().mean(), optimizer)
 
 
 @stepwise(each_backend, lambda: Tied("own"), steps=6, aside=False)

@@ -17,6 +17,7 @@ from hazards import (
     Mlp,
     Side,
     batch,
+    compared,
     each_backend,
     each_backend_in_time,
     hazard,
@@ -38,25 +39,21 @@ VIEWS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@each_backend_in_time
+@compared(each_backend_in_time, aside=lambda when: when == "before")
 @pytest.mark.parametrize("kind", VIEWS)
 @pytest.mark.parametrize("when", ["before", "inside"])
-def test_a_view_shows_every_update(backend: str, kind: str, when: str) -> None:
+def test_a_view_shows_every_update(side: Side, backend: str, kind: str, when: str) -> None:
     if backend == "emulated" and kind == "numpy":
         pytest.skip("an accelerator's tensors are no arrays")
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        view = VIEWS[kind](model.layers[1].weight) if when == "before" else None
-        with side.offload(model, optimizer):
-            for step in range(6):
-                side.step(loss_of(model, step), optimizer)
-                if view is None:
-                    view = VIEWS[kind](model.layers[1].weight)
-                side.see("view", torch.as_tensor(view))
-
-    hazard(backend, program, aside=when == "before")
+    model = Mlp()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    view = VIEWS[kind](model.layers[1].weight) if when == "before" else None
+    with side.offload(model, optimizer):
+        for step in range(6):
+            side.step(loss_of(model, step), optimizer)
+            if view is None:
+                view = VIEWS[kind](model.layers[1].weight)
+            side.see("view", torch.as_tensor(view))
 
 
 class Caching(nn.Module):
@@ -84,70 +81,56 @@ def test_a_module_that_keeps_a_view_for_its_forward(backend: str) -> None:
     )
 
 
-@each_backend
-def test_a_view_with_a_graph_kept_over_a_step(backend: str) -> None:
+@compared(each_backend, aside=False)
+def test_a_view_with_a_graph_kept_over_a_step(side: Side) -> None:
     """The view's graph is used again after the step: its ``t()`` still leads to the parameter."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = SGD(model.parameters(), lr=1e-1)
-        with side.offload(model, optimizer, states=0):
-            loss_of(model, 0).backward()
-            view = model.layers[0].weight.t()
-            for step in range(6):
-                x, _ = batch(step)
-                loss = (x @ view).square().mean() + loss_of(model, step)
-                loss.backward(retain_graph=True)
-                optimizer.step()
-                optimizer.zero_grad()
-                side.see("loss", loss)
-
-    hazard(backend, program, aside=False)
+    model = Mlp()
+    optimizer = SGD(model.parameters(), lr=1e-1)
+    with side.offload(model, optimizer, states=0):
+        loss_of(model, 0).backward()
+        view = model.layers[0].weight.t()
+        for step in range(6):
+            x, _ = batch(step)
+            loss = (x @ view).square().mean() + loss_of(model, step)
+            loss.backward(retain_graph=True)
+            optimizer.step()
+            optimizer.zero_grad()
+            side.see("loss", loss)
 
 
-@each_backend
-def test_a_write_through_a_view(backend: str) -> None:
+@compared(each_backend, aside=False)
+def test_a_write_through_a_view(side: Side) -> None:
     """Writing into an old view writes the parameter, after the update that waits."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            rows = model.layers[2].weight.detach()[:8]
-            for step in range(6):
-                side.step(loss_of(model, step), optimizer)
-                rows.mul_(0.5)
-
-    hazard(backend, program, aside=False)
+    with side.block() as (model, optimizer):
+        rows = model.layers[2].weight.detach()[:8]
+        for step in range(6):
+            side.step(loss_of(model, step), optimizer)
+            rows.mul_(0.5)
 
 
-@each_backend
+@compared(each_backend, moves=False)
 @pytest.mark.parametrize("kept", [False, True])
-def test_flat_parameters(backend: str, kept: bool) -> None:
+def test_flat_parameters(side: Side, kept: bool) -> None:
     """All weights are views of one buffer, as optimizers of flat parameters make them. One that
     the user keeps, and scales, stays in memory."""
-
-    def program(side: Side) -> None:
-        model = Mlp(depth=3)
-        flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-        start = 0
-        for parameter in model.parameters():
-            stop = start + parameter.numel()
-            parameter.data = flat[start:stop].view_as(parameter)
-            start = stop
-        if not kept:
-            flat = torch.zeros(1)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, share=2.0) as session:
-            for step in range(4):
-                side.step(loss_of(model, step), optimizer)
-                flat.mul_(0.9)
-                if session is not None and kept:
-                    places = {p.untyped_storage().data_ptr() for p in model.parameters()}
-                    assert places == {flat.data_ptr()}
-                    assert session.log.steps[-1].peak_fast_bytes >= flat.nbytes
-
-    hazard(backend, program, moves=False)
+    model = Mlp(depth=3)
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    start = 0
+    for parameter in model.parameters():
+        stop = start + parameter.numel()
+        parameter.data = flat[start:stop].view_as(parameter)
+        start = stop
+    if not kept:
+        flat = torch.zeros(1)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with side.offload(model, optimizer, share=2.0) as session:
+        for step in range(4):
+            side.step(loss_of(model, step), optimizer)
+            flat.mul_(0.9)
+            if session is not None and kept:
+                places = {p.untyped_storage().data_ptr() for p in model.parameters()}
+                assert places == {flat.data_ptr()}
+                assert session.log.steps[-1].peak_fast_bytes >= flat.nbytes
 
 
 @stepwise(each_backend, steps=5, moves=False, budgeted=False)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import os
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import Samples, only, small, small_loss
-from hazards import Mlp, Side, batch, each_backend, each_paged, hazard, loss_of, trains
+from hazards import Mlp, Side, batch, compared, each_backend, each_paged, loss_of, trains
 from torch import nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, Dataset
@@ -28,41 +29,37 @@ from dynoffload.errors import BackendError
 pytestmark = pytest.mark.timeout(300)
 
 
-@each_backend
+@compared(each_backend)
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kept", [False, True], ids=["anew", "kept"])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_data_loader_workers(backend: str, kept: bool, method: str) -> None:
+def test_data_loader_workers(side: Side, backend: str, kept: bool, method: str) -> None:
     if method == "spawn" and backend != "pager":
         pytest.skip("a spawned child shares nothing with the parent: one backend will do")
+    model = small()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(7)
 
-    def program(side: Side) -> None:
-        model = small()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        generator = torch.Generator().manual_seed(7)
+    def loader() -> DataLoader[Any]:
+        return DataLoader(
+            Samples(),
+            shuffle=True,
+            num_workers=1,
+            collate_fn=only,
+            multiprocessing_context=method,
+            generator=generator,
+            persistent_workers=kept,
+        )
 
-        def loader() -> DataLoader[Any]:
-            return DataLoader(
-                Samples(),
-                shuffle=True,
-                num_workers=1,
-                collate_fn=only,
-                multiprocessing_context=method,
-                generator=generator,
-                persistent_workers=kept,
-            )
-
-        with side.offload(model, optimizer):
-            samples = loader()
-            for epoch in range(2 if method == "fork" or kept else 1):
-                if epoch and not kept:
-                    samples = loader()
-                for number, sample in enumerate(samples):
-                    side.step(small_loss(model, sample), optimizer)
-                    if number == 5:
-                        break
-
-    hazard(backend, program)
+    with side.offload(model, optimizer):
+        samples = loader()
+        for epoch in range(2 if method == "fork" or kept else 1):
+            if epoch and not kept:
+                samples = loader()
+            for number, sample in enumerate(samples):
+                side.step(small_loss(model, sample), optimizer)
+                if number == 5:
+                    break
 
 
 class Rows(Dataset[torch.Tensor]):
@@ -132,11 +129,12 @@ def told(access: Callable[[], Any]) -> bool:
 @each_paged
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_every_access_in_a_forked_child_is_told(backend: str) -> None:
-    """Also while updates wait, and shapes are told as ever."""
+    """Also while updates wait, and shapes are told as ever. A child that leaves the block, or
+    collects its garbage, does not disturb its parent."""
     side = Side(backend)
     model = Mlp()
     optimizer = AdamW(model.parameters(), lr=1e-2)
-    with side.offload(model, optimizer):
+    with side.offload(model, optimizer) as session:
         model.register_buffer("table", torch.ones(64, 64))
         for step in range(2):
             side.step(loss_of(model, step), optimizer, zero=step == 0)
@@ -152,16 +150,21 @@ def test_every_access_in_a_forked_child_is_told(backend: str) -> None:
             assert isinstance(weight, nn.Parameter)
             raise BackendError("forked from")
 
+        def leaves() -> None:
+            gc.collect()
+            session.close()  # type: ignore[union-attr]
+            raise BackendError("forked from")
+
         assert told(described)
+        assert told(leaves)
+        side.step(loss_of(model, 2), optimizer)
 
 
 @each_paged
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_made_after_the_block_reads_as_ever(backend: str) -> None:
     side = Side(backend)
-    model = Mlp()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with side.offload(model, optimizer):
+    with side.block() as (model, optimizer):
         side.step(loss_of(model, 0), optimizer)
 
     def reads() -> None:

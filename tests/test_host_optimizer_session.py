@@ -59,13 +59,15 @@ def least(twin: Twin) -> int:
 
 
 @pytest.mark.parametrize(("accumulate", "delayed"), [(1, False), (1, True), (2, False)])
-def test_no_bit_differs(accumulate: int, delayed: bool) -> None:
+def test_no_bit_differs(accumulate: int, delayed: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """And nothing is said of state that is not paged."""
     loop = Loop(steps=4 // accumulate, accumulate=accumulate)
-    with accelerated() as queues:
+    with accelerated() as queues, caplog.at_level(logging.WARNING, "dynoffload"):
         twin = twin_on(queues, delayed=delayed)
         session = compare_runs(twin, loop, small_samples(4), small_loss, least(twin), device=DEVICE)
         assert session.stats["bytes_in"].sum() > 0
         close(twin)
+    assert not caplog.messages
 
 
 def test_a_file_below_and_clipping(tmp_path: Path) -> None:
@@ -77,14 +79,8 @@ def test_a_file_below_and_clipping(tmp_path: Path) -> None:
             optimizer.clip_grad_norm_(0.1)
             optimizer.step()
 
-        compare_runs(
-            twin,
-            Loop(steps=2, seeded=True, peek=clip),
-            small_samples(16),
-            small_loss,
-            least(twin),
-            device=DEVICE,
-        )
+        loop = Loop(steps=2, seeded=True, peek=clip)
+        compare_runs(twin, loop, small_samples(16), small_loss, least(twin), device=DEVICE)
         close(twin)
 
 
@@ -93,18 +89,8 @@ def test_a_model_that_a_session_brings_to_the_accelerator() -> None:
     with accelerated(elsewhere=True) as queues:
         twin = twin_on(queues)
         samples = small_samples(4)
-        compare_runs(
-            twin,
-            Loop(steps=2),
-            samples,
-            small_loss,
-            least(twin),
-            device=DEVICE,
-        )
-        for model, optimizer in (
-            (twin.model, twin.optimizer),
-            (twin.reference, twin.its),
-        ):
+        compare_runs(twin, Loop(steps=2), samples, small_loss, least(twin), device=DEVICE)
+        for model, optimizer in twin.sides:
             Loop(steps=2, seeded=True).run(model, optimizer, samples, small_loss)
         twin.assert_same()
         close(twin)
@@ -139,9 +125,8 @@ def test_checkpoints_go_on_bit_for_bit(tmp_path: Path) -> None:
             loop.run(twin.model, twin.optimizer, samples, small_loss)
             session.save(tmp_path / "checkpoint")
         loop.run(twin.reference, twin.its, samples, small_loss)
-        close_first = twin.optimizer
-        assert isinstance(close_first, HostOptimizer)
-        close_first.close()
+        assert isinstance(twin.optimizer, HostOptimizer)
+        twin.optimizer.close()
         (tmp_path / "spill").mkdir()
         again = small(seed=9).bfloat16()
         optimizer = HostOptimizer(
@@ -164,8 +149,6 @@ def test_checkpoints_of_another_optimizer_are_refused(tmp_path: Path) -> None:
     for other in (Adam(model.parameters()), HostOptimizer(model.parameters(), SGD)):
         with pytest.raises(CheckpointError, match="HostOptimizer of AdamW"):
             dynoffload.load_checkpoint(model, other, tmp_path / "checkpoint")
-    with pytest.raises(ConfigError, match="of another optimizer"):
-        HostOptimizer(model.parameters(), SGD).load_state_dict(optimizer.state_dict())
 
 
 def test_a_checkpoint_of_another_memory_format(tmp_path: Path) -> None:
@@ -195,13 +178,3 @@ def test_the_cpus_memory_is_what_is_to_be_saved() -> None:
         with dynoffload.offload(model, optimizer, budget="1MiB", config=MAPPED):
             pass
     assert small_loss(model, small_samples(1)[0]).isfinite()
-
-
-def test_it_says_nothing_of_paged_state(caplog: pytest.LogCaptureFixture) -> None:
-    with accelerated() as queues, caplog.at_level(logging.WARNING, "dynoffload"):
-        twin = twin_on(queues)
-        with twin.paged(least(twin), device=DEVICE):
-            small_loss(twin.model, small_samples(1)[0]).backward()
-            twin.optimizer.step()
-        close(twin)
-    assert not caplog.messages

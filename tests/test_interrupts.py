@@ -1,32 +1,51 @@
-"""Ctrl-C anywhere in a step: what was begun is done, or was not begun.
+"""Ctrl-C, or an error, anywhere in a block: what was begun is done, or was not begun.
 
-A signal is sent at lines drawn from all that the library executes in a training step, of a network
-that has updates put off, updates made in backward, and slices. After the interrupt it must be in
-the state before the step or in that after it, bit for bit, and training goes on as it does plainly.
+A signal comes at lines drawn from all that the library executes as a block begins, trains and ends.
+Then the state is that of before or of after, bit for bit; no hook, thread, descriptor or paged
+tensor is left that should not be; and training goes on as plainly. What is the user's own can be
+interrupted while it runs.
 """
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
-import subprocess
 import sys
-from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
+import torch
+from devices import script
+from exactness import (
+    SMALL_PAGES,
+    Loop,
+    assert_ordinary,
+    assert_same_training,
+    footprint_of,
+    least_budget,
+    needs_pager,
+)
+from fused_networks import PAGES, Chosen, chosen_loss
 from signalled import At, handled, tracing
+from torch import nn
 
+import dynoffload
 from dynoffload.runtime import interrupts
-from dynoffload.runtime.interrupts import uninterrupted
+from dynoffload.runtime.interrupts import interruptible, let_come, uninterrupted
+from dynoffload.runtime.updates import speculative
 
-LIFE = r"""
-import random, signal, sys
-sys.path.insert(0, sys.argv[1])
+BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped"]
+SLOW = pytest.mark.slow
+
+STEPS = r"""
+import random, signal
 from exactness import *
 from fused_networks import PAGES, Chosen, chosen_loss
 from signalled import LIBRARY, At, tracing
 
-backend, attempts, number = sys.argv[2], int(sys.argv[3]), getattr(signal, sys.argv[4])
+backend, attempts, number = sys.argv[1], int(sys.argv[2]), getattr(signal, sys.argv[3])
 signal.signal(number, signal.default_int_handler)
 swallowed = []
 sys.unraisablehook = swallowed.append
@@ -51,7 +70,7 @@ def gradients(model, step):
 
 
 def finish(model, optimizer):
-    if len(sys.argv) > 5:
+    if len(sys.argv) > 4:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
@@ -115,8 +134,121 @@ assert not hooks and not swallowed, (hooks, swallowed)
 assert not any(m._compiled_call_impl for m in model.modules())
 print(came["gradients"], came["step"], came["made"])
 """
+"""Steps of fused experts whose updates wait, and of some made in backward, with interrupts."""
 
-SLOW = pytest.mark.slow
+BLOCKS = r"""
+import gc, os, random, signal, threading
+from exactness import *
+from fused_networks import PAGES, Chosen, chosen_loss
+from signalled import RUNTIME, At
+from torch.nn.modules import module as registry
+from dynoffload.runtime.meta_init import recipe_is_noted
+
+backend, what, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+signal.signal(signal.SIGINT, signal.default_int_handler)
+PLANS = tuple(f"{RUNTIME}/{name}.py" for name in ("sizing", "counting", "host"))  # no change
+swallowed = []
+sys.unraisablehook = swallowed.append
+
+
+def begin(meta):
+    if not meta:
+        model = Chosen()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        chosen_loss(model, (0, [1, 3])).backward()
+        optimizer.step()
+        chosen_loss(model, (1, [1, 2])).backward()
+        return model, optimizer
+    with torch.device("meta"):
+        model = Chosen()
+    dynoffload.materialize(model, give)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+@torch.no_grad()
+def give(module):
+    for name, parameter in module._parameters.items():
+        parameter.copy_(dict(type(module)().named_parameters())[name])
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        optimizer.step()
+        optimizer.zero_grad()
+        chosen_loss(model, (step, [step % 6, 3])).backward()
+
+
+def left():
+    kinds = ("parameter", "buffer", "module")
+    hooks = sum(len(getattr(registry, f"_global_{kind}_registration_hooks")) for kind in kinds)
+    return threading.active_count(), len(os.listdir("/proc/self/fd")), hooks
+
+
+def bare(model):
+    for module in model.modules():
+        assert not module._forward_pre_hooks and not module._forward_hooks
+        assert not module._compiled_call_impl
+        assert not module._state_dict_pre_hooks and not module._load_state_dict_pre_hooks
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def life(n, meta=False):
+    plain, theirs = begin(False)
+    model, optimizer = begin(meta)
+    options = {**PAGES, "backend": backend, "step_aside": False}
+    budget, _ = least_budget(model, optimizer, footprint_of(model) // 3, options)
+    at = At(n, without=PLANS)
+    came = False
+    sys.settrace(at if what != "leaving" else None)
+    try:
+        with dynoffload.offload(model, optimizer, budget=budget, config=options):
+            sys.settrace(None)
+            train(model, optimizer, (2, 3))
+            sys.settrace(at if what == "leaving" else None)
+    except KeyboardInterrupt:
+        came = True
+    finally:
+        sys.settrace(None)
+    assert came == (0 < n <= at.lines)
+    gc.collect()
+    bare(model)
+    if meta:
+        if came:
+            assert all(p.is_meta for p in model.parameters()) and recipe_is_noted(model)
+        return at.lines
+    if what == "leaving" or not came:
+        train(plain, theirs, (2, 3))
+    for number in range(2):
+        assert_same_training(model, optimizer, plain, theirs)
+        assert_ordinary(model, optimizer)
+        if number == 0:
+            with dynoffload.offload(model, optimizer, budget=budget, config=options):
+                train(model, optimizer, (4, 5))
+            train(plain, theirs, (4, 5))
+    return at.lines
+
+
+meta = what == "meta"
+life(0, meta)
+gc.collect()
+gc.freeze()  # what was imported: each life collects what it leaves
+lines = life(0, meta)  # without what is done once
+gc.collect()
+before = left()
+chance = random.Random(1)
+every = lines / count
+for start in range(count):
+    n = 1 + chance.randrange(int(start * every), int((start + 1) * every))
+    try:
+        life(n, meta)
+        gc.collect()
+        assert left() == before, (left(), before)
+    except BaseException as error:
+        error.add_note(f"{n} of {lines}")
+        raise
+assert not swallowed, swallowed
+"""
+"""Blocks that are interrupted as they are entered or left; of models from the meta device too."""
 
 
 @pytest.mark.parametrize(
@@ -132,41 +264,105 @@ SLOW = pytest.mark.slow
 def test_interrupts_all_along(backend: str, number: str, clips: list[str], attempts: int) -> None:
     """Of fused experts whose updates wait, in forwards and backwards that are then made anew, and
     in steps, which are made or are not: no bit and no hook differs, and no signal is swallowed."""
-    arguments = [str(Path(__file__).parent), backend, str(attempts), number, *clips]
-    done = subprocess.run(
-        [sys.executable, "-c", LIFE, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120 + 2 * attempts,
-        check=False,
-    )
+    done = script(STEPS, backend, attempts, number, *clips, seconds=120 + 2 * attempts)
     assert done.returncode == 0, done.stderr[-3000:]
     in_gradients, in_step, made = map(int, done.stdout.split())
     assert in_gradients > attempts // 4
     assert 0 < made <= in_step
 
 
-def test_a_signal_waits_for_the_outermost_call() -> None:
-    """And is passed on once, with the result lost, as when it comes right after the call."""
-    done: list[str] = []
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("what", ["entering", "leaving", "meta"])
+@pytest.mark.parametrize("count", [4, pytest.param(120, marks=pytest.mark.slow)])
+def test_a_block_has_begun_or_has_not(backend: str, what: str, count: int) -> None:
+    """Wherever the signal comes as it is entered or left; a model from the meta device is there
+    again if its block has not begun."""
+    done = script(BLOCKS, backend, what, count, seconds=110 + 10 * count)
+    assert done.returncode == 0, done.stderr[-3000:]
 
-    @uninterrupted
-    def inner() -> None:
-        signal.raise_signal(signal.SIGINT)
-        done.append("inner")
 
-    @uninterrupted
-    def outer() -> None:
-        inner()
-        done.append("outer")
+def descriptors() -> int:
+    """Return how many files are open: a device that lives has its spill file."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
 
-    with handled():
-        with pytest.raises(KeyboardInterrupt):
-            outer()
-        assert done == ["inner", "outer"]
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        with pytest.raises(KeyboardInterrupt):
+
+class Trained:
+    """A model of experts with a block to train it in."""
+
+    def __init__(self, backend: str = "auto", **changes: Any) -> None:
+        self.model = Chosen()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        config = {**PAGES, "backend": backend, "step_aside": False, **changes}
+        budget, _ = least_budget(self.model, self.optimizer, footprint_of(self.model) // 2, config)
+        self.options = {"budget": budget, "config": config}
+
+    def run(self) -> None:
+        with dynoffload.offload(self.model, self.optimizer, **self.options):
+            hits = [(step, [step % 3, 3]) for step in range(4)]
+            Loop(steps=4).run(self.model, self.optimizer, hits, chosen_loss)
+
+
+def test_an_interrupt_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes while the runtime has views of what is paged, and is caught outside."""
+    trained = Trained(policy="repeat", draft_share=1.0)
+    before = descriptors()
+    real, sent = speculative.snapshot, []
+
+    def snapshot(*args: Any) -> Any:
+        if not sent:
+            sent.append(signal.raise_signal(signal.SIGINT))
+        return real(*args)
+
+    monkeypatch.setattr(speculative, "snapshot", snapshot)
+    with handled(), pytest.raises(KeyboardInterrupt) as caught:
+        trained.run()
+    assert sent, "no draft was made"
+    assert descriptors() == before, "the pool and the spill file stay"
+    assert_ordinary(trained.model, trained.optimizer)
+    del caught
+
+
+def test_features_can_be_interrupted() -> None:
+    """The user's function ends where Ctrl-C comes, and training goes on afterwards."""
+    reached = []
+
+    def features(*args: Any, **kwargs: Any) -> dict[str, float]:
+        reached.append("called")
+        if len(reached) == 1:
             signal.raise_signal(signal.SIGINT)
+            reached.append("went on")
+        return {"a": 1.0}
+
+    trained, plain = Trained(features=features), Trained()
+    hits = [(step, [step, 3]) for step in range(3)]
+    with handled(), dynoffload.offload(trained.model, trained.optimizer, **trained.options):
+        with pytest.raises(KeyboardInterrupt):
+            chosen_loss(trained.model, (0, [0, 3]))
+        assert reached == ["called"]
+        for one in (trained, plain):
+            Loop(steps=3).run(one.model, one.optimizer, hits, chosen_loss)
+    assert_same_training(trained.model, trained.optimizer, plain.model, plain.optimizer)
+
+
+def test_an_init_can_be_interrupted() -> None:
+    """Weights are given by the user's function as the block begins, which it then does not."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    reached = []
+
+    def init(module: nn.Module) -> None:
+        reached.append("called")
+        signal.raise_signal(signal.SIGINT)
+        reached.append("went on")
+
+    before = descriptors()
+    dynoffload.materialize(model, init)
+    with handled(), pytest.raises(KeyboardInterrupt):
+        dynoffload.offload(model, budget="1MiB", config=SMALL_PAGES).start()
+    assert reached == ["called"]
+    assert descriptors() == before
+    assert_ordinary(model)
 
 
 def test_handlers_are_put_back_whatever_is_raised_meanwhile() -> None:
@@ -220,3 +416,80 @@ def test_handlers_of_the_users_are_kept() -> None:
 
         sets()
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+
+
+def test_signals_are_let_in_where_it_is_said() -> None:
+    """And put off again afterwards."""
+    done: list[str] = []
+
+    @uninterrupted
+    def call() -> None:
+        let_come()
+        signal.raise_signal(signal.SIGINT)
+        done.append("before")
+        try:
+            let_come()
+        except KeyboardInterrupt:
+            done.append("let in")
+        signal.raise_signal(signal.SIGINT)
+        done.append("after")
+
+    with handled():
+        with pytest.raises(KeyboardInterrupt):
+            call()
+        let_come()
+    assert done == ["before", "let in", "after"]
+
+
+def test_what_is_the_users_is_interrupted_at_once() -> None:
+    """Whatever line of what lets signals through another comes at, they are put off again until
+    the outermost call is over, and the handlers are in their places then."""
+    numbers = [signal.SIGINT, signal.SIGUSR1]
+    came: list[int] = []
+    done: list[str] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        assert frame is not None
+        came.append(number)
+        raise KeyboardInterrupt
+
+    @interruptible
+    def users() -> None:
+        signal.raise_signal(signal.SIGINT)
+        done.append("went on")
+
+    @uninterrupted
+    def inner() -> None:
+        users()
+
+    @uninterrupted
+    def outer(trace: Any) -> None:
+        sys.settrace(trace)
+        try:
+            inner()
+        except KeyboardInterrupt:
+            sys.settrace(None)
+            seen = len(came)
+            signal.raise_signal(signal.SIGINT)
+            assert len(came) == seen, "signals come, though they are held off"
+            done.append("undone")
+        finally:
+            sys.settrace(None)
+
+    def sends_at(line: int) -> bool:
+        at = At(line, interrupts.__file__, number=signal.SIGUSR1)
+        with pytest.raises(KeyboardInterrupt):
+            outer(at)
+        return at.lines >= line
+
+    with handled(interrupt, *numbers):
+        line = 1
+        while sends_at(line):
+            assert [signal.getsignal(number) for number in numbers] == [interrupt] * 2, line
+            assert (interrupts._depth, interrupts._held) == (0, None), line
+            assert done == ["undone"], line
+            assert came.count(signal.SIGUSR1) == 1, line
+            came.clear()
+            done.clear()
+            line += 1
+    assert line > 20

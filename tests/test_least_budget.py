@@ -7,7 +7,6 @@ bit for bit as plainly. Patience is cut to seconds here, so that a wait without 
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,7 +18,7 @@ from exactness import SMALL_PAGES, Loop, Twin, compare_runs, least_budget, small
 from fused_networks import Chosen, chosen_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import Adam, AdamW, Muon, Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 import dynoffload
 from dynoffload.config import OffloadConfig
@@ -29,6 +28,7 @@ from dynoffload.memory.pager import Pager
 from dynoffload.runtime import paging
 from dynoffload.runtime.sizing import sizing_of
 from dynoffload.runtime.updates.speculative import SpeculativeUpdates
+from dynoffload.units import parse_bytes
 
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -114,9 +114,10 @@ MAKES: dict[str, Make] = {
         for name in ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop")
     },
     "transformers' Adafactor": of_transformers,
+    "Muon": of_torch("Muon"),
     "the same with beta1": lambda parameters: of_transformers(parameters, beta1=0.9),
 }
-CORE = ("AdamW", "Adafactor", "momentum")
+CORE = ("AdamW", "Adafactor", "momentum", "Muon")
 DEFAULT: dict[str, Any] = {"page_bytes": None, "min_paged_bytes": None}
 """What the budget's size decides; of a budget this small they are pages of 4 KiB."""
 PAGES: dict[str, dict[str, Any]] = {
@@ -128,13 +129,14 @@ PAGES: dict[str, dict[str, Any]] = {
 each_backend = pytest.mark.parametrize(
     "backend", [pytest.param(kind, marks=[needs_pager] * (kind == "pager")) for kind in KINDS]
 )
-each_optimizer = pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(make, id=name, marks=[] if name in CORE else [pytest.mark.slow])
-        for name, make in MAKES.items()
-    ],
-)
+
+
+def each_of(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Run a test with `make` set to each of these optimizers."""
+    marks = {name: [] if name in CORE else [pytest.mark.slow] for name in MAKES}
+    return pytest.mark.parametrize(
+        "make", [pytest.param(MAKES[name], id=name, marks=marks[name]) for name in names]
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -172,29 +174,18 @@ def train_at_the_least(
 
 
 @each_backend
-@each_optimizer
+@each_of(MAKES)
 @pytest.mark.parametrize("width", [32, 64])
 def test_every_optimizer(backend: str, make: Make, width: int) -> None:
     """On default pages, where state of other sizes than the parameter's is paged too."""
     torch.manual_seed(0)
     samples = small_samples(5, words=50)
-    train_at_the_least(Mixed(width), make, mixed_loss, samples, backend=backend, **DEFAULT)
+    model = Mixed(width, vector=make is not MAKES["Muon"])  # which takes matrices alone
+    train_at_the_least(model, make, mixed_loss, samples, backend=backend, **DEFAULT)
 
 
 @each_backend
-@pytest.mark.parametrize("pages", PAGES)
-def test_muon(backend: str, pages: str) -> None:
-    """It takes matrices alone."""
-    torch.manual_seed(0)
-    samples = small_samples(4, words=50)
-    model = Mixed(48, vector=False)
-    train_at_the_least(
-        model, lambda p: Muon(p, lr=1e-2), mixed_loss, samples, backend=backend, **PAGES[pages]
-    )
-
-
-@each_backend
-@each_optimizer
+@each_of(name for name in MAKES if name != "Muon")
 def test_fused_experts(backend: str, make: Make) -> None:
     """An expert that is hit, then is not for some steps, and then is hit again: behind the update
     that has a gradient wait others of zeros, which need a region of their own."""
@@ -205,7 +196,7 @@ def test_fused_experts(backend: str, make: Make) -> None:
 
 @each_backend
 @pytest.mark.parametrize("make", [MAKES["AdamW"], MAKES["momentum"]], ids=["AdamW", "momentum"])
-@pytest.mark.parametrize("pages", ["default", "16 KiB"])
+@pytest.mark.parametrize("pages", PAGES)
 def test_odd_parameters(backend: str, make: Make, pages: str) -> None:
     """Complex, of several dtypes, and two over one storage."""
     torch.manual_seed(0)
@@ -453,31 +444,25 @@ class Wide(nn.Module):
 
 
 @pytest.mark.parametrize("cache", [False, True], ids=["saved", "buffer"])
-@pytest.mark.parametrize("backend", KINDS)
+@each_backend
 def test_a_tensor_larger_than_the_pool_names_a_budget_that_has_room(
     backend: str, cache: bool
 ) -> None:
-    def trained(budget: str | None) -> list[Tensor]:
-        torch.manual_seed(3)
-        model = Wide(cache=cache)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        block: Any = contextlib.nullcontext()
-        if budget is not None:
-            config = {"backend": backend, "min_paged_bytes": 512}
-            block = dynoffload.offload(model, optimizer, budget=budget, config=config)
-        losses = []
-        with block:
-            for _ in range(3):
-                loss = model(torch.randn(2_000, 32))
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.detach())
-        return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
-
-    with pytest.raises(BudgetError, match=r"raise the budget to ([\d.]+ \w+)") as told:
-        trained("200kB")
+    """The state is that of the last step, and smaller samples go on."""
+    torch.manual_seed(3)
+    twin = Twin(Wide(cache=cache), MAKES["AdamW"])
+    config = {"backend": backend, "min_paged_bytes": 512}
+    few, many = torch.randn(16, 32), torch.randn(2_000, 32)
+    with twin.paged(200_000, config=config):
+        twin.train(nn.Module.__call__, [few] * 2)
+        with pytest.raises(BudgetError, match=r"raise the budget to ([\d.]+ \w+)") as told:
+            twin.model(many).backward()
+        twin.train(nn.Module.__call__, [few])
+    twin.assert_same()
+    if not cache:
+        assert re.search(r"module 'layers\.0'.*, or make the sample smaller$", str(told.value))
     named = re.search(r"raise the budget to ([\d.]+ \w+)", str(told.value))
     assert named is not None
-    for ours, plains in zip(trained(named[1]), trained(None), strict=True):
-        assert torch.equal(ours, plains)
+    with twin.paged(parse_bytes(named[1]), config=config):
+        twin.train(nn.Module.__call__, [many] * 3)
+    twin.assert_same()

@@ -6,7 +6,6 @@ What every device promises is in `test_device_conformance`.
 from __future__ import annotations
 
 import errno
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +13,11 @@ from pathlib import Path
 import pytest
 from devices import HUGE, SMALL, eventually, filled, holds, schedule, uses_of, view
 
-from dynoffload.errors import BackendError, SpillError
+from dynoffload.errors import BackendError
 from dynoffload.memory import mapping
 from dynoffload.memory.mapped import MappedFile
 from dynoffload.memory.mapping import Mapping
-from dynoffload.planning.schedule import Action, Kind, Use
+from dynoffload.planning.schedule import Use
 
 PAGES = pytest.mark.parametrize("page", [SMALL, HUGE])
 
@@ -130,54 +129,6 @@ def test_pages_smaller_than_the_systems_are_refused(tmp_path: Path) -> None:
 
 
 # Failures
-
-
-@PAGES
-def test_a_file_that_cannot_be_read_is_told_to_whoever_waits(device: MappedFile, page: int) -> None:
-    """The file is cut off under the device, so the kernel has nothing to read."""
-    first, second = device.allocate(6 * page), device.allocate(6 * page)
-    filled(device, [first, second])
-    assert device.resident() == [second]
-    size = os.fstat(device._spill.fd).st_size
-    os.ftruncate(device._spill.fd, 0)
-    for attempt in (device.acquire, device.touch):
-        with pytest.raises(SpillError, match=f"cannot read region {first}"):
-            attempt([first])
-    os.ftruncate(device._spill.fd, size)
-    device.acquire([first])
-    assert device.counters().peak_bytes <= device.capacity
-
-
-@PAGES
-def test_a_prefetch_that_fails_is_told_later_and_tried_again_at_the_use(
-    device: MappedFile, page: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = device.allocate(6 * page), device.allocate(6 * page)
-    filled(device, [first, second])
-    fetch = Mapping.fetch
-
-    def fail(self: Mapping, offset: int, nbytes: int) -> None:
-        raise OSError(errno.EIO, "as if the disk were broken")
-
-    monkeypatch.setattr(Mapping, "fetch", fail)
-    device.follow(
-        [Use(()), Use((first,))],
-        schedule(Action(0, Kind.EVICT, second), Action(0, Kind.FETCH, first)),
-    )
-
-    def told() -> bool:
-        try:
-            device.counters()
-        except SpillError as error:
-            return error.errno == errno.EIO
-        return False
-
-    assert eventually(told)
-    device.counters()  # told once
-    monkeypatch.setattr(Mapping, "fetch", fetch)
-    device.acquire([first])
-    assert holds(device, first)
-    assert holds(device, second)
 
 
 @PAGES

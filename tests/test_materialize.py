@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +62,10 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 SAMPLES = [torch.arange(i, i + 12) for i in range(12)]
 
 
-def on_meta() -> tuple[Net, AdamW]:
-    """Return a model without memory and its optimizer."""
+def meta(make: Callable[[], nn.Module]) -> Any:
+    """Return what ``make`` returns, without memory."""
     with torch.device("meta"):
-        model = Net()
-    return model, AdamW(model.parameters(), lr=1e-2)
+        return make()
 
 
 def plain() -> Net:
@@ -87,6 +86,21 @@ def paged(model: nn.Module, optimizer: Any) -> Iterator[Session]:
         yield session
 
 
+@contextlib.contextmanager
+def entered(backend: str, model: nn.Module) -> Iterator[None]:
+    """Page a model on a backend, or on an emulated accelerator."""
+    if backend == "accelerator":
+        with (
+            accelerated(),
+            dynoffload.offload(model, budget="2MiB", pilot=None, config=CONFIG, device=DEVICE),
+        ):
+            yield
+        return
+    config = {**CONFIG, "backend": backend}
+    with dynoffload.offload(model, budget="2MiB", pilot=None, config=config):
+        yield
+
+
 def given(model: nn.Module, init: Any = None) -> nn.Module:
     """Return ``model`` after a block that gave it its weights."""
     dynoffload.materialize(model, init)
@@ -101,27 +115,29 @@ def refused(model: nn.Module, said: str, kind: type[BaseException] = ConfigError
     return caught.value
 
 
-def compare(model: nn.Module, optimizer: Any, reference: nn.Module) -> None:
-    """Train the reference as the model was trained, and compare."""
-    its = AdamW(reference.parameters(), lr=1e-2)
-    Loop(steps=6).run(reference, its, SAMPLES, loss_of)
-    assert_same_training(model, optimizer, reference, its)
+def trains_as(model: nn.Module, reference: Callable[[], nn.Module]) -> None:
+    """Train a model in a block that gives it its weights, and compare."""
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with paged(model, optimizer):
+        Loop(steps=6).run(model, optimizer, SAMPLES, loss_of)
+    its = reference()
+    its_optimizer = AdamW(its.parameters(), lr=1e-2)
+    Loop(steps=6).run(its, its_optimizer, SAMPLES, loss_of)
+    assert_same_training(model, optimizer, its, its_optimizer)
     assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
 
 
 @pytest.mark.parametrize("noted", [True, False])
 def test_reset_parameters_gives_the_weights_of_a_plain_model(noted: bool) -> None:
     """Noted before the block, or by themselves."""
-    model, optimizer = on_meta()
+    model = meta(Net)
     parameters = list(model.parameters())
     torch.manual_seed(3)
     if noted:
         assert dynoffload.materialize(model) is model
         assert all(p.is_meta for p in model.parameters())
-    with paged(model, optimizer):
-        Loop(steps=6).run(model, optimizer, SAMPLES, loss_of)
+    trains_as(model, plain)
     assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
-    compare(model, optimizer, plain())
 
 
 def test_an_init_function_is_called_with_each_module_that_owns_something() -> None:
@@ -134,17 +150,19 @@ def test_an_init_function_is_called_with_each_module_that_owns_something() -> No
             with torch.no_grad():
                 tensor.fill_(0.01 * len(seen))
 
-    model, optimizer = on_meta()
+    model = meta(Net)
     dynoffload.materialize(model, init)
-    with paged(model, optimizer):
-        Loop(steps=6).run(model, optimizer, SAMPLES, loss_of)
-    assert seen == ["Net", "Embedding", "Linear", "LayerNorm", "Linear", "Linear"]
-    reference = Net()
-    seen.clear()
-    for module in reference.modules():
-        if type(module).__name__ != "Sequential":
-            init(module)
-    compare(model, optimizer, reference)
+
+    def reference() -> Net:
+        assert seen == ["Net", "Embedding", "Linear", "LayerNorm", "Linear", "Linear"]
+        seen.clear()
+        made = Net()
+        for module in made.modules():
+            if type(module).__name__ != "Sequential":
+                init(module)
+        return made
+
+    trains_as(model, reference)
 
 
 # Errors
@@ -153,22 +171,15 @@ def test_an_init_function_is_called_with_each_module_that_owns_something() -> No
 def test_a_module_that_cannot_reset_itself_is_named() -> None:
     """The error says which, and both remedies; the model is as it was."""
 
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(32, 32)
-            self.matrix = nn.Parameter(torch.empty(64, 64))
-
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(8, 8), Own())
-
-    refused(model, r"module 1 \(Own\).*reset_parameters.*init=")
+    model = meta(lambda: nn.Sequential(nn.Linear(8, 8), Rooted()))
+    del model[1].layer
+    refused(model, r"module 1 \(Rooted\).*reset_parameters.*init=")
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
 def test_weights_are_not_given_in_the_block() -> None:
-    model, optimizer = on_meta()
-    with paged(model, optimizer):
+    model = meta(Net)
+    with paged(model, None):
         with pytest.raises(ConfigError, match=r"inside the offload\(\) block of this Net.*before"):
             dynoffload.materialize(model)
 
@@ -198,8 +209,7 @@ def test_a_function_makes_the_buffers_that_a_file_lacks(tmp_path: Path) -> None:
     save_file(
         {"0.weight": torch.eye(32), "1.bias": torch.ones(8), "1.weight": torch.ones(8, 32)}, path
     )
-    with torch.device("meta"):
-        model = nn.Sequential(Angled(), nn.Linear(32, 8))
+    model = meta(lambda: nn.Sequential(Angled(), nn.Linear(32, 8)))
     with pytest.raises(ConfigError, match=r"'0\.angles', a buffer .*: pass mat.* init=\(path, f"):
         dynoffload.materialize(model, path)
     dynoffload.materialize(model, (path, lambda module: None))
@@ -217,7 +227,7 @@ def test_a_function_makes_the_buffers_that_a_file_lacks(tmp_path: Path) -> None:
 )
 def test_an_init_that_says_nothing_is_refused_at_once(init: Any) -> None:
     """Before anything is touched: the block still gives the model its own weights."""
-    model, _ = on_meta()
+    model = meta(Net)
     accepted = r"says nothing .* None .*, a function .*, the path .*, or a tuple \(path, function\)"
     with pytest.raises(ConfigError, match=r"^init=.*" + accepted):
         dynoffload.materialize(model, init)
@@ -239,8 +249,7 @@ def test_parameters_without_a_value_are_named(written: str) -> None:
                 elif written == name:
                     tensor.fill_(0.5)
 
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
+    model = meta(lambda: nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)))
     lacking = "0.weight, 0.bias, 1.weight, 1.bias" if written == "nothing" else "0.bias, 1.bias"
     dynoffload.materialize(model, init)
     if written != "data":
@@ -271,8 +280,7 @@ def test_a_buffer_that_has_its_values_keeps_them(source: str, tmp_path: Path) ->
     """Whoever initialises its module; a file alone has the last word on what it has."""
     path = tmp_path / "weights.safetensors"
     save_file({"weight": torch.eye(32), "numbers": torch.arange(32) + 1}, path)
-    with torch.device("meta"):
-        model = Counted()
+    model = meta(Counted)
     assert model.weight.is_meta
     assert not model.angles.is_meta
     sources = {"reset": None, "function": give, "file": path, "file and function": (path, give)}
@@ -304,8 +312,7 @@ def test_what_a_module_above_has_written_counts(then: str) -> None:
             for parameter in module.parameters():
                 parameter.mul_(0.5)
 
-    with torch.device("meta"):
-        model = Rooted()
+    model = meta(Rooted)
     given(model, init)
     assert torch.equal(model.token, torch.full((4,), 2.0))
     for parameter in model.layer.parameters():
@@ -328,8 +335,7 @@ def test_buffers_that_are_views_of_one_another() -> None:
             for number, tensor in enumerate((self.table, self.head, self.weight)):
                 tensor.data.fill_(3.0 - number)
 
-    with torch.device("meta"):
-        model = given(Views())
+    model = meta(lambda: given(Views()))
     assert model.again is model.table
     assert model.table.tolist() == [2.0] * 2 + [3.0] * 6
     assert model.head.tolist() == [2.0] * 2
@@ -337,65 +343,39 @@ def test_buffers_that_are_views_of_one_another() -> None:
     assert model.table.tolist() == [5.0] * 2 + [3.0] * 6
 
 
-def test_weights_that_are_cut_off_are_not_left_behind(tmp_path: Path) -> None:
-    """All is on the meta device again; the next block gives it by what was noted before, which
-    nobody has to say again."""
-    given = {name: torch.full_like(t, 0.25) for name, t in plain().state_dict().items()}
-    save_file({n: t.clone() for n, t in given.items()}, tmp_path / "weights.safetensors")
+@pytest.mark.parametrize(
+    ("kind", "trained"), [(KeyboardInterrupt, True), (OSError, True), (OSError, False)]
+)
+def test_weights_that_are_cut_off_are_not_left_behind(
+    kind: type[BaseException], trained: bool, tmp_path: Path
+) -> None:
+    """All is on the meta device again, though the traceback holds views of it; the next
+    block gives it by what was noted before, which nobody has to say again."""
+    state = {name: torch.full_like(t, 0.25) for name, t in plain().state_dict().items()}
+    save_file({n: t.clone() for n, t in state.items()}, tmp_path / "weights.safetensors")
     cuts = 1
 
     def interrupted(module: nn.Module) -> None:
         nonlocal cuts
         cuts -= 1
         if cuts >= 0:
-            raise KeyboardInterrupt
+            first, rest = model.hidden[0].weight[:1], model.hidden[0].weight[1:]
+            first.fill_(1.0)
+            raise kind(f"gone, with {len(rest)} more")
         module.reset_parameters()
 
-    model, optimizer = on_meta()
+    model = meta(Net).requires_grad_(trained)
     model.head.weight.no_decay = True
     dynoffload.materialize(model, (tmp_path / "weights.safetensors", interrupted))
-    options = {"budget": "1MiB", "pilot": None, "config": {**SMALL_PAGES, "policy": "on-demand"}}
-    with pytest.raises(KeyboardInterrupt), dynoffload.offload(model, optimizer, **options):
-        pytest.fail("the block must not begin")
+    error = refused(model, "gone", kind)
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert error.__traceback__ is not None
     assert model.to("cpu") is model
-    with dynoffload.offload(model, optimizer, **options):
+    with paged(model, None):
         model(SAMPLES[0])
-    assert_same(dict(model.state_dict()), given, "weights")  # by the file, as was said
+    assert_same(dict(model.state_dict()), state, "weights")  # by the file, as was said
     assert_same(model.angles, plain().angles, "angles")
     assert model.head.weight.no_decay is True
-
-
-@pytest.mark.parametrize("backend", [*BACKENDS, "accelerator"])
-def test_a_parameter_on_meta_that_is_a_part_of_a_tensor(backend: str) -> None:
-    """It gets memory of its own, as by ``to_empty``."""
-    with torch.device("meta"):
-        model = Rooted()
-        model.token = nn.Parameter(torch.empty(8, 64, 64)[5])
-    assert model.token.storage_offset() > 0
-    on_accelerator = backend == "accelerator"
-    options: dict[str, Any] = {"config": {**CONFIG, "backend": backend}}
-    if on_accelerator:
-        options = {"config": CONFIG, "device": DEVICE}
-    dynoffload.materialize(model, give)
-    with (
-        accelerated() if on_accelerator else contextlib.nullcontext(),
-        dynoffload.offload(model, budget=BUDGET, pilot=None, **options),
-    ):
-        pass
-    assert torch.equal(model.token, torch.full((64, 64), 0.25))
-
-
-def test_a_model_that_has_its_values_keeps_them() -> None:
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    dynoffload.materialize(model)
-    with paged(model, AdamW(model.parameters())):
-        with torch.no_grad():
-            model[0].weight.fill_(7.0)
-        model(torch.ones(1, 32))
-        expected["0.weight"].fill_(7.0)
-        assert_same(dict(model.state_dict()), expected, "weights")
 
 
 def test_weights_noted_for_a_part_are_asked_for() -> None:
@@ -413,8 +393,7 @@ def test_weights_noted_for_a_part_are_asked_for() -> None:
 
 def test_a_part_of_what_weights_are_noted_for_is_refused() -> None:
     """It would begin with zeros; by itself it is what it is again."""
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 32)))
+    model = meta(lambda: nn.Sequential(nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 32))))
     dynoffload.materialize(model)
     refused(model[1], "was called with the Sequential whose part '1' this Sequential is")
     given(model[1])  # as the message says
@@ -423,29 +402,23 @@ def test_a_part_of_what_weights_are_noted_for_is_refused() -> None:
             assert one(torch.ones(1, 32)).any()
 
 
-def test_a_file_may_have_either_name_of_a_tied_tensor(tmp_path: Path) -> None:
-    state = {name: t.clone() for name, t in plain().state_dict().items()}
-    del state["embedding.weight"]  # which is head.weight
-    save_file(state, tmp_path / "weights.safetensors")
-    model, optimizer = on_meta()
-    dynoffload.materialize(model, (tmp_path / "weights.safetensors", Net.reset_parameters))
-    with paged(model, optimizer):
-        model(SAMPLES[0])
-        assert torch.equal(model.embedding.weight, state["head.weight"])
-
-
 class Pair(nn.Module):
-    """Two large tensors of one module."""
+    """Two large tensors of one module, which initialises them, replaces a buffer, and may fail."""
 
     fails = 0
+    stat: Tensor
+    view: Tensor
 
     def __init__(self, rows: int) -> None:
         super().__init__()
         self.first = nn.Parameter(torch.empty(rows, 1024))
         self.second = nn.Parameter(torch.empty(rows, 1024))
+        self.register_buffer("stat", torch.empty(8))
+        self.register_buffer("view", torch.empty(4).expand(3, 4))
 
     def reset_parameters(self) -> None:
-        """Write both."""
+        """Write both, and put another buffer in the place of one."""
+        self.stat = torch.zeros(8)
         nn.init.uniform_(self.first)
         nn.init.uniform_(self.second)
         self.fails -= 1
@@ -476,7 +449,7 @@ def test_a_file_that_does_not_fit_is_refused_before_the_block(tmp_path: Path) ->
     (tmp_path / "away.json").write_text('{"weight_map": {"scale": "../good.safetensors"}}')
     (tmp_path / "short.json").write_text('{"weight_map": {"more": "good.safetensors"}}')
     for name, said in cases.items():
-        model, _ = on_meta()
+        model = meta(Net)
         for init in (tmp_path / name, (tmp_path / name, lambda module: None)):
             with pytest.raises(ConfigError, match=said):
                 dynoffload.materialize(model, init)
@@ -485,8 +458,10 @@ def test_a_file_that_does_not_fit_is_refused_before_the_block(tmp_path: Path) ->
 
 @pytest.mark.parametrize("named", ["directory", "index"])
 def test_weights_in_shards(named: str, tmp_path: Path) -> None:
-    """As transformers saves a large model; what the user writes after that is later."""
+    """As transformers saves a large model, with one name of a tied tensor; what the user writes
+    after that is later."""
     state = {name: t.clone() for name, t in plain().state_dict().items()}
+    tied = state.pop("embedding.weight")  # which is head.weight
     names = sorted(state)
     shards = {"one.safetensors": names[:3], "two.safetensors": names[3:]}
     for file, some in shards.items():
@@ -495,106 +470,47 @@ def test_weights_in_shards(named: str, tmp_path: Path) -> None:
     index.write_text(
         json.dumps({"weight_map": {name: f for f, some in shards.items() for name in some}})
     )
-    model, optimizer = on_meta()
+    model = meta(Net)
 
     def angles(module: nn.Module) -> None:
         if isinstance(module, Net):
             module.reset_parameters()
 
     dynoffload.materialize(model, (tmp_path if named == "directory" else index, angles))
-    with paged(model, optimizer):
+    with paged(model, None):
         with torch.no_grad():
             model.hidden[2].bias.fill_(7.0)
         model(SAMPLES[0])
-        state["hidden.2.bias"] = torch.full((32,), 7.0)
+        state |= {"hidden.2.bias": torch.full((32,), 7.0), "embedding.weight": tied}
         assert_same(dict(model.state_dict()), state, "weights")
         assert_same(model.angles, plain().angles, "angles")
 
 
-@pytest.mark.parametrize("trained", [True, False])
-def test_what_an_init_held_as_it_failed_is_let_go_of(trained: bool) -> None:
-    """Its views are in the traceback, for whose sake nothing could go back to the meta device."""
-    model, _ = on_meta()
-    model.requires_grad_(trained)
-
-    def init(module: nn.Module) -> None:
-        for tensor in module.parameters(recurse=False):
-            first, rest = tensor[:1], tensor[1:]
-            first.fill_(1.0)
-            rest.fill_(2.0)
-            if module is model.hidden[2]:
-                raise OSError("the disk is gone")
-
-    dynoffload.materialize(model, init)
-    error = refused(model, "gone", OSError)
-    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    assert error.__traceback__ is not None
-    assert given(model)(SAMPLES[0]).isfinite().all()
-
-
-class Replacing(nn.Module):
-    """A weight on the meta device beside buffers; initialising replaces one of them, and fails."""
-
-    fails = 1
-    stat: Tensor
-    view: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(8, 8))
-        self.register_buffer("stat", torch.zeros(8))
-        self.register_buffer("view", torch.empty(4).expand(3, 4))
-
-    def reset_parameters(self) -> None:
-        """Fill the weight; give the buffer a new tensor."""
-        nn.init.ones_(self.weight)
-        self.stat = torch.zeros(8)
-        self.fails -= 1
-        if self.fails >= 0:
-            raise OSError("the disk is gone")
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight @ x + self.stat
-
-
-def test_what_an_init_that_fails_has_replaced_is_put_back() -> None:
-    """And a tensor whose elements share memory, which cannot be written, is let be."""
-    with torch.device("meta"):
-        model = Replacing()
-    model.view = torch.arange(4.0).expand(3, 4)
-    model.stat = torch.full((8,), 7.0)
-    refused(model, "gone", OSError)
-    assert model.weight.is_meta
-    assert torch.equal(model.stat, torch.full((8,), 7.0))
-    with paged(model, None):
-        assert torch.equal(model(torch.ones(8)), torch.full((8,), 15.0))
-    assert torch.equal(model.stat, torch.full((8,), 7.0))
-    assert torch.equal(model.view, torch.arange(4.0).expand(3, 4))
-
-
 @pytest.mark.parametrize("backend", [*BACKENDS, "accelerator"])
 def test_a_parameter_beside_one_on_meta_keeps_its_values(backend: str) -> None:
-    """Also where its module writes both, and fails."""
-    with torch.device("meta"):
-        model = Pair(256).requires_grad_(requires_grad=False)
+    """Also where its module writes both, and fails; so do buffers, one that was replaced and one
+    whose elements share memory and cannot be written. The other gets memory of its own, though it
+    was a part of a tensor."""
+    model = meta(lambda: Pair(256).requires_grad_(requires_grad=False))
+    model.second = nn.Parameter(meta(lambda: torch.empty(512, 1024))[256:], requires_grad=False)
+    assert model.second.storage_offset() > 0
     values = torch.arange(1024.0).sub_(512.0).repeat(256, 1)
     values[5, 7], values[25, 3] = -0.0, math.nan
     model.first = nn.Parameter(values.clone(), requires_grad=False)
-    on_accelerator = backend == "accelerator"
-    options: dict[str, Any] = {"config": {**CONFIG, "backend": backend}}
-    if on_accelerator:
-        options = {"config": CONFIG, "device": DEVICE}
-    with accelerated() if on_accelerator else contextlib.nullcontext():
-        model.fails = 1
-        with pytest.raises(OSError, match="gone"):
-            with dynoffload.offload(model, budget="2MiB", pilot=None, **options):
-                pytest.fail("the block must not begin")
-        assert_same(model.first.detach(), values, "after the failure")
-        torch.manual_seed(5)
-        with dynoffload.offload(model, budget="2MiB", pilot=None, **options):
-            assert_same(model.first.detach().clone(), values, "in the block")
+    model.stat, model.view = torch.full((8,), 7.0), torch.arange(4.0).expand(3, 4)
+    buffers = {"stat": model.stat.clone(), "view": model.view.clone()}
+    model.fails = 1
+    with pytest.raises(OSError, match="gone"), entered(backend, model):
+        pytest.fail("the block must not begin")
+    assert_same(model.first.detach(), values, "after the failure")
+    assert_same(dict(model.named_buffers()), buffers, "after the failure")
+    assert model.second.is_meta
+    torch.manual_seed(5)
+    with entered(backend, model):
+        assert_same(model.first.detach().clone(), values, "in the block")
     torch.manual_seed(5)
     expected = Pair(256)
     expected.reset_parameters()
     assert_same(model.first.detach(), values, "after it")
+    assert_same(dict(model.named_buffers()), buffers, "after it")
     assert_same(model.second.detach(), expected.second.detach(), "what was initialised")

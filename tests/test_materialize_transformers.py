@@ -1,15 +1,11 @@
 """Models of transformers on the meta device get the random weights that transformers gives.
 
-Each is compared with two built in memory. What two seeds of the plain constructor agree on, such as
-sinusoids, masks, ones and zeros, is the same to the bit; of the rest the mean and the deviation
-are, within six standard errors. And the bits are those of transformers' own way of initialising a
-model after it was built (`_finalize_model_loading`), as its constructor's own draws are not
-repeated.
+The bits are those of transformers' own way of initialising a model after it was built
+(`_finalize_model_loading`), as its constructor's own draws are not repeated.
 """
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +26,6 @@ transformers = pytest.importorskip("transformers")
 from dynoffload.integrations.transformers import materialize  # noqa: E402
 
 SEED = 5
-ERRORS = 6  # standard errors that two samples of one distribution may differ by
 KINDS = ("t5", "gpt2", "whisper", "wav2vec2", "clip", "mamba", "mixtral", "bert", "modernbert")
 ARCHITECTURE = [
     pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in ARCHITECTURES
@@ -52,12 +47,6 @@ def ties(model: nn.Module) -> set[tuple[str, ...]]:
     for name, tensor in named(model).items():
         groups.setdefault(id(tensor), []).append(name)
     return {tuple(names) for names in groups.values() if len(names) > 1}
-
-
-def built(architecture: Architecture, seed: int) -> nn.Module:
-    """Return the network as its constructor makes it after a seed."""
-    torch.manual_seed(seed)
-    return architecture.build()
 
 
 def initialised(architecture: Architecture) -> tuple[nn.Module, set[str]]:
@@ -96,21 +85,6 @@ def given(model: nn.Module, path: Path | None = None, **options: Any) -> nn.Modu
     return model
 
 
-def assert_alike(value: Tensor, plain: Tensor, other: Tensor, name: str) -> None:
-    """Assert that ``value`` is drawn as ``plain`` and ``other`` are, or is the same as both."""
-    assert (value.dtype, value.shape) == (plain.dtype, plain.shape), name
-    assert value.requires_grad == plain.requires_grad, name
-    if torch.equal(plain, other):
-        assert_same(value.detach(), plain.detach(), name)
-        return
-    value, plain = value.detach().double(), plain.detach().double()
-    error = 1 / math.sqrt(plain.numel())  # of the ratio of two deviations; of means, times sqrt(2)
-    if plain.numel() > 1:
-        assert abs(value.std() / plain.std() - 1) < ERRORS * error, name
-    spread = max(plain.std(correction=0), plain.abs().mean())
-    assert abs(value.mean() - plain.mean()) < ERRORS * math.sqrt(2) * error * spread, name
-
-
 @pytest.mark.parametrize("name", ARCHITECTURE)
 def test_random_weights_are_those_that_transformers_gives(name: str) -> None:
     """Of every kind of network that transformers has."""
@@ -120,17 +94,14 @@ def test_random_weights_are_those_that_transformers_gives(name: str) -> None:
         with pytest.raises(ConfigError, match=r"got no value: _init_weights\(\) .* file"):
             given(on_meta(architecture))
         return
-    plain, other = built(architecture, 1), built(architecture, 2)
     model = given(on_meta(architecture))
-    values, expected, others = named(model), named(plain), named(other)
+    values, expected = named(model), named(reference)
     assert list(values) == list(expected)
-    assert ties(model) == ties(plain)
+    assert ties(model) == ties(reference)
     for key, value in values.items():
-        assert not value.is_meta
         assert not hasattr(value, "_is_hf_initialized"), key
-        assert_alike(value, expected[key], others[key], key)
-    for key, value in named(reference).items():
-        assert_same(values[key].detach(), value.detach(), key)
+        assert value.requires_grad == expected[key].requires_grad, key
+        assert_same(value.detach(), expected[key].detach(), key)
 
 
 def train(model: nn.Module, optimizer: Any) -> list[Tensor]:
@@ -251,14 +222,11 @@ def test_a_model_that_was_converted_on_the_meta_device() -> None:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-def test_a_path_that_is_none_is_refused() -> None:
+def test_what_is_no_path_or_no_model_of_transformers_is_refused() -> None:
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(GPT2)
     with pytest.raises(ConfigError, match=r"path=5 is no path: .* safetensors file, or None"):
         materialize(model, 5)
-
-
-def test_what_is_no_model_of_transformers_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"the Linear is no PreTrainedModel .* init="):
         materialize(nn.Linear(2, 2))
 

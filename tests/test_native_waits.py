@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import threading
 import time
@@ -12,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from devices import SMALL, eventually, filled, holds, needs_pager, opened, script, view
+from devices import SMALL, eventually, filled, holds, needs_pager, opened, script
 
-from dynoffload.errors import BackendError, BudgetError, SpillError
+from dynoffload.errors import BackendError, SpillError
 from dynoffload.memory.pager import Pager
 
 pytestmark = needs_pager
@@ -41,18 +39,6 @@ def three(device: Pager) -> tuple[int, int, int]:
 # No room
 
 
-def test_an_acquire_waits_for_a_pin_that_goes(device: Pager) -> None:
-    a, b, c = three(device)
-    device._native.pager_set_patience(device._handle, 60)
-    device.acquire([b, c], pin=True)
-    timer = threading.Timer(2.5, lambda: device.unpin([b]))
-    timer.start()
-    device.acquire([a])
-    assert holds(device, a)
-    device.unpin([c])
-    timer.join()
-
-
 def test_an_access_ends_the_process_when_all_stays_pinned(tmp_path: Path) -> None:
     found = script(
         """
@@ -74,48 +60,7 @@ def test_an_access_ends_the_process_when_all_stays_pinned(tmp_path: Path) -> Non
     assert "raise the budget" in found.stderr
 
 
-def test_an_access_waits_for_the_disk_to_have_room_again(tmp_path: Path) -> None:
-    found = script(
-        """
-        import resource, threading
-        device = Pager(8 * SMALL, SMALL, Path(sys.argv[1]), threads=2)
-        a, b, c = (device.allocate(4 * SMALL) for _ in range(3))
-        filled(device, [a, b, c])
-        def refuse(refused):
-            limit = 0 if refused else resource.RLIM_INFINITY
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        refuse(True)
-        threading.Timer(2.5, lambda: refuse(False)).start()
-        assert holds(device, a)
-        device.acquire([b, c])
-        assert holds(device, b) and holds(device, c)
-        print("whole")
-        """,
-        tmp_path,
-    )
-    assert found.returncode == 0, found.stderr
-    assert found.stdout == "whole\n"
-
-
 # What cannot be read back
-
-
-def test_an_acquire_of_what_cannot_be_read_raises(device: Pager) -> None:
-    a, c, b = (device.allocate(4 * SMALL) for _ in range(3))
-    filled(device, [b, a, c])  # evicting the others will not make the file long enough for b
-    os.ftruncate(device._spill.fd, 0)
-    for _ in range(2):
-        with pytest.raises(
-            SpillError, match=rf"region {b} \(16\.00 KiB\) back.*spill_dir="
-        ) as told:
-            device.acquire([b], pin=True)
-        assert told.value.errno == errno.EIO
-    device.counters()  # it has been told already
-    assert holds(device, a)
-    assert holds(device, c)
-    device.discard(b)
-    filled(device, [b])
-    assert holds(device, b)
 
 
 def test_showing_shows_all_or_none(device: Pager) -> None:
@@ -134,29 +79,6 @@ def test_showing_shows_all_or_none(device: Pager) -> None:
     device.discard(b)
     filled(device, [b, a, c])
     assert all(holds(device, region) for region in (b, a, c))  # no pin was left behind
-
-
-def test_showing_without_room_for_addresses_shows_none(
-    device: Pager, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a, b = device.allocate(SMALL), device.allocate(SMALL)
-    filled(device, [a, b])
-    device.lock([a, b])
-    take, taken = device._take, []
-
-    def full(pages: int) -> int:
-        if taken:
-            raise BudgetError("the arena has no 1 pages in a row left")
-        taken.append(take(pages))
-        return taken[0]
-
-    monkeypatch.setattr(device, "_take", full)
-    with pytest.raises(BudgetError, match="in a row"):
-        device.show([a, b])
-    assert device._aliases == {}
-    device.unlock([a, b])
-    assert holds(device, a)
-    assert holds(device, b)
 
 
 # Regions that end while somebody waits
@@ -192,24 +114,6 @@ def test_a_region_released_while_waited_for_leaves_the_counting_right(device: Pa
     filled(device, [d])
     absent = b if b not in device.resident() else c
     assert _stalled(device, absent) > 0
-
-
-def test_a_region_discarded_under_its_lock_lets_its_readers_go(device: Pager) -> None:
-    region = device.allocate(3 * SMALL)
-    filled(device, [region])
-    device.lock([region])
-    seen: list[int] = []
-    mine = view(device, region)
-    reader = threading.Thread(
-        target=lambda: seen.append(int(mine.sum(dtype=torch.int64))), daemon=True
-    )
-    reader.start()
-    assert device.handed(10.0) == region
-    time.sleep(0.05)
-    assert seen == []
-    device.discard(region)
-    reader.join(100)
-    assert len(seen) == 1
 
 
 def test_a_failed_lock_locks_nothing(device: Pager, monkeypatch: pytest.MonkeyPatch) -> None:

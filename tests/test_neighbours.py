@@ -48,19 +48,19 @@ def test_first_gradients_come_late(
     """Two experts get their first gradient when the others have momentum; one small parameter stays
     in memory."""
 
+    def loss_of(model: nn.Module, number: int) -> Tensor:
+        hit = [0] if number < 3 else [0, 1] if number < 5 else [0, 2]
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(number))
+        loss: Tensor = model(x.to(dtype), hit).float().square().mean()
+        return loss
+
     def sgd(parameters: Iterable[nn.Parameter]) -> SGD:
         return SGD(parameters, lr=0.05, momentum=0.9, foreach=True, **options)  # type: ignore[arg-type]
 
     twin = Twin(Experts().to(dtype), sgd)
     config = {**SMALL_PAGES, "backend": backend, "draft_share": 1.0, "step_aside": False}
     with twin.paged(footprint_of(twin.model), config=config):
-        for number in range(8):
-            hit = [0] if number < 3 else [0, 1] if number < 5 else [0, 2]
-            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
-                x = torch.randn(4, 32, generator=torch.Generator().manual_seed(number))
-                model(x.to(dtype), hit).float().square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+        twin.train(loss_of, range(8))
     twin.assert_same()
 
 
@@ -84,9 +84,5 @@ def test_a_whole_parameter_joins_slices(backend: str) -> None:
     twin = Twin(Late().to(torch.bfloat16), sgd)
     with twin.paged(footprint_of(twin.model), config={**PAGES, "backend": backend}) as session:
         assert fused_of(session)
-        for number in range(6):
-            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
-                loss_of(model, number).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+        twin.train(loss_of, range(6))
     twin.assert_same()

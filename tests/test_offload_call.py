@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -39,18 +37,6 @@ def test_a_block_that_nobody_entered_is_warned_of_where_it_was_made() -> None:
     assert [warning.filename for warning in caught] == [__file__]
     line = inspect.getsourcelines(block)[1] + len(inspect.getsourcelines(block)[0]) - 1
     assert caught[0].lineno == line
-
-
-def test_the_warning_is_seen_by_default_and_once_at_the_end_of_a_script(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import torch, dynoffload\n"
-        "session = dynoffload.offload(torch.nn.Linear(4, 4), budget='8MB')\n"
-    )
-    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
-    assert ended.returncode == 0
-    assert ended.stderr.count("RuntimeWarning") == 1
-    assert ended.stderr.startswith(f"{script}:2: RuntimeWarning: offload() was called without")
 
 
 def test_a_block_is_entered_once_and_without_a_warning() -> None:

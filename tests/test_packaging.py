@@ -161,16 +161,6 @@ def test_every_dependency_is_a_range_whose_pin_is_inside(project: dict[str, Any]
     assert pins["torch"] == ["2.13.0"]
 
 
-def test_the_layout_that_editable_installs_and_type_checkers_need() -> None:
-    for wing in WINGS:
-        link = ROOT / "dynoffload" / wing
-        assert link.is_symlink()
-        assert os.readlink(link) == f"../{wing}"
-    assert not (ROOT / "datasets" / "__init__.py").exists()
-    assert not (ROOT / "conftest.py").exists()
-    assert not (ROOT / "tests" / "__init__.py").exists()
-
-
 def test_no_datasets_of_ours_hides_that_of_hugging_face() -> None:
     code = (
         "import importlib.util as u, json\n"

@@ -53,32 +53,6 @@ assert bytes(array[:9]) == bytes(expected[:9])
 
 
 @ONE
-def test_operands_that_no_plan_holds_do_not_evict_each_other(page: int, tmp_path: Path) -> None:
-    """What is planned for later makes way for both; else each byte would cost two faults."""
-    run(
-        """
-from dynoffload.planning.schedule import Schedule, Use
-planned, first, second, third = (device.allocate(2 * page) for _ in range(4))
-rest = [device.allocate(2 * page) for _ in range(3)]
-for region in (a, b, c):
-    device.release(region)
-filled(device, [first, second, third, planned, *rest])
-uses = [Use(()), *(Use((region,)) for region in (planned, *rest))]
-device.acquire([planned, *rest])
-device.follow(uses, Schedule(()))
-arrays = [view(device, region).numpy() for region in (first, second, third)]
-expected = [pattern(2 * page, region).numpy() for region in (first, second, third)]
-before = device.counters().faults
-for index in range(500):
-    assert [int(one[index]) for one in arrays] == [int(one[index]) for one in expected]
-assert device.counters().faults - before == 3
-""",
-        page,
-        tmp_path,
-    )
-
-
-@ONE
 def test_a_fault_waits_while_everything_is_pinned(page: int, tmp_path: Path) -> None:
     run(
         """

@@ -68,49 +68,6 @@ def test_an_access_is_handed_to_the_owner_and_sees_what_he_made(
     assert device.counters().peak_bytes <= device.capacity
 
 
-def test_what_was_shown_survives_eviction(device: Device, region: int) -> None:
-    device.lock([region])
-    (storage,) = device.show([region])
-    torch.empty(0, dtype=torch.uint8).set_(storage).fill_(9)
-    device.hide([region])
-    device.unlock([region])
-    others = [device.allocate(4 * device.page_bytes) for _ in range(2)]
-    filled(device, others)
-    assert region not in device.resident()
-    assert bool((view(device, region) == 9).all())
-
-
-def test_a_region_can_be_locked_and_shown_while_absent(device: Device, region: int) -> None:
-    others = [device.allocate(4 * device.page_bytes) for _ in range(2)]
-    filled(device, others)
-    assert region not in device.resident()
-    device.lock([region])
-    reader = Reader(device, region)
-    assert device.handed(10.0) == region
-    (storage,) = device.show([region])
-    shown = torch.empty(0, dtype=torch.uint8).set_(storage)
-    shown.fill_(3)
-    device.hide([region])
-    device.unlock([region])
-    reader.join(100)
-    assert reader.seen == 3 * (3 * device.page_bytes - 7)
-    assert all(holds(device, other) for other in others)
-
-
-def test_several_are_shown_at_once(device: Device) -> None:
-    regions = [device.allocate(2 * device.page_bytes) for _ in range(3)]
-    filled(device, regions)
-    device.lock(regions)
-    shown = [torch.empty(0, dtype=torch.uint8).set_(s) for s in device.show(regions)]
-    shown[0].copy_(shown[1]).add_(shown[2])
-    expected = shown[0].clone()
-    del shown
-    device.hide(regions)
-    device.unlock(regions)
-    assert torch.equal(view(device, regions[0]), expected)
-    assert holds(device, regions[1])
-
-
 def test_every_reader_is_woken(device: Device, region: int) -> None:
     device.lock([region])
     readers = [Reader(device, region) for _ in range(4)]
@@ -152,16 +109,3 @@ def test_a_locked_region_is_prefetched_but_not_admitted(device: Device, region: 
     reader.join(100)
     assert reader.seen is not None
     assert holds(device, region)
-
-
-def test_whoever_serves_learns_of_the_end(tmp_path: Path) -> None:
-    answers: list[int] = []
-    with opened("pager", 8 * SMALL, SMALL, tmp_path) as made:
-        server = threading.Thread(target=lambda: answers.append(made.handed(30.0)))
-        server.start()
-        time.sleep(0.05)
-        handle, made._handle = made._handle, None
-        made._native.pager_close(handle)
-        server.join(100)
-        made._spill.close()
-    assert answers == [-2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import runpy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from exactness import Twin, footprint_of, needs_pager, small, small_loss, small_samples
+from synthetic_pilot import routed
 from torch.optim import AdamW
 
 import dynoffload
@@ -19,9 +19,6 @@ from dynoffload.pilot.fit import fit_pilot
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.train import train_pilot
 from dynoffload.profiler.input_features import InputFeatures
-
-_synthetic = runpy.run_path(str(Path(__file__).with_name("synthetic_pilot.py")))
-routed = _synthetic["routed"]
 
 
 def _pilot(values: dict[str, float]) -> Pilot:

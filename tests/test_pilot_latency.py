@@ -6,23 +6,18 @@ experiment pilot-accuracy` measures seconds.
 
 from __future__ import annotations
 
-import runpy
 from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
 
-import numpy as np
 import pytest
 from reference_work import times_reference
+from synthetic_pilot import routed, trees
 
-from dynoffload.pilot.evaluate import block_order_accuracy
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import fit_pilot
 from dynoffload.pilot.online import OnlineLearner
 from dynoffload.pilot.pilot import Pilot
-
-_synthetic = runpy.run_path(str(Path(__file__).with_name("synthetic_pilot.py")))
-routed, trees = _synthetic["routed"], _synthetic["trees"]
 
 pytestmark = pytest.mark.alone
 
@@ -52,9 +47,3 @@ def test_trees_of_200_nodes() -> None:
     pilot = fit_pilot(vocabulary, examples)
     stream = cycle(examples)
     assert times_reference(lambda: pilot.predict(next(stream).sample), ROUNDS) < 1
-
-
-def test_comparing_two_orders_of_400_blocks() -> None:
-    rng = np.random.default_rng(0)
-    first, second = (rng.integers(390, size=400).tolist() for _ in range(2))
-    assert times_reference(lambda: block_order_accuracy(first, second)) < 1

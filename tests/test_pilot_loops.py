@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import runpy
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from synthetic_pilot import trees, vocabulary
 
 from dynoffload.pilot.loops import LoopModel, Rule, learn_loop
 from dynoffload.profiler.input_features import InputFeatures
-
-_synthetic = runpy.run_path(str(Path(__file__).with_name("synthetic_pilot.py")))
-trees, vocabulary = _synthetic["trees"], _synthetic["vocabulary"]
 
 
 def sample(*rows: tuple[int, ...], **values: float) -> InputFeatures:
@@ -78,48 +76,33 @@ def test_a_loop_that_no_rule_tells_repeats_the_most_frequent_stretch() -> None:
     model = learn_loop(samples, runs)
     assert model.how == (4, 5, 4, 5)
     assert model.fidelity == sum(run == (4, 5) * 2 for run in runs) / 40
-    assert model.rest(samples[0], (4,)) == [5, 4, 5]
 
 
-def test_pairs_of_codes_that_never_met_follow_from_each() -> None:
-    """The kind says which cell, the arity in which shape: all pairs are foretold from some."""
-    names = vocabulary([(f"cells.{kind}", f"{arity}x8") for kind in range(4) for arity in range(5)])
-    met = [(kind, arity) for kind in range(4) for arity in range(5) if (kind + arity) % 3]
-    samples = [InputFeatures({}, np.array([[arity, kind, 7]] * 3)) for kind, arity in met * 2]
-    runs = [(5 * kind + arity,) * 3 for kind, arity in met * 2]
-    model = learn_loop(samples, runs, names.blocks)
-    for kind in range(4):
-        for arity in range(5):
-            sample = InputFeatures({}, np.array([[arity, kind, 1]]))
-            assert model.predict(sample) == [5 * kind + arity], (kind, arity)
-
-
-def _check_cells(own: list[tuple[int, int]], met: list[tuple[int, int]], arities: int) -> None:
-    """Check that a rule learned from the pairs of kind and arity in ``met`` foretells every pair:
-    the block of those that have their ``own``, else the one of the cell for any shape."""
+@pytest.mark.parametrize(
+    ("arities", "own", "met"),
+    [
+        (5, lambda *_: True, lambda kind, arity: (kind + arity) % 3),
+        (5, lambda kind, arity: (kind + arity) % 3, lambda kind, arity: (kind + arity) % 3),
+        (20, lambda kind, arity: (3 * kind + arity) % 5, lambda kind, arity: (kind + arity) % 4),
+    ],
+    ids=["each has a block", "those that met have one", "the rare share a block"],
+)
+def test_pairs_of_codes_that_never_met_follow_from_each(
+    arities: int, own: Callable[[int, int], Any], met: Callable[[int, int], Any]
+) -> None:
+    """The kind says which cell, the arity in which shape: from the pairs that met, every pair is
+    foretold. Those without a block of their own run the one of the cell for any shape."""
     every = [(kind, arity) for kind in range(4) for arity in range(arities)]
-    names = [(f"cells.{kind}", f"{arity}x8") for kind, arity in own]
+    names = [(f"cells.{kind}", f"{arity}x8") for kind, arity in every if own(kind, arity)]
     known = vocabulary([*names, *((f"cells.{kind}", "") for kind in range(4))])
     right = {pair: known.index_of(f"cells.{pair[0]}", f"{pair[1]}x8") for pair in every}
-    assert all((known.blocks[right[pair]].variant == "") == (pair not in own) for pair in every)
-    samples = [InputFeatures({}, np.array([[arity, kind, 7]] * 3)) for kind, arity in met * 2]
-    model = learn_loop(samples, [(right[pair],) * 3 for pair in met * 2], known.blocks)
+    assert all(bool(known.blocks[right[pair]].variant) == bool(own(*pair)) for pair in every)
+    seen = [pair for pair in every if met(*pair)] * 2
+    samples = [InputFeatures({}, np.array([[arity, kind, 7]] * 3)) for kind, arity in seen]
+    model = learn_loop(samples, [(right[pair],) * 3 for pair in seen], known.blocks)
     for kind, arity in every:
         wanted = InputFeatures({}, np.array([[arity, kind, 1]]))
         assert model.predict(wanted) == [right[kind, arity]], (kind, arity)
-
-
-def test_pairs_of_codes_without_a_block_are_the_module_s_block_for_any_shape() -> None:
-    met = [(kind, arity) for kind in range(4) for arity in range(5) if (kind + arity) % 3]
-    _check_cells(own=met, met=met, arities=5)
-
-
-def test_shapes_that_share_a_block_say_nothing_against_those_that_have_their_own() -> None:
-    """Of many arities the rare ones share a block, others in each cell."""
-    every = [(kind, arity) for kind in range(4) for arity in range(20)]
-    own = [(kind, arity) for kind, arity in every if (3 * kind + arity) % 5]
-    met = [(kind, arity) for kind, arity in every if (kind + arity) % 4]
-    _check_cells(own=own, met=met, arities=20)
 
 
 @given(st.integers(0, 50))

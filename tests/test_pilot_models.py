@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import random
-import runpy
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from synthetic_pilot import routed
 
 from dynoffload.errors import PilotError
 from dynoffload.pilot.association import learn_association
 from dynoffload.pilot.boosting import TrainingSet, train_tables
-from dynoffload.pilot.evaluate import LastOrder, score
+from dynoffload.pilot.evaluate import score
 from dynoffload.pilot.fit import fit_pilot
 from dynoffload.profiler.input_features import InputFeatures
-
-_synthetic = runpy.run_path(str(Path(__file__).with_name("synthetic_pilot.py")))
-routed, trees = _synthetic["routed"], _synthetic["trees"]
 
 
 def test_association_blames_the_code_and_not_its_neighbours() -> None:
@@ -40,16 +36,6 @@ def test_association_blames_the_code_and_not_its_neighbours() -> None:
     assert innocent_chance < 0.1
 
 
-def test_the_tables_learn_the_rule_from_codes_to_experts() -> None:
-    vocabulary, examples = routed(320)
-    _, fresh = routed(60, seed=5)
-    pilot = fit_pilot(vocabulary, examples)
-    scores = score(lambda e: pilot.predict(e.sample).blocks, fresh)
-    last = score(LastOrder(), fresh)
-    assert scores.block_order_accuracy > 0.95
-    assert scores.block_order_accuracy > last.block_order_accuracy + 0.3
-
-
 def test_a_model_learns_from_the_numbers_of_samples_without_elements() -> None:
     # An early exit: as many stages run as the number says.
     vocabulary, _ = routed(1)
@@ -64,16 +50,6 @@ def test_a_model_learns_from_the_numbers_of_samples_without_elements() -> None:
     pilot = fit_pilot(vocabulary, examples[:200])
     found = score(lambda e: pilot.predict(e.sample).blocks, examples[200:])
     assert found.block_order_accuracy > 0.97
-
-
-def test_the_same_seed_gives_the_same_pilot(tmp_path: Path) -> None:
-    vocabulary, examples = routed(60, noise=0.1)
-    files = []
-    for name in ("a", "b"):
-        path = tmp_path / f"{name}.pilot"
-        fit_pilot(vocabulary, examples, seed=4).save(path)
-        files.append(path.read_bytes())
-    assert files[0] == files[1]
 
 
 def test_learning_leaves_the_random_numbers_of_the_program_alone() -> None:
@@ -102,14 +78,6 @@ def test_the_booster_does_not_trust_what_tables_memorised() -> None:
     known = np.stack([tables.probabilities(sample) for sample in samples])
     assert fresh.mean() == pytest.approx(0.3, abs=0.1)
     assert known.std() < 0.15
-
-
-def test_a_network_without_optional_blocks_needs_no_model() -> None:
-    vocabulary, examples = trees(40)
-    _, fresh = trees(20, seed=3)
-    pilot = fit_pilot(vocabulary, examples)
-    assert pilot.model is None
-    assert all(pilot.predict(e.sample).blocks == list(e.blocks) for e in fresh)
 
 
 def test_confidence_is_given_for_each_block_and_tells_sure_from_unsure() -> None:

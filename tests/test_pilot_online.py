@@ -3,45 +3,43 @@
 from __future__ import annotations
 
 import math
-import runpy
-import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
+from synthetic_pilot import routed
+from synthetic_pilot import vocabulary as vocabulary_of
 
 from dynoffload.pilot.evaluate import block_order_accuracy
+from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import fit_pilot
 from dynoffload.pilot.online import FIRST, OnlineLearner
 
-_synthetic = runpy.run_path(str(Path(__file__).with_name("synthetic_pilot.py")))
-routed, vocabulary_of = _synthetic["routed"], _synthetic["vocabulary"]
 
-
-def test_without_a_pilot_it_predicts_nothing_and_learns_when_due() -> None:
-    vocabulary, examples = routed(200)
-    learner = OnlineLearner(vocabulary)
-    for step, example in enumerate(examples[:FIRST]):
-        assert not learner.due, step
-        assert learner.predict(example.sample) is None
-        learner.observe(example.sample, example.blocks, example.source)
-    assert learner.due
-    assert math.isnan(learner.standing.pilot)
-    learner.learn()
-    assert not learner.due
-    assert learner.predict(examples[FIRST].sample) is not None
-
-
-def test_it_comes_to_beat_the_last_order() -> None:
-    vocabulary, examples = routed(260)
-    learner = OnlineLearner(vocabulary)
+def follow(learner: OnlineLearner, examples: Sequence[Example], learn: bool = False) -> None:
+    """Let a learner see some steps, and learn where it is due."""
     for example in examples:
         learner.predict(example.sample)
         learner.observe(example.sample, example.blocks, example.source)
-        if learner.due:
+        if learn and learner.due:
             learner.learn()
+
+
+def test_without_a_pilot_it_learns_one_when_due_and_comes_to_beat_the_last_order() -> None:
+    vocabulary, examples = routed(260)
+    learner = OnlineLearner(vocabulary)
+    follow(learner, examples[: FIRST - 1])
+    assert not learner.due
+    follow(learner, examples[FIRST - 1 : FIRST])
+    assert learner.due
+    assert learner.predict(examples[0].sample) is None
+    assert math.isnan(learner.standing.pilot)
+    learner.learn()
+    assert not learner.due
+    follow(learner, examples[FIRST:], learn=True)
     assert learner.standing.pilot > 0.8
     assert learner.standing.pilot > learner.standing.last_order + 0.2
 
@@ -92,23 +90,11 @@ def test_it_learns_that_a_block_goes_on_as_it_went_last() -> None:
 def test_learning_on_another_thread_does_not_stop_the_steps() -> None:
     vocabulary, examples = routed(120)
     learner = OnlineLearner(vocabulary)
-    for example in examples[:60]:
-        learner.observe(example.sample, example.blocks)
-    failures: list[BaseException] = []
-
-    def learn() -> None:
-        try:
-            learner.learn()
-        except BaseException as error:
-            failures.append(error)
-
-    worker = threading.Thread(target=learn)
-    worker.start()
-    for example in examples[60:]:
-        learner.predict(example.sample)
-        learner.observe(example.sample, example.blocks)
-    worker.join()
-    assert not failures
+    follow(learner, examples[:60])
+    with ThreadPoolExecutor(1) as pool:
+        learning = pool.submit(learner.learn)
+        follow(learner, examples[60:])
+    assert learning.result() is learner.pilot
     assert learner.predict(examples[0].sample) is not None
 
 
@@ -151,10 +137,8 @@ def test_a_pilot_that_drifts_and_may_not_learn_is_only_told_of(
     caplog.set_level("INFO")
     vocabulary, examples = routed(200, noise=0.02)
     learner = OnlineLearner(vocabulary, pilot=fit_pilot(vocabulary, examples[:150]), grow=False)
-    for number in range(120):
-        example = examples[number % 50 + 150]
-        learner.predict(example.sample)
-        learner.observe(example.sample, [0] if number > 60 else example.blocks)
+    follow(learner, examples[150:])
+    follow(learner, [replace(example, blocks=[0]) for example in examples[:60]])
     assert learner.drifts >= 1
     assert not learner.due
     assert "accuracy has fallen" in caplog.text
@@ -163,20 +147,14 @@ def test_a_pilot_that_drifts_and_may_not_learn_is_only_told_of(
 def test_a_drift_during_the_learning_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary, examples = routed(200, noise=0.02)
     learner = OnlineLearner(vocabulary)
-    for example in examples[:40]:
-        learner.predict(example.sample)
-        learner.observe(example.sample, example.blocks)
+    follow(learner, examples[:40])
     learner.learn()
-    for example in examples[40:]:
-        learner.predict(example.sample)
-        learner.observe(example.sample, example.blocks)
+    follow(learner, examples[40:])
     before = learner.drifts
 
     def drifting(*args: Any, **options: Any) -> Any:
         made = fit_pilot(*args, **options)
-        for example in examples[:60]:
-            learner.predict(example.sample)
-            learner.observe(example.sample, [0])
+        follow(learner, [replace(example, blocks=[0]) for example in examples[:60]])
         return made
 
     monkeypatch.setattr("dynoffload.pilot.online.fit_pilot", drifting)
@@ -188,17 +166,12 @@ def test_a_drift_during_the_learning_is_not_forgotten(monkeypatch: pytest.Monkey
 def test_a_pilot_learned_anew_does_not_stand_by_what_the_one_before_did() -> None:
     vocabulary, examples = routed(200)
     learner = OnlineLearner(vocabulary)
-    for example in examples[: 2 * FIRST]:
-        learner.predict(example.sample)
-        learner.observe(example.sample, example.blocks)
-        if learner.due and learner.pilot is None:
-            learner.learn()
+    follow(learner, examples[:FIRST], learn=True)
+    follow(learner, examples[FIRST : 2 * FIRST])
     assert learner.standing.steps == FIRST
     learner.predict(examples[-1].sample)  # by the one before
     learner.learn()
-    assert learner.standing.steps == 0
     learner.observe(examples[-1].sample, examples[-1].blocks)
     assert learner.standing.steps == 0
-    learner.predict(examples[-2].sample)
-    learner.observe(examples[-2].sample, examples[-2].blocks)
+    follow(learner, examples[-2:-1])
     assert learner.standing.steps == 1

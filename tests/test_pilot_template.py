@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import runpy
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from synthetic_pilot import routed, trees, vocabulary
 
 from dynoffload.pilot.template import LOOP, learn_template, tokens
-
-_synthetic = runpy.run_path(str(Path(__file__).with_name("synthetic_pilot.py")))
-routed, trees, vocabulary = _synthetic["routed"], _synthetic["trees"], _synthetic["vocabulary"]
 
 
 def names(*paths: str) -> list[tuple[str, str]]:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import runpy
 from pathlib import Path
 
 import numpy as np
+from synthetic_pilot import routed, trees, vocabulary
 
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import fit_pilot
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.tracking import StepTracker
 from dynoffload.profiler.input_features import InputFeatures
-
-_synthetic = runpy.run_path(str(Path(__file__).with_name("synthetic_pilot.py")))
-routed, trees, vocabulary = (_synthetic[n] for n in ("routed", "trees", "vocabulary"))
 
 LAYERS, EXPERTS = 4, 3
 
@@ -82,24 +79,6 @@ def test_a_segment_goes_on_as_its_elements_say() -> None:
         step.observe(block)
         assert not step.decided
         assert step.remaining() == list(example.blocks[place + 1 :])
-
-
-def test_a_segment_nobody_can_foresee_goes_on_as_those_that_began_so() -> None:
-    names = vocabulary([("embedding", ""), ("a", ""), ("b", ""), ("head", "")])
-    rng = np.random.default_rng(0)
-    examples = []
-    for step in range(120):
-        rounds = int(rng.integers(2, 6))
-        first = [1] * rounds if rng.random() < 0.5 else [2] * rounds
-        elements = rng.integers(30, size=int(rng.integers(3, 9)))
-        examples.append(Example(InputFeatures({}, elements), [0, *first, 3], f"f{step % 5}"))
-    pilot = fit_pilot(names, examples)
-    for block in (1, 2):
-        step = StepTracker(pilot, examples[0].sample)
-        step.observe(0)
-        step.observe(block)
-        step.observe(block)
-        assert set(step.remaining()) <= {block, 3}
 
 
 def test_strangers_and_blocks_out_of_order_do_no_harm() -> None:

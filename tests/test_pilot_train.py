@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -115,14 +113,3 @@ def test_too_few_traces_and_impossible_shares_are_refused(moe_traces: Path, tmp_
         train_pilot(tmp_path, progress=False)
     with pytest.raises(PilotError, match="share between 0 and 1"):
         train_pilot(moe_traces, holdout=1.0)
-
-
-def test_importing_the_pilot_imports_nothing_heavy() -> None:
-    code = (
-        "import sys, dynoffload.pilot.train\n"
-        "heavy = {'lightgbm', 'sklearn', 'safetensors', 'rich', 'scipy', 'pandas'}\n"
-        "found = heavy & set(sys.modules)\n"
-        "raise SystemExit(', '.join(sorted(found)) or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 
 from dynoffload.errors import PilotError
 from dynoffload.planning.blocks import UNSEEN, Vocabulary
@@ -21,7 +19,6 @@ from dynoffload.profiler import (
     ModuleCall,
     Operator,
     Phase,
-    Recorder,
     RegionInfo,
     Trace,
 )
@@ -155,20 +152,9 @@ def test_a_cell_in_shapes_that_nobody_saw_uses_what_the_others_used() -> None:
 
 
 def test_shapes_that_run_other_modules_say_nothing_of_those_nobody_saw() -> None:
-    def node(key: str, *inner: Call) -> Call:
-        return Call("node", key, inner=list(inner))
-
-    one = program([Call("", inner=[node("1", linear("node.a")), node("2", linear("node.b"))])])
-    vocabulary = build_vocabulary([one])
-    assert vocabulary.index_of("node", "1") >= 0
-    assert vocabulary.index_of("node", "3") == UNSEEN
-
-
-def test_a_call_without_tensors_is_a_variant_like_others() -> None:
-    def node(key: str, *inner: Call) -> Call:
-        return Call("node", key, inner=list(inner))
-
-    one = program([Call("", inner=[node("", linear("node.a")), node("2", linear("node.b"))])])
+    """A call without tensors is a variant like others."""
+    calls = [Call("node", key, inner=[linear(f"node.{n}")]) for n, key in enumerate(("", "2"))]
+    one = program([Call("", inner=calls)])
     vocabulary = build_vocabulary([one])
     assert names(vocabulary, vocabulary.encode(one)) == ["node[()]", "node[2]"]
     assert vocabulary.index_of("node", "7") == UNSEEN
@@ -306,64 +292,3 @@ def test_what_is_no_vocabulary_is_refused(spoil: Callable[[dict[str, Any]], obje
     spoil(document)
     with pytest.raises(PilotError):
         Vocabulary.from_json(document)
-
-
-class Experts(nn.Module):
-    """Runs the experts that a sample names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4)
-        )
-
-    def forward(self, x: Tensor, hit: Sequence[int]) -> Tensor:
-        x = self.norm(x)
-        out = torch.zeros_like(x)
-        for index in hit:
-            out = out + self.experts[index](x)
-        return out.square().mean()
-
-
-class Cells(nn.Module):
-    """Calls one cell for each entry, with as many rows as it says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-
-    def forward(self, x: Tensor, arities: Sequence[int]) -> Tensor:
-        for arity in arities:
-            x = x + self.cell(x.expand(arity, 8)).sum(0, keepdim=True)
-        return x.square().mean()
-
-
-def record(model: nn.Module, samples: Iterable[Sequence[int]]) -> list[CallSummary]:
-    """Train ``model`` on samples and return their summaries."""
-    traces: list[Trace] = []
-    optimizer = torch.optim.AdamW(model.parameters())
-    with Recorder(model, optimizer, on_step=traces.append):
-        for sample in samples:
-            model(torch.ones(1, 8), sample).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return [summarize_calls(trace) for trace in traces]
-
-
-def test_recorded_experts_and_cells_encode_as_they_ran() -> None:
-    experts = record(Experts(), [(0, 2), (1, 2), (3, 0)])
-    vocabulary = build_vocabulary(experts)
-    assert [names(vocabulary, vocabulary.encode(one)) for one in experts] == [
-        ["norm", "experts.0", "experts.2"],
-        ["norm", "experts.1", "experts.2"],
-        ["norm", "experts.3", "experts.0"],
-    ]
-    second = vocabulary.blocks[vocabulary.index_of("experts.2")]
-    weights = 4 * (8 * 16 + 16 + 16 * 8 + 8)
-    assert 4 * weights <= second.nbytes < 4 * weights + 64  # Adam's step counters
-
-    cells = record(Cells(), [(1, 3, 1), (2, 1)])
-    vocabulary = build_vocabulary(cells)
-    order = [names(vocabulary, vocabulary.encode(one)) for one in cells]
-    assert order == [["cell[1x8]", "cell[3x8]", "cell[1x8]"], ["cell[2x8]", "cell[1x8]"]]

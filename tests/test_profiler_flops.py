@@ -158,7 +158,7 @@ def test_what_makes_no_products_has_none_and_views_have_nothing() -> None:
     assert all(op.dtype == "" and not op.bytes_read for op in views)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "mamba", "whisper", "switch"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "mamba"])
 def test_every_product_of_a_network_is_counted(name: str) -> None:
     """Whatever kernel runs it: no operator of this family has none, and none is unknown."""
     architecture = ARCHITECTURES[name]

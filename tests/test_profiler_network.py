@@ -80,11 +80,12 @@ def test_a_bucket_holds_its_extent_and_at_most_doubles_it(extent: int) -> None:
     assert bucket == extent if extent <= 8 else bucket < 2 * extent
 
 
-def test_importing_the_profiler_is_cheap() -> None:
+def test_importing_the_profiler_and_the_pilot_is_cheap() -> None:
     """File formats, progress bars and clients are imported where they are used."""
     code = (
-        "import sys, dynoffload.profiler\n"
+        "import sys, dynoffload.profiler, dynoffload.pilot.train\n"
         "heavy = {'safetensors', 'rich', 'transformers', 'matplotlib', 'sklearn', 'lightgbm'}\n"
+        "heavy |= {'scipy', 'pandas'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

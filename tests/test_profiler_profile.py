@@ -70,20 +70,10 @@ def test_what_gives_no_loss_is_refused(tmp_path: Path) -> None:
         profile(nn.Linear(4, 2), [torch.ones(2, 4)], out=tmp_path)
     with pytest.raises(TraceError, match="nothing to profile"):
         profile(_Net("tensor"), [], out=tmp_path)
-
-
-def test_a_file_in_place_of_the_directory_is_named(tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     taken.write_text("")
     with pytest.raises(TraceError, match="taken"):
         profile(_Net("tensor"), [torch.ones(2, 4)], out=taken)
-
-
-def test_numbering_goes_on(tmp_path: Path) -> None:
-    for _ in range(2):
-        paths = profile(_Net("tensor"), [torch.ones(2, 4)] * 2, out=tmp_path)
-    assert [path.name for path in paths] == ["step-000002.trace", "step-000003.trace"]
-    assert [load_trace(path).step for path in paths] == [2, 3]
 
 
 def test_features_and_source_are_the_users(tmp_path: Path) -> None:
@@ -114,16 +104,14 @@ def test_the_progress_bar_appears_only_on_terminals(
     assert captured.out == ""
 
 
-def test_traces_of_another_network_are_not_written_beside(tmp_path: Path) -> None:
+def test_numbering_goes_on_beside_traces_of_the_same_network_alone(tmp_path: Path) -> None:
     batches, loss = [torch.ones(2, 4)], lambda out, _: out.sum()
     profile(nn.Linear(4, 1), batches, out=tmp_path, loss=loss)
     with pytest.raises(TraceError, match=r"another network, such as step-000000\.trace"):
         profile(nn.Linear(4, 2), batches, out=tmp_path, loss=loss)
-    profile(nn.Linear(4, 1), batches, out=tmp_path, loss=loss)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "step-000000.trace",
-        "step-000001.trace",
-    ]
+    (path,) = profile(nn.Linear(4, 1), batches, out=tmp_path, loss=loss)
+    assert path.name == "step-000001.trace"
+    assert load_trace(path).step == 1
 
 
 def test_nothing_is_written_beside_a_trace_that_cannot_be_read(tmp_path: Path) -> None:

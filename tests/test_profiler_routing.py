@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from exactness import assert_same
 from synthetic_pilot import label_of
 from torch import Tensor, nn
 
@@ -26,13 +27,13 @@ from dynoffload.planning.cutting import build_vocabulary
 from dynoffload.profiler import Recorder, RoutingProbe, Trace, load_trace, save_trace
 from dynoffload.profiler.routing import hinted, probes_of
 
-HINTING = {"moe": {"rows": 1, "length": 8}, "switch": {"rows": 1, "length": 8}}
 
-
-def _recorded(name: str, count: int, **shape: Any) -> tuple[nn.Module, list[Trace]]:
+def _recorded(
+    name: str, count: int, build: dict[str, Any] | None = None, **shape: Any
+) -> tuple[nn.Module, list[Trace]]:
     """Return a network of the zoo and the traces of its first steps."""
     torch.manual_seed(0)
-    model = zoo.build(name, "tiny")
+    model = zoo.build(name, "tiny", **build or {})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     traces: list[Trace] = []
     drawn = list(islice(zoo.samples(name, **shape), count))
@@ -45,45 +46,14 @@ def _recorded(name: str, count: int, **shape: Any) -> tuple[nn.Module, list[Trac
     return model, traces
 
 
-@pytest.mark.parametrize("name", HINTING)
-def test_the_routers_of_the_zoo_tell_more_than_chance(name: str) -> None:
-    _, traces = _recorded(name, 24, **HINTING[name])
-    told: list[float] = []
-    ran: list[bool] = []
-    for trace in traces:
-        called = {call.path for call in trace.calls}
-        for hint in trace.hints:
-            told += hint.values
-            ran += [path in called for path in hint.blocks]
-    assert len(told) > 100
-    said, right = np.array(told) > 0.5, np.array(ran)
-    assert (said == right).mean() > max(right.mean(), 1 - right.mean()) + 0.02
-
-
-def test_hints_are_no_operators_and_change_no_bit() -> None:
-    class Mute(MoELM):
-        routing_probes = None  # type: ignore[assignment]
-
-    losses = []
-    counts = []
-    for kind in (None, Mute):
-        torch.manual_seed(0)
-        model = zoo.build("moe", "tiny")
-        if kind is not None:
-            model.__class__ = kind
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        traces: list[Trace] = []
-        with Recorder(model, optimizer, on_step=traces.append):
-            for one in islice(zoo.samples("moe", rows=1, length=8), 3):
-                loss = model(*one.args).loss
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.detach())
-        counts.append([len(trace.operators) for trace in traces])
-        assert all(bool(trace.hints) is (kind is None) for trace in traces)
-    assert counts[0] == counts[1]
-    assert torch.equal(torch.stack(losses[:3]), torch.stack(losses[3:]))
+def test_hints_are_no_operators_and_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_hints, hinting = _recorded("moe", 3, rows=1, length=8)
+    monkeypatch.setattr(MoELM, "routing_probes", None)
+    without, mute = _recorded("moe", 3, rows=1, length=8)
+    assert all(trace.hints for trace in hinting)
+    assert not any(trace.hints for trace in mute)
+    assert [len(t.operators) for t in hinting] == [len(t.operators) for t in mute]
+    assert_same(with_hints.state_dict(), without.state_dict(), "weights")
 
 
 class _Two(nn.Module):
@@ -112,20 +82,18 @@ def _probe(path: str, blocks: tuple[str, ...], told: Any) -> RoutingProbe:
     return RoutingProbe(path, blocks, foretell)
 
 
-def test_probes_that_are_none_are_named() -> None:
-    with pytest.raises(TraceError, match=r"_Two.routing_probes\(\) names \['third'\]"):
-        probes_of(_Two(lambda: [_probe("first", ("third",), None)]))
-    with pytest.raises(TraceError, match="decides about 0 blocks"):
-        probes_of(_Two(lambda: [_probe("first", (), None)]))
-    with pytest.raises(TraceError, match="must return a list of"):
-        probes_of(_Two(lambda: [None]))  # type: ignore[list-item]
-    twice = _probe("first", ("second",), None)
-    with pytest.raises(TraceError, match="names one probe twice"):
-        probes_of(_Two(lambda: [twice, twice]))
-    assert probes_of(nn.Linear(1, 1)) == {}
-    listed = nn.Linear(1, 1)
-    listed.routing_probes = nn.ModuleList([nn.Linear(1, 1)])
-    assert probes_of(listed) == {}
+@pytest.mark.parametrize(
+    ("made", "complaint"),
+    [
+        ([_probe("first", ("third",), None)], r"_Two.routing_probes\(\) names \['third'\]"),
+        ([_probe("first", (), None)], "decides about 0 blocks"),
+        ([None], "must return a list of"),
+        ([_probe("first", ("second",), None)] * 2, "names one probe twice"),
+    ],
+)
+def test_probes_that_are_none_are_named(made: Any, complaint: str) -> None:
+    with pytest.raises(TraceError, match=complaint):
+        probes_of(_Two(lambda: made))
 
 
 @pytest.mark.parametrize(
@@ -184,34 +152,26 @@ def test_a_hint_stands_where_it_was_given_and_a_pilot_is_better_for_it() -> None
     assert with_hints > 0.99 > alone + 0.05
 
 
-def test_what_an_exit_says_of_itself_is_what_it_does() -> None:
-    torch.manual_seed(0)
-    model = zoo.build("exits", "tiny", sure=0.2)  # of ten classes: some images leave at once
-    traces: list[Trace] = []
-    with Recorder(model, on_step=traces.append):
-        for one in islice(zoo.samples("exits"), 24):
-            model(*one.args).loss.backward()
+@pytest.mark.parametrize(
+    ("name", "build", "shape"),
+    [
+        ("moe", {}, {"rows": 1, "length": 8}),
+        ("switch", {}, {"rows": 1, "length": 8}),
+        ("depths", {}, {"rows": 1, "length": 6}),
+        ("exits", {"sure": 0.2}, {}),  # of ten classes: some images leave at once
+    ],
+)
+def test_what_a_network_says_of_the_decision_at_hand_is_what_it_does(
+    name: str, build: dict[str, Any], shape: dict[str, Any]
+) -> None:
+    _, traces = _recorded(name, 12, build, **shape)
     for trace in traces:
         called = {call.path for call in trace.calls}
-        assert trace.hints
-        for hint in trace.hints:
+        at_hand = {hint.blocks: hint for hint in trace.hints}  # the last about each
+        assert at_hand
+        for hint in at_hand.values():
             for path, value in zip(hint.blocks, hint.values, strict=True):
-                assert (value > 0.5) == (path in called)
-    assert len({len(trace.hints) for trace in traces}) > 1
-
-
-def test_what_a_router_says_of_itself_is_what_it_does() -> None:
-    for name, shape in (
-        ("moe", {"length": 8}),
-        ("switch", {"length": 8}),
-        ("depths", {"length": 6}),
-    ):
-        vocabulary, examples = _examples(name, 6, rows=1, **shape)
-        for example in examples:
-            at_hand = {hint.blocks: hint for hint in example.hints}  # the last about each
-            for hint in at_hand.values():
-                for block, value in zip(hint.blocks, hint.values, strict=True):
-                    assert (value > 0.5) == (block in example.blocks), vocabulary.blocks[block].path
+                assert (value > 0.5) == (path in called), path
 
 
 def test_a_weight_cast_for_a_hint_is_not_what_forward_uses() -> None:
@@ -225,24 +185,15 @@ def test_a_weight_cast_for_a_hint_is_not_what_forward_uses() -> None:
                     model(*args).loss.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     plain, recorded = gradients
-    routers = [name for name in plain if "router" in name]
+    routers = [gradient for name, gradient in plain.items() if "router" in name]
     assert len(routers) == 2
-    assert all(plain[name] is not None for name in routers)
-    for name, gradient in plain.items():
-        found = recorded[name]
-        assert (gradient is None) == (found is None), name
-        assert gradient is None or found is None or torch.equal(gradient, found), name
+    assert None not in routers
+    assert_same(recorded, plain, "gradients")
 
 
 def test_a_probe_that_writes_into_what_it_is_given_is_refused() -> None:
-    probe = RoutingProbe("first", ("second",), lambda x: x.mul_(0.5).sum().reshape(1))
+    probe = RoutingProbe("first", ("second",), lambda told: told["x"][0].mul_(0.5).sum())
     table = probes_of(_Two(lambda: [probe]))
-    with pytest.raises(TraceError, match="probe of 'first' writes into"):
-        hinted(table, "first", (torch.ones(1),), 0)
-    nested = RoutingProbe(
-        "first", ("second",), lambda told: told["x"][0].mul_(0.5).sum().reshape(1)
-    )
-    table = probes_of(_Two(lambda: [nested]))
     with pytest.raises(TraceError, match="probe of 'first' writes into"):
         hinted(table, "first", ({"x": [torch.ones(1)]},), 0)
 

@@ -46,14 +46,6 @@ def optimizer_of(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return AdamW(groups, lr=1e-2, foreach=False)
 
 
-def train(model: nn.Module, optimizer: Optimizer, start: int, stop: int) -> None:
-    """Make the steps from ``start`` to ``stop``."""
-    for step in range(start, stop):
-        loss_of(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def step_and_read(model: nn.Module, optimizer: Optimizer) -> None:
     """Make a step, and whichever updates of it were put off."""
     optimizer.step()
@@ -80,10 +72,8 @@ def lost(backend: str, *, for_good: bool = False) -> Iterator[tuple[Twin, Saved]
     twin = Twin(model, optimizer_of)
     config = {"backend": backend, "draft_share": 0.0}
     with twin.paged(footprint_of(twin.model), loses=for_good, config=config):
-        for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
-            train(model, optimizer, 0, 2)
-        saved = twin.model.state_dict(), twin.optimizer.state_dict()
-        saved = copy.deepcopy(saved)
+        twin.train(loss_of, range(2))
+        saved = copy.deepcopy((twin.model.state_dict(), twin.optimizer.state_dict()))
         lose(twin.model, twin.optimizer)
         assert_lost(twin)
         yield twin, saved
@@ -107,21 +97,18 @@ def test_both_loaded_make_up_for_it(backend: str, first: str) -> None:
         loads.pop(first)()
         assert_lost(twin)
         loads.popitem()[1]()
-        for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
-            train(model, optimizer, 2, 5)
+        twin.train(loss_of, range(2, 5))
     twin.assert_same()
 
 
-def without_a_key(model: nn.Module, weights: dict[str, Any]) -> None:
-    """Load all but one parameter, which may be missing."""
-    part = {name: value for name, value in weights.items() if name != "head.weight"}
-    assert model.load_state_dict(part, strict=False).missing_keys == ["head.weight"]
+def all_but(name: str) -> Callable[[nn.Module, dict[str, Any]], None]:
+    """Return a load of all but one tensor."""
 
+    def load(model: nn.Module, weights: dict[str, Any]) -> None:
+        part = {key: value for key, value in weights.items() if key != name}
+        assert model.load_state_dict(part, strict=False).missing_keys == [name]
 
-def without_a_buffer(model: nn.Module, weights: dict[str, Any]) -> None:
-    """Load all parameters, but not all that a load may have cut off."""
-    part = {name: value for name, value in weights.items() if name != "seen"}
-    assert model.load_state_dict(part, strict=False).missing_keys == ["seen"]
+    return load
 
 
 def with_a_wrong_size(model: nn.Module, weights: dict[str, Any]) -> None:
@@ -143,8 +130,7 @@ def with_one_left_out(model: nn.Module, weights: dict[str, Any]) -> None:
     handle = model.head.register_load_state_dict_post_hook(  # type: ignore[union-attr, operator]
         lambda module, keys: keys.missing_keys.clear()
     )
-    part = {name: value for name, value in weights.items() if name != "head.weight"}
-    model.load_state_dict(part)
+    model.load_state_dict({name: v for name, v in weights.items() if name != "head.weight"})
     handle.remove()
 
 
@@ -160,25 +146,29 @@ def test_new_parameters_in_the_place_of_the_old(backend: str, inside: bool) -> N
     twin.model.load_state_dict(weights, assign=True)
     twin.optimizer = optimizer_of(twin.model.parameters())
     twin.optimizer.load_state_dict(state)
-    for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
-        train(model, optimizer, 2, 4)
+    twin.train(loss_of, range(2, 4))
     twin.assert_same()
 
 
-LESS = [without_a_key, without_a_buffer, with_a_wrong_size, by_parts, with_one_left_out]
+LESS: dict[str, Callable[[nn.Module, dict[str, Any]], None]] = {
+    "without a parameter": all_but("head.weight"),
+    "without a buffer, which a load may have cut off too": all_but("seen"),
+    "with a wrong size": with_a_wrong_size,
+    "by parts": by_parts,
+    "with one left out": with_one_left_out,
+}
 
 
 @guarded
-@pytest.mark.parametrize("load", LESS, ids=lambda load: load.__name__)
-def test_less_does_not(backend: str, load: Callable[[nn.Module, dict[str, Any]], None]) -> None:
+@pytest.mark.parametrize("load", LESS)
+def test_less_does_not(backend: str, load: str) -> None:
     """Until all is loaded at once."""
     with lost(backend) as (twin, (weights, state)):
         twin.optimizer.load_state_dict(state)
-        load(twin.model, weights)
+        LESS[load](twin.model, weights)
         assert_lost(twin)
         twin.model.load_state_dict(weights)
-        for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
-            train(model, optimizer, 2, 3)
+        twin.train(loss_of, range(2, 3))
     twin.assert_same()
 
 
@@ -186,9 +176,8 @@ def test_a_parameter_outside_of_the_model_is_not_loaded_with_it() -> None:
     """So a model's load does not make up for a step that may have changed it."""
     model, outside = Mlp(depth=2), nn.Parameter(torch.ones(64, 64))
     optimizer = optimizer_of([*model.parameters(), outside])
-    config = {"page_bytes": 4096, "min_paged_bytes": 1024, "step_aside": False}
+    config = {**SMALL_PAGES, "step_aside": False}
     with dynoffload.offload(model, optimizer, budget=footprint_of(model), config=config):
-        train(model, optimizer, 0, 2)
         saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         lose(model, optimizer)
         model.load_state_dict(saved[0])
@@ -212,9 +201,10 @@ OF_OPTIMIZER: dict[str, Callable[[Twin], Any]] = {
     "step": lambda twin: twin.optimizer.step(),
     "state of the optimizer": lambda twin: twin.optimizer.state_dict(),
 }
+EVERY = {**OF_MODEL, **OF_OPTIMIZER}
 
 
-def assert_refused(twin: Twin, uses: dict[str, Callable[[Twin], Any]]) -> None:
+def assert_refused(twin: Twin, uses: dict[str, Callable[[Twin], Any]] = EVERY) -> None:
     """Assert that nobody gets what is half of two steps."""
     for use in uses.values():
         with pytest.raises(StepLostError, match="half of one step and half of another"):
@@ -223,15 +213,14 @@ def assert_refused(twin: Twin, uses: dict[str, Callable[[Twin], Any]]) -> None:
 
 def go_on(twin: Twin, stop: int) -> None:
     """Train both from the third step on, plainly."""
-    for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
-        train(model, optimizer, 2, stop)
+    twin.train(loss_of, range(2, stop))
     twin.assert_same()
 
 
 def left(backend: str) -> tuple[Twin, Saved]:
     """Return twins of which the first has left its block with a lost step."""
     with lost(backend, for_good=True) as (twin, saved):
-        assert_refused(twin, {**OF_MODEL, **OF_OPTIMIZER})
+        assert_refused(twin)
     return twin, saved
 
 
@@ -239,11 +228,11 @@ def left(backend: str) -> tuple[Twin, Saved]:
 def test_after_the_block_too(backend: str) -> None:
     """Whoever catches the error and saves what there is gets an error, and no mixture."""
     twin, (weights, state) = left(backend)
-    assert_refused(twin, {**OF_MODEL, **OF_OPTIMIZER})
+    assert_refused(twin)
     twin.optimizer.load_state_dict(state)
-    assert_refused(twin, {**OF_MODEL, **OF_OPTIMIZER})
-    without_a_key(twin.model, weights)
-    assert_refused(twin, {**OF_MODEL, **OF_OPTIMIZER})
+    assert_refused(twin)
+    LESS["without a parameter"](twin.model, weights)
+    assert_refused(twin)
     twin.model.load_state_dict(weights)
     go_on(twin, 4)
     assert_ordinary(twin.model, twin.optimizer)
@@ -258,6 +247,7 @@ def test_a_model_that_was_loaded_is_free_of_its_optimizer(backend: str, tmp_path
     with pytest.raises(StepLostError):
         dynoffload.save_checkpoint(twin.model, twin.optimizer, tmp_path / "run")
     old = weakref.ref(twin.optimizer)
+    weights_of = weakref.ref(twin.model)
     twin.optimizer = optimizer_of(twin.model.parameters())
     twin.optimizer.load_state_dict(state)
     go_on(twin, 4)
@@ -265,16 +255,9 @@ def test_a_model_that_was_loaded_is_free_of_its_optimizer(backend: str, tmp_path
     dynoffload.save_checkpoint(twin.model, twin.optimizer, tmp_path / "run")
     gc.collect()
     assert old() is None
-
-
-@guarded
-def test_what_was_lost_can_be_collected(backend: str) -> None:
-    """Neither the error nor what refuses keeps a model alive."""
-    twin, _ = left(backend)
-    alive = [weakref.ref(twin.model), weakref.ref(twin.optimizer)]
     del twin
     gc.collect()
-    assert [one() for one in alive] == [None, None]
+    assert weights_of() is None
 
 
 @contextmanager
@@ -317,56 +300,44 @@ def test_a_model_without_an_optimizer(
 
 
 @guarded
-@pytest.mark.parametrize("completes", [True, False])
+@pytest.mark.parametrize("how", ["interrupted", "fails", "fails as paging steps aside"])
 def test_a_block_that_is_left_by_an_error(
-    backend: str, completes: bool, monkeypatch: pytest.MonkeyPatch
+    backend: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C while tensors are given back waits, and leaves them whole; a disk that fails then
-    does not."""
+    does not, as the block ends or as paging steps aside."""
     twin = Twin(Mlp(depth=2), optimizer_of)
-    real = Adoption.restore
+    real, aside = Adoption.restore, how.endswith("aside")
+    error = KeyboardInterrupt if how == "interrupted" else SpillError
 
     def restore(self: Adoption, *where: Any) -> str:
-        if completes:
+        if how == "interrupted":
             os.kill(os.getpid(), signal.SIGINT)
             return real(self, *where)
         real(self, *where)
         raise SpillError(errno.EIO, "one could not be read")
 
     def block() -> None:
-        with twin.paged(footprint_of(twin.model), config={"backend": backend}):
-            train(twin.model, twin.optimizer, 0, 2)
+        config = {"backend": backend, "step_aside": aside}
+        budget = 64 * MiB if aside else footprint_of(twin.model)
+        with twin.paged(budget, loses=aside, config=config) as session:
+            twin.train(loss_of, range(2))
             monkeypatch.setattr(Adoption, "restore", restore)
+            if aside:
+                with pytest.raises(error):
+                    twin.train(loss_of, range(2, 8))
+                assert not session.paging
+                assert_refused(twin)
 
-    train(twin.reference, twin.its, 0, 2)
-    with pytest.raises(KeyboardInterrupt if completes else SpillError):
+    if aside:
         block()
-    if completes:
+    else:
+        with pytest.raises(error):
+            block()
+    if how == "interrupted":
         go_on(twin, 4)
     else:
-        assert_refused(twin, {**OF_MODEL, **OF_OPTIMIZER})
-
-
-@guarded
-def test_what_is_lost_as_paging_steps_aside_is_refused(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Though nothing is paged any more."""
-    twin = Twin(Mlp(depth=2), optimizer_of)
-    real = Adoption.restore
-
-    def restore(self: Adoption, *where: Any) -> str:
-        real(self, *where)
-        raise SpillError(errno.EIO, "one could not be read")
-
-    monkeypatch.setattr(Adoption, "restore", restore)
-    config = {"backend": backend, "step_aside": True}
-    with twin.paged(64 * MiB, loses=True, config=config) as session:
-        with pytest.raises(SpillError, match="could not be read"):
-            train(twin.model, twin.optimizer, 0, 8)
-        assert not session.paging
-        assert_refused(twin, {**OF_MODEL, **OF_OPTIMIZER})
-    assert_refused(twin, {**OF_MODEL, **OF_OPTIMIZER})
+        assert_refused(twin)
 
 
 @each_paged
@@ -375,12 +346,12 @@ def test_state_that_was_changed_and_no_parameter(backend: str) -> None:
     twin = Twin(Mlp(depth=2), lambda p: AdamW(p, lr=1e-2, foreach=True))
     config = {"backend": backend, "draft_share": 0.0}
     with twin.paged(footprint_of(twin.model), loses=True, config=config):
-        train(twin.model, twin.optimizer, 0, 2)
+        twin.train(loss_of, range(2))
         loss_of(twin.model, 2).backward()
         twin.optimizer.param_groups[0]["eps"] = "no number"
         with pytest.raises(TypeError):
             twin.optimizer.step()
-        assert_refused(twin, {**OF_MODEL, **OF_OPTIMIZER})
+        assert_refused(twin)
 
 
 @guarded
@@ -392,7 +363,7 @@ def test_a_checkpoint_makes_up_for_it(backend: str, inside: bool, tmp_path: Path
     if inside:
         budget, config = footprint_of(twin.model), {"backend": backend}
         with twin.paged(budget, config=config) as session:
-            assert_refused(twin, {**OF_MODEL, **OF_OPTIMIZER})
+            assert_refused(twin)
             session.load(tmp_path / "run")
             go_on(twin, 4)
     else:
@@ -412,26 +383,31 @@ class Reading(nn.Module):
         return x @ self.read.weight
 
 
+@contextmanager
+def reading(backend: str) -> Iterator[tuple[Any, nn.Module, Optimizer]]:
+    """Yield a block in which a module's weight is read behind the back, and its third gradient."""
+    model = Reading()
+    optimizer = AdamW(model.parameters(), lr=1e-2, foreach=False)
+    config = {**SMALL_PAGES, "backend": backend, "draft_share": 0.0, "step_aside": False}
+    with dynoffload.offload(model, optimizer, budget="128KiB", config=config) as session:
+        for step in range(3):
+            model(torch.ones(2, 64)).sum().backward()
+            if step < 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        yield session, model, optimizer
+
+
 @guarded
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_forward_on_a_value_that_lacks_its_update_raises(backend: str, trains: bool) -> None:
     """The update fails behind its back; it ends on the old value, and must not return it."""
-    model = Reading()
-    optimizer = AdamW(model.parameters(), lr=1e-2, foreach=False)
-    config = {**SMALL_PAGES, "backend": backend, "draft_share": 0.0, "step_aside": False}
-    x = torch.ones(2, 64)
-    with dynoffload.offload(model, optimizer, budget="128KiB", config=config):
-        for _ in range(2):
-            model(x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        model(x).sum().backward()
+    with reading(backend) as (_, model, optimizer):
         optimizer.param_groups[0]["eps"] = "no number"
         optimizer.step()
-        told = "a step, an update that it had put off, or a load was cut off"
-        with torch.set_grad_enabled(trains), pytest.raises(StepLostError, match=told) as caught:
-            model(x)
-        assert "is lost" in str(caught.value)
+        told = "a step, an update that it had put off, or a load was cut off.* is lost"
+        with torch.set_grad_enabled(trains), pytest.raises(StepLostError, match=told):
+            model(torch.ones(2, 64))
 
 
 @guarded
@@ -439,27 +415,18 @@ def test_an_update_that_cannot_begin_is_lost_where_somebody_may_write(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever sleeps on the access goes on, and may write: made later, it would be of that."""
-    model = Reading()
-    optimizer = AdamW(model.parameters(), lr=1e-2, foreach=False)
-    config = {**SMALL_PAGES, "backend": backend, "draft_share": 0.0, "step_aside": False}
-    x = torch.ones(2, 64)
 
     def show(regions: Any) -> Any:
         raise BudgetError("no room")
 
-    with dynoffload.offload(model, optimizer, budget="128KiB", config=config) as session:
-        for _ in range(2):
-            model(x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        model(x).sum().backward()
-        old = model.read.weight.detach().clone()
+    with reading(backend) as (session, model, optimizer):
+        weight: Any = model.read.weight  # type: ignore[union-attr]
+        old = weight.detach().clone()
         optimizer.step()
-        with monkeypatch.context() as patch:
-            patch.setattr(session._paging.device, "show", show)  # type: ignore[union-attr]
-            with torch.no_grad():
-                model.read.weight.mul_(2)
-        assert torch.equal(model.read.weight, 2 * old)
+        with monkeypatch.context() as patch, torch.no_grad():
+            patch.setattr(session._paging.device, "show", show)
+            weight.mul_(2)
+        assert torch.equal(weight, 2 * old)
         with pytest.raises(StepLostError) as caught:
-            model(x)
+            model(torch.ones(2, 64))
         assert isinstance(caught.value.__cause__, BudgetError)

@@ -62,5 +62,5 @@ def test_columns_hold_all_bytes_and_waits_of_a_log() -> None:
         assert expected > 0
     waited = (columns.stalls.end - columns.stalls.start).sum()
     assert waited == pytest.approx(sum(s.stall_s for s in log.steps))
-    assert sorted(columns.step_begin) == list(range(5))
+    assert sorted(columns.steps) == list(range(5))
     assert columns.duration >= log.phases[-1].end

@@ -8,6 +8,7 @@ import math
 import pytest
 
 from dynoffload.reporting.columns import Columns
+from dynoffload.reporting.report import align
 from dynoffload.reporting.summary import (
     Tone,
     headlines,
@@ -41,8 +42,8 @@ def test_medians_leave_out_the_warm_up_but_the_peak_does_not() -> None:
 
 
 def test_the_verdict_says_when_a_budget_was_passed() -> None:
-    assert "stayed within its budget" in verdict(log_of(step(0)))
-    assert "PASSED its budget" in verdict(log_of(step(0, peak_fast_bytes=1001)))
+    assert "900 B of the budget of 1000 B" in verdict(log_of(step(0)))
+    assert "1001 B PASSED the budget" in verdict(log_of(step(0, peak_fast_bytes=1001)))
     tones = {card.label: card.tone for card in headlines(log_of(step(0, peak_fast_bytes=1001)))}
     assert tones["Peak fast memory"] is Tone.BAD
 
@@ -71,6 +72,17 @@ def test_regions_are_ranked_by_the_time_they_cost() -> None:
     assert (often.name, often.stalls, often.fetches, often.bytes_in) == ("often", 2, 2, 20)
     assert (once.name, once.stall_s) == ("once", 1.5)
     assert [cost.name for cost in region_costs(log, most=1)] == ["often"]
+
+
+def test_an_order_is_aligned_with_the_fewest_changes() -> None:
+    assert align("abdx", "abcdyz") == [
+        ("match", [("a", "a"), ("b", "b")]),
+        ("missing", [(None, "c")]),
+        ("match", [("d", "d")]),
+        ("missing", [(None, "y")]),
+        ("swap", [("x", "z")]),
+    ]
+    assert align("ab", "b") == [("extra", [("a", None)]), ("match", [("b", "b")])]
 
 
 def test_a_trial_on_demand_is_told() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 
 from rich.console import Console
-from synthetic_runlog import synthetic_log
 
 from dynoffload.reporting import ComparisonRow, comparison_table
 
@@ -15,20 +14,6 @@ def shown(*rows: ComparisonRow, budget: int = 320_000_000, color: bool = False) 
     console = Console(file=stream, width=80, force_terminal=color, legacy_windows=False)
     console.print(comparison_table(rows, title="Demo", budget=budget))
     return stream.getvalue()
-
-
-def test_policies_of_real_logs_rank_as_they_ran() -> None:
-    rows = [
-        ComparisonRow.of(policy, synthetic_log(12, policy=policy), losses_equal=True)
-        for policy in ("pilot", "repeat", "on-demand")
-    ]
-    assert rows[0].step_s < rows[1].step_s < rows[2].step_s
-    assert rows[2].accuracy is None
-    assert rows[2].wasted_share is None
-    assert rows[0].accuracy is not None
-    text = shown(*rows)
-    assert "on-demand" in text
-    assert "305.18 MiB" in text
 
 
 def test_unequal_losses_and_a_passed_budget_are_loud() -> None:

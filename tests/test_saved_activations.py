@@ -11,12 +11,14 @@ import subprocess
 import sys
 import textwrap
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from exactness import SMALL_PAGES, Twin, assert_same, footprint_of, least_budget, needs_pager
+from exactness import SMALL_PAGES, Twin, footprint_of, least_budget, needs_pager
+from fused_networks import paging_of
+from hazards import Side, compared, each_paged_in_time, stepwise
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.testing._internal.two_tensor import TwoTensor
@@ -24,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dynoffload
 from dynoffload.runtime.counting import parts_of
+from dynoffload.runtime.session import Session
 from dynoffload.units import MiB
 
 BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped"]
@@ -50,26 +53,22 @@ def pair(body: Callable[[Any, Tensor], Tensor]) -> Twin:
     return Twin(Root(body), lambda p: AdamW(p, lr=1e-2))
 
 
-def compare(
-    body: Callable[[Any, Tensor], Tensor],
-    train: Callable[[nn.Module, Tensor], Any],
-    steps: int = 4,
-) -> None:
-    """Train both copies by ``train``, which makes gradients and returns numbers to compare."""
-    twin = pair(body)
-    budget, _ = least_budget(twin.model, twin.optimizer, 48 * 1024, CONFIG)
-    with twin.paged(budget, pilot=None):
-        for step in range(steps):
-            results = []
-            for model, optimizer in twin.sides:
-                generator = torch.Generator().manual_seed(step)
-                x = torch.randn(64, 32, generator=generator)
-                torch.manual_seed(step)
-                results.append(train(model, x))
-                optimizer.step()
-                optimizer.zero_grad()
-            assert_same(results[0], results[1], f"step {step}")
-    twin.assert_same()
+@contextlib.contextmanager
+def paged(
+    twin: Twin, backend: str, wanted: int = 48 * 1024, **config: Any
+) -> Iterator[tuple[Session, int]]:
+    """Page the first copy under so many bytes, or the least; no step takes more."""
+    config = {**CONFIG, "backend": backend, **config}
+    budget, _ = least_budget(twin.model, twin.optimizer, wanted, config)
+    with twin.paged(budget, pilot=None, config=config) as session:
+        yield session, budget
+        assert all(step.peak_fast_bytes <= budget for step in session.log.steps)
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    """Return the loss of a step, whose random numbers follow from it."""
+    torch.manual_seed(step)
+    return squared(model, torch.randn(64, 32))
 
 
 def plain(m: Any, x: Tensor) -> Tensor:
@@ -127,13 +126,6 @@ def squared(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
-def once(model: nn.Module, x: Tensor) -> Tensor:
-    """Run one forward and backward."""
-    loss = squared(model, x)
-    loss.backward()
-    return loss.detach()
-
-
 BODIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "plain": plain,
     "in place where autograd allows it": lambda m, x: m.b(m.a(x).relu_()).tanh_(),
@@ -169,10 +161,15 @@ BODIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+@stepwise(
+    each_paged_in_time,
+    lambda body: Root(BODIES[body]),
+    share=0.97,
+    budgeted=lambda body: body not in ("in a wrapper", "sparse"),  # those are counted, and stay
+)
 @pytest.mark.parametrize("body", BODIES)
-def test_gradients_are_the_same(body: str) -> None:
-    """One forward, one backward."""
-    compare(BODIES[body], once)
+def test_gradients_are_the_same(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    side.step(loss_of(model, step), optimizer)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -186,30 +183,23 @@ def test_a_saved_tensor_that_takes_the_whole_pool(backend: str) -> None:
 
     rows = 64
     twin = pair(body)
-    budget, _ = least_budget(twin.model, twin.optimizer, 48 * 1024, CONFIG)
-    with twin.paged(budget, pilot=None, config={"backend": backend}) as session:
-        paging = session._paging
-        assert paging is not None
+    with paged(twin, backend) as (session, _):
+        paging = paging_of(session)
         rows = paging.device.capacity // (32 * 4)
         twin.train(squared, [torch.ones(64, 32)] * 3)
         assert paging.activations.saved_bytes >= paging.device.capacity
     twin.assert_same()
 
 
-def test_a_saved_tensor_that_the_user_keeps() -> None:
+@stepwise(each_paged_in_time, lambda: Root(plain), share=0.97, aside=False)
+def test_a_saved_tensor_that_the_user_keeps(
+    side: Side, model: Any, optimizer: Any, step: int
+) -> None:
     """``grad_fn._saved_*`` gives out what is saved; it stays what it was."""
-    kept: list[list[Tensor]] = [[], []]
-
-    def train(model: nn.Module, x: Tensor) -> Tensor:
-        out = model(x)
-        which = 0 if len(kept[0]) == len(kept[1]) else 1
-        kept[which].append(out.grad_fn._saved_mat1)  # type: ignore[union-attr]
-        loss = out.square().mean()
-        loss.backward()
-        return loss.detach()
-
-    compare(plain, train)
-    assert_same(kept[0], kept[1], "kept")
+    out = model(torch.randn(64, 32))
+    model.kept = [*getattr(model, "kept", []), out.grad_fn._saved_mat1]
+    side.step(out.square().mean(), optimizer)
+    side.see("kept", model.kept)
 
 
 def cast_twice(m: Any, x: Tensor) -> Tensor:
@@ -220,50 +210,33 @@ def cast_twice(m: Any, x: Tensor) -> Tensor:
     return m.c(nn.functional.linear(y, m.a.weight).float().exp().bfloat16())
 
 
+@stepwise(each_paged_in_time, lambda: Root(cast_twice), share=0.97)
 @pytest.mark.parametrize("inside", [False, True], ids=["backward after it", "backward inside"])
-def test_what_autocast_keeps_is_paged(inside: bool) -> None:
+def test_what_autocast_keeps_is_paged(
+    side: Side, model: Any, optimizer: Any, step: int, inside: bool
+) -> None:
     """The casts of weights live on as saved tensors' bytes, until autocast's block ends."""
-
-    def train(model: nn.Module, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(x).square().mean()
-            again = model(x * 2).square().mean()
-            if inside:
-                (loss + again).backward()
-        if not inside:
-            loss.backward()
-            again.backward()
-        return loss.detach()
-
-    compare(cast_twice, train)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = [loss_of(model, step), loss_of(model, step + 50)]
+        if inside:
+            sum(losses).backward()
+    for loss in () if inside else losses:
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    side.see("losses", losses)
 
 
-def test_autocast_around_everything() -> None:
+@compared(each_paged_in_time)
+def test_autocast_around_everything(side: Side) -> None:
     """Its casts, of old weights by then, outlast the block in which they were paged."""
-
-    def results(offloaded: bool) -> list[Tensor]:
-        twin = pair(cast_twice)
-        model, optimizer = twin.model, twin.optimizer
-        budget, _ = least_budget(model, optimizer, 48 * 1024, CONFIG)
-        block = dynoffload.offload(
-            model, optimizer, budget=budget, pilot=None, config={**CONFIG, "step_aside": False}
-        )
-        found = []
-        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
-        with torch.autocast("cpu", torch.bfloat16):
-            with block if offloaded else contextlib.nullcontext():
-                for _ in range(3):
-                    found.append(once(model, x))
-                    optimizer.step()
-                    optimizer.zero_grad()
-            found.append(model(x).detach())
-        if not offloaded:
-            with block:
-                pass
-        return found
-
-    for one, other in zip(results(True), results(False), strict=True):
-        assert torch.equal(one, other)
+    model = Root(cast_twice)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with torch.autocast("cpu", torch.bfloat16):
+        with side.offload(model, optimizer, share=0.97):
+            for step in range(3):
+                side.step(loss_of(model, step), optimizer)
+        side.see("loss", loss_of(model, 3))
 
 
 MEMORY_OF_CASTS = """
@@ -309,19 +282,17 @@ CASTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+@stepwise(each_paged_in_time, lambda body: Root(CASTS[body]), share=0.97)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("body", CASTS)
-def test_casts_that_operators_save_themselves(body: str, dtype: torch.dtype) -> None:
+def test_casts_that_operators_save_themselves(
+    side: Side, model: Any, optimizer: Any, step: int, dtype: torch.dtype
+) -> None:
     """The cast moves to a place of its own in a chunk, and backward reads it there, once."""
-
-    def train(model: nn.Module, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype):
-            loss = (model(x).float() / 64).square().mean()
-            again = (model(x * 2).float() / 64).square().mean()
-        (loss + again).backward()
-        return loss.detach()
-
-    compare(CASTS[body], train)
+    with torch.autocast("cpu", dtype):
+        loss = loss_of(lambda x: model(x).float() / 64, step)
+        again = loss_of(lambda x: model(x).float() / 64, step + 50)
+    side.step(loss + again, optimizer)
 
 
 @needs_pager
@@ -336,33 +307,22 @@ def test_the_casts_of_weights_take_no_memory_of_their_own() -> None:
 
 
 def test_disabled_hooks_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    """What is saved then is out of reach, which one line says; the results stay."""
-
-    def train(model: nn.Module, x: Tensor) -> Tensor:
-        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-            loss = model(x).square().mean()
-        loss.backward()
-        return loss.detach()
-
-    compare(plain, train)
+    """What is saved then is out of reach, which one line says; `test_hooks_disabled` compares."""
+    twin = pair(plain)
+    with paged(twin, "mapped"), torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        twin.train(squared, [torch.ones(64, 32)] * 2)
     assert caplog.text.count("saved-tensor hooks are disabled") == 1
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_columns_of_a_table_leave_the_table_where_it_is(backend: str) -> None:
     """A sample that is some columns of all there is: the table is the user's, far larger than the
-    budget, and is neither copied nor counted."""
+    budget, and is neither moved nor counted."""
     twin = pair(lambda m, x: m.c(torch.tanh(m.b(torch.tanh(m.a(x))))))
     table = torch.randn(2000, 80, generator=torch.Generator().manual_seed(0))
-    config = {**CONFIG, "backend": backend}
-    budget, _ = least_budget(twin.model, twin.optimizer, 48 * 1024, config)
-    assert table.nbytes > 4 * budget
-    with twin.paged(budget, pilot=None, config=config) as session:
+    with paged(twin, backend) as (_, budget):
+        assert table.nbytes > 4 * budget
         twin.train(squared, [table[8 * step : 8 * step + 8, :32] for step in range(3)])
-        x = table[:8, :32]
-        saved = saved_by(twin.model(x), "_saved_mat1")
-        assert x.data_ptr() in [one.data_ptr() for one in saved]
-        assert all(step.peak_fast_bytes <= budget for step in session.log.steps)
     twin.assert_same()
 
 
@@ -385,7 +345,7 @@ def test_a_small_row_does_not_keep_what_it_is_cut_from(backend: str) -> None:
         return y[0].exp().sum() + (y[1] * y[1]).sum()
 
     twin = pair(body)
-    with twin.paged(1 << 20, pilot=None, config={**CONFIG, "backend": backend}):
+    with paged(twin, backend, 1 << 20):
         for model in (twin.model, twin.reference):
             loss = model(torch.randn(32, 32, generator=torch.Generator().manual_seed(0)))
             assert LAST[-1]() is None or model is twin.reference
@@ -399,10 +359,8 @@ def test_what_is_freed_before_the_first_parameter_leaves_the_plan(
 ) -> None:
     """A large result after the last parameter is gone when backward is planned, at the first."""
     twin = pair(lambda m, x: m.c(m.b(m.a(x))).repeat(6, 1).tanh())
-    config = {**CONFIG, "policy": "repeat", "backend": backend}
-    budget, _ = least_budget(twin.model, twin.optimizer, 96 * 1024, config)
     x = torch.randn(40, 32)
-    with twin.paged(budget, config=config) as session:
+    with paged(twin, backend, 96 * 1024, policy="repeat") as (session, _):
         twin.train(squared, [x] * 4)
         assert session.stats["prefetched_bytes"].max() > 0  # on a busy machine prefetch may end
     twin.assert_same()
@@ -461,9 +419,7 @@ def test_columns_of_what_is_larger_than_the_pool(backend: str) -> None:
     """They alone are saved: what they were cut from is gone when forward is over, and no step takes
     more than the budget. Backward has the bits of the strides that they had."""
     twin = pair(wide)
-    config = {**CONFIG, "backend": backend}
-    budget, _ = least_budget(twin.model, twin.optimizer, 128 * 1024, config)
-    with twin.paged(budget, pilot=None, config=config) as session:
+    with paged(twin, backend, 128 * 1024) as (_, budget):
         for step in range(3):
             x = torch.randn(128, 32, generator=torch.Generator().manual_seed(step))
             assert x.nbytes * 32 > 2 * budget
@@ -474,7 +430,6 @@ def test_columns_of_what_is_larger_than_the_pool(backend: str) -> None:
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        assert all(step.peak_fast_bytes <= budget for step in session.log.steps)
         lie = [
             [(one.stride(), one.data_ptr() % 64) for one in saved_by(model(x), "_saved_self")]
             for model in (twin.model, twin.reference)
@@ -496,9 +451,7 @@ def test_columns_that_are_written_after_they_were_saved(backend: str) -> None:
         return product
 
     twin = pair(body)
-    config = {**CONFIG, "backend": backend}
-    budget, _ = least_budget(twin.model, twin.optimizer, 64 * 1024, config)
-    with twin.paged(budget, pilot=None, config=config):
+    with paged(twin, backend, 64 * 1024):
         for model in (twin.model, twin.reference):
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 model(torch.randn(128, 32)).backward()

@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dynoffload.errors import BudgetError
-from dynoffload.experiments.baselines.recomputing import Recomputing, Rematerialization
 from dynoffload.experiments.bound import phase_bound
 from dynoffload.planning.lookahead import LookAhead
 from dynoffload.planning.schedule import Action, Kind, Schedule, Use
@@ -99,39 +98,6 @@ def test_a_strict_plan_ends_with_the_first_use_that_it_did_not_expect() -> None:
 def test_a_use_that_cannot_fit_is_refused_with_need_and_have() -> None:
     with pytest.raises(BudgetError, match=r"300 bytes.*200 bytes"):
         ran([100] * 3, [use(0, 1, 2)], machine(200))
-
-
-class Oldest:
-    """Drops what was used longest ago and can be made again."""
-
-    def choose(self, execution: Recomputing) -> int | None:
-        made = [region for region in execution.evictable() if region in execution.producer]
-        return min(made, key=lambda r: execution.last_used[r]) if made else None
-
-
-def chain(length: int) -> list[Use]:
-    """Make each of ``length`` regions from the one before, then use them in reverse."""
-    forward = [
-        use(*((number - 1,) if number else ()), number, creates=(number,))
-        for number in range(length)
-    ]
-    backward = [use(number, frees=(number,)) for number in reversed(range(length))]
-    return [*forward, *backward]
-
-
-@pytest.mark.parametrize("victims", [Oldest(), Rematerialization()], ids=["oldest", "DTR"])
-def test_a_long_chain_runs_in_whatever_room_there_is(victims: Any) -> None:
-    """With room for two there is no choice: each second one is made from the first, which takes
-    18 + 16 + ... + 2 uses more. More room takes fewer, and room for all takes none."""
-    again = []
-    for room in (2, 3, 5, 20):
-        execution = Recomputing([100] * 20, machine(100 * room), victims)
-        result = execution.step(chain(20))
-        assert result.peak_bytes <= 100 * room
-        assert result.seconds == pytest.approx(40.0 + result.recompute_s)
-        again.append(result.recompute_s)
-    assert again[0] == pytest.approx(90.0)
-    assert again[0] > again[1] > again[2] > again[3] == 0
 
 
 SIZES = st.lists(st.integers(1, 40), min_size=2, max_size=8)

@@ -61,35 +61,6 @@ def test_plans_leave_the_reserve_free_and_idle_workers_restore_it() -> None:
     assert result.faults == 1
 
 
-def test_a_region_lends_its_pages_only_as_the_file_holds_them_too() -> None:
-    on = pager(3, regions=1)
-    twin = on.twin(0)
-    assert not on.lend([0], [twin]), "it lies at its address, and may be written"
-    on.withdraw([0])
-    assert not on.lend([0], [twin]), "it was there, and may have been written"
-    follow(on, [Use(())], Action(0, Kind.EVICT, 0))
-    on.finish()
-    follow(on, [Use(()), Use((0,))], Action(0, Kind.FETCH, 0))
-    on.finish()
-    assert on.lend([0], [twin])
-    assert (on.state[0], on.state[twin]) == (State.ABSENT, State.HERE)
-
-
-def test_twins_trade_contents_and_next_uses() -> None:
-    on = pager(2, regions=1)
-    twin = on.twin(0)
-    on.acquire([twin])
-    follow(on, [Use(()), Use((twin,))], Action(0, Kind.EVICT, 0))
-    on.finish()
-    result = on.begin_step()
-    on.exchange([0], [twin])
-    assert (on.state[0], on.state[twin]) == (State.HERE, State.ABSENT)
-    on.acquire([0])
-    assert result.bytes_in == 0
-    on.acquire([twin])
-    assert result.bytes_in == PAGE
-
-
 def test_whoever_asks_for_a_place_waits_for_the_kernel() -> None:
     """Two pages into place, back, and into place again; what a transfer takes away is its own."""
     link = Link(100.0, 100.0, 200.0)

@@ -126,21 +126,6 @@ def test_even_and_in_one_part_a_step_is_the_closed_form(division: Division) -> N
     assert found.seconds == pytest.approx(formula.busy_s - again, rel=exact)
 
 
-def test_skew_and_slow_wires_cost_time_and_parts_win_some_back() -> None:
-    routing, device = even(SHARD), DESIGNS[4]
-    flat = MoeSteps(SHARD, device, Cluster.flat(256, 900e9))
-    nodes = MoeSteps(SHARD, device, Cluster(256, 4, Wire(900e9), Wire(200e9)))
-    first, slow = flat.step([routing]), nodes.step([routing])
-    skewed = flat.step([routing.skewed(0.5, np.random.default_rng(1))])
-    assert skewed.even_s == first.even_s
-    assert skewed.seconds > first.seconds
-    assert slow.link_s > 3 * first.link_s
-    assert nodes.step([routing], 2).seconds < slow.seconds
-    each = flat.step([routing] * SHARD.model.moe_layers)
-    assert each.seconds == pytest.approx(first.seconds)
-    assert flat.kept_bytes([routing], 4, Strategy.S3) < flat.kept_bytes([routing], 4, Strategy.NONE)
-
-
 @settings(deadline=None, derandomize=True, max_examples=25)
 @given(
     rate=st.floats(1e9, 1e14),

@@ -163,8 +163,10 @@ def simulated(
         return [training.step(step) for step in steps], strings
 
 
-@pytest.mark.parametrize("draft_share", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    ("name", "draft_share"),
+    [("moe", 0.0), ("moe", 1.0), ("tree", 0.5), ("mixtral", 0.5), ("t5", 0.5)],
+)
 def test_a_simulated_string_is_the_runtimes_own(name: str, draft_share: float) -> None:
     """Use by use, with the numbers of regions, of forward and of backward in every step.
 
@@ -183,7 +185,7 @@ def test_a_simulated_string_is_the_runtimes_own(name: str, draft_share: float) -
             assert getattr(ours, part) == getattr(theirs, part), f"{part} of string {number}"
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", ["moe", "tree"])
 def test_a_tight_budget_has_the_same_strings_where_nothing_is_drafted(name: str) -> None:
     """Chunks are filled and emptied, regions leave and come: the numbers stay the runtime's."""
     network, steps, _ = plain(name)
@@ -194,7 +196,7 @@ def test_a_tight_budget_has_the_same_strings_where_nothing_is_drafted(name: str)
     assert [one.uses for one in ours] == [one.uses for one in strings]
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", ["mixtral", "t5", "tree"])
 def test_bytes_moved_on_demand_are_the_runtimes(name: str) -> None:
     """Within 2%, of the steps after the first three together: what moves then follows from the
     order of uses, but for what leaves while somebody else arrives."""

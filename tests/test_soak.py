@@ -87,17 +87,10 @@ def soaked(*arguments: str) -> list[Taken]:
 
 @pytest.mark.parametrize("backend", [BACKENDS[0], pytest.param("mapped", marks=pytest.mark.slow)])
 def test_nothing_grows_in_some_hundred_steps(backend: str) -> None:
-    """Of a network that takes another path for each sample."""
-    rows = soaked("small", backend, "200", *SMALL)
-    assert [row.steps for row in rows] == list(range(20, 201, 20))
-    assert_constant(rows)
-    assert_level(rows[2:])
-
-
-@pytest.mark.parametrize("backend", [BACKENDS[0], pytest.param("mapped", marks=pytest.mark.slow)])
-def test_what_is_recorded_is_bounded(backend: str) -> None:
-    """By the number of single records, which is reached early on; only totals are added then."""
+    """By the number of single records, which is reached early on; only totals are added then. The
+    network takes another path for each sample."""
     rows = soaked("small", backend, "200", "--records", "1500", *SMALL)
+    assert [row.steps for row in rows] == list(range(20, 201, 20))
     assert_constant(rows)
     assert_bounded(rows, 1500)
     assert_level(besides_records(rows[2:]))

@@ -8,7 +8,6 @@ that was run failed by an exception. 2: the command was misspelt. A script that 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,24 +34,18 @@ class RootGroup(typer.core.TyperGroup):
         """Run the command; end by `EXIT_ERROR` on a `DynOffloadError`, or on a file that cannot be
         read or written."""
         try:
-            return _with_files_named(super().invoke, ctx)
+            return super().invoke(ctx)
         except DynOffloadError as error:
-            say_error(error, debug=bool(ctx.params.get("debug")))
-            raise typer.Exit(EXIT_ERROR) from error
-
-
-def _with_files_named(invoke: Callable[[Any], Any], ctx: Any) -> Any:
-    """Run the command, with the system's errors about a file as errors of ours."""
-    try:
-        return invoke(ctx)
-    except DynOffloadError:
-        raise
-    except OSError as error:
-        if error.filename is None or error.strerror is None:
-            raise  # of a closed pipe, which ends the command quietly
-        raise ConfigError(
-            f"{error.filename}: {error.strerror}: check that path, or name another"
-        ) from error
+            failed: DynOffloadError = error
+        except OSError as error:
+            if error.filename is None or error.strerror is None:
+                raise  # of a closed pipe, which ends the command quietly
+            failed = ConfigError(
+                f"{error.filename}: {error.strerror}: check that path, or name another"
+            )
+            failed.__cause__ = error
+        say_error(failed, debug=bool(ctx.params.get("debug")))
+        raise typer.Exit(EXIT_ERROR) from failed
 
 
 app = typer.Typer(

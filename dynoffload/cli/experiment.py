@@ -9,7 +9,6 @@ import subprocess
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -157,22 +156,19 @@ def parser_of(name: str, params: type[Any]) -> argparse.ArgumentParser:
             kinds = [one for one in typing.get_args(kind) if one not in (type(None), ...)]
             one = kinds[0] if kinds else kind
             many = typing.get_origin(kind) is tuple
-            options |= {"type": _Several(one) if many else one, "metavar": one.__name__.upper()}
+            options |= {"type": _several(one) if many else one, "metavar": one.__name__.upper()}
         parser.add_argument(f"--{key.replace('_', '-')}", default=default, **options)
     return parser
 
 
-@dataclass(frozen=True)
-class _Several:
-    """Reads values that are separated by commas."""
+def _several(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """Return what reads values that are separated by commas."""
 
-    kind: Callable[[str], Any]
+    def read(text: str) -> tuple[Any, ...]:
+        return tuple(kind(word.strip()) for word in text.split(",") if word.strip())
 
-    def __call__(self, text: str) -> tuple[Any, ...]:
-        return tuple(self.kind(word.strip()) for word in text.split(",") if word.strip())
-
-    def __repr__(self) -> str:
-        return f"list of {getattr(self.kind, '__name__', self.kind)}"
+    read.__name__ = f"list of {kind.__name__}"  # as an error says it
+    return read
 
 
 def _list(registered: Mapping[str, str], summary: Callable[[str], str]) -> None:

@@ -63,9 +63,7 @@ def inspect() -> System:
     memory, refusal = psutil.virtual_memory(), probe()
     return System(
         kernel=f"{platform.system()} {platform.release()}",
-        cores=len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1,
+        cores=len(os.sched_getaffinity(0)),
         memory_total=memory.total,
         memory_available=memory.available,
         swap_total=psutil.swap_memory().total,

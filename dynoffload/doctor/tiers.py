@@ -1,17 +1,15 @@
 """How fast the tiers are: bandwidth of the spill directory past the page cache, and of memory.
 
 Reads and writes go by O_DIRECT in chunks of 8 MiB, as the file tier's do, from buffers of huge
-pages, with one and with two threads, then both directions at once. The file is private, unlinked
-while it is still empty, and allocated in full before it is timed.
+pages, with one and with two threads, then both directions at once. The file is a spill file as
+training has one, allocated in full before it is timed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import mmap
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +22,7 @@ import numpy as np
 
 from dynoffload.doctor.system import filesystem_of
 from dynoffload.errors import ConfigError, SpillError
+from dynoffload.memory.spill import SpillFile
 from dynoffload.units import GiB, MiB, format_bytes
 
 CHUNK = 8 * MiB
@@ -109,8 +108,8 @@ def measure_tiers(
     size = _usable_size(directory, file_bytes)
     tell = progress or (lambda name, share: None)
     rows: list[Measurement] = []
-    with _spill_file(directory, size) as (descriptor, direct):
-        # Writing first: a file that was only allocated reads as zeros without touching the disk.
+    with _spill_file(directory, size) as file:
+        descriptor, direct = file.fd, file.direct
         plan = [
             (Direction.WRITE, 1),
             (Direction.WRITE, 2),
@@ -123,7 +122,7 @@ def measure_tiers(
             tell(f"{direction.value}, {threads} thread" + ("s" if threads > 1 else ""), done / 7)
             bps = _file_bandwidth(descriptor, size, direction, threads, seconds, direct)
             rows.append(Measurement(direction, threads, CHUNK, bps))
-    cores = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    cores = len(os.sched_getaffinity(0))
     for done, threads in enumerate(sorted({1, min(cores, _MOST_THREADS)}), len(plan)):
         tell(f"memory, {threads} thread" + ("s" if threads > 1 else ""), done / 7)
         bps = _memory_bandwidth(threads, seconds)
@@ -162,152 +161,102 @@ def _usable_size(directory: Path, wanted: int | None) -> int:
 
 
 @contextlib.contextmanager
-def _spill_file(directory: Path, size: int) -> Iterator[tuple[int, bool]]:
-    """Yield a descriptor of an allocated, private, unlinked file; whether it is O_DIRECT."""
+def _spill_file(directory: Path, size: int) -> Iterator[SpillFile]:
+    """Yield a file such as training spills to; what the disk refuses is an error of ours."""
     try:
-        buffered, name = tempfile.mkstemp(prefix=".dynoffload-", dir=directory)
+        with contextlib.closing(SpillFile(directory, size, purpose="measuring")) as file:
+            yield file
+    except SpillError:
+        raise
     except OSError as error:
-        raise SpillError(f"cannot create a file in {directory}: {error.strerror}") from error
-    descriptors = [buffered]
-    try:
-        try:
-            direct = hasattr(os, "O_DIRECT")
-            if direct:
-                try:
-                    # The second open is of the file just made, while it still has its name.
-                    descriptors.append(os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC))
-                except OSError as error:
-                    if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-                        raise
-                    direct = False
-        finally:
-            os.unlink(name)
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(buffered, 0, size)
-        yield descriptors[-1], direct
-    except OSError as error:
-        if isinstance(error, SpillError):
-            raise
         raise SpillError(
             f"{directory}: {error.strerror or error} while measuring a file of "
             f"{format_bytes(size)}; free some space, or name another directory by --spill-dir"
         ) from error
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
 
 
-@contextlib.contextmanager
-def _buffer(size: int) -> Iterator[mmap.mmap]:
-    """Yield private memory of ``size`` bytes, of huge pages where the system gives them."""
+def _buffer(size: int, seed: int) -> memoryview:
+    """Return ``size`` random bytes, in huge pages where the system gives them: a device that
+    compresses must not look faster."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them answers EINVAL
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    try:
-        yield memory
-    finally:
-        with contextlib.suppress(BufferError):
-            memory.close()
+    with contextlib.suppress(OSError):  # a kernel without them answers EINVAL
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory[:] = np.random.default_rng(seed).bytes(size)
+    return memoryview(memory)
 
 
 def _fill(descriptor: int, size: int) -> None:
-    """Write random bytes over the whole file: a device that compresses must not look faster."""
-    with _buffer(CHUNK) as memory:
-        memory[:] = np.random.default_rng(0).bytes(CHUNK)
-        for offset in range(0, size, CHUNK):
-            _whole(os.pwrite(descriptor, memory, offset))
+    """Write the whole file: what was only allocated reads as zeros without touching the disk."""
+    piece = _buffer(CHUNK, 0)
+    for offset in range(0, size, CHUNK):
+        _whole(os.pwrite(descriptor, piece, offset))
     os.fsync(descriptor)
 
 
 def _file_bandwidth(
     descriptor: int, size: int, direction: Direction, threads: int, seconds: float, direct: bool
 ) -> float:
-    chunks = size // CHUNK
-    share = chunks // threads
-    ends = threading.Event()
+    share = size // CHUNK // threads
 
-    def work(index: int) -> int:
+    def prepare(index: int) -> tuple[Move, Callable[[], None]]:
         writes = direction is Direction.WRITE or (direction is Direction.MIXED and index % 2 == 1)
-        moved = 0
-        with _buffer(_BUFFERS * CHUNK) as memory:
-            memory[:] = np.random.default_rng(index).bytes(len(memory))
-            view = memoryview(memory)
-            pieces = [view[i * CHUNK : (i + 1) * CHUNK] for i in range(_BUFFERS)]
-            barrier.wait()
-            turn = 0
-            while not ends.is_set():
-                offset = (index * share + turn % share) * CHUNK
-                piece = pieces[turn % _BUFFERS]
-                if writes:
-                    moved += _whole(os.pwrite(descriptor, piece, offset))
-                else:
-                    if not direct and hasattr(os, "posix_fadvise"):
-                        os.posix_fadvise(descriptor, offset, CHUNK, os.POSIX_FADV_DONTNEED)
-                    moved += _whole(os.preadv(descriptor, [piece], offset))
-                turn += 1
-            for held in (*pieces, view):
-                held.release()
-        return moved
+        view = _buffer(_BUFFERS * CHUNK, index)
+        pieces = [view[at * CHUNK : (at + 1) * CHUNK] for at in range(_BUFFERS)]
 
-    def finish() -> None:
-        if not direct and direction is not Direction.READ:
-            os.fsync(descriptor)
+        def move(turn: int) -> int:
+            offset = (index * share + turn % share) * CHUNK
+            piece = pieces[turn % _BUFFERS]
+            if writes:
+                return _whole(os.pwrite(descriptor, piece, offset))
+            if not direct:
+                os.posix_fadvise(descriptor, offset, CHUNK, os.POSIX_FADV_DONTNEED)
+            return _whole(os.preadv(descriptor, [piece], offset))
 
-    barrier = threading.Barrier(threads + 1)
-    return _timed(work, threads, seconds, barrier, ends, finish)
+        def finish() -> None:
+            if writes and not direct:
+                os.fsync(descriptor)
+
+        return move, finish
+
+    return _bandwidth(prepare, threads, seconds)
 
 
 def _memory_bandwidth(threads: int, seconds: float) -> float:
-    ends = threading.Event()
-    barrier = threading.Barrier(threads + 1)
-
-    def work(index: int) -> int:
+    def prepare(index: int) -> tuple[Move, Callable[[], None]]:
         source = np.full(_COPY_BYTES // threads // 8, index, dtype=np.int64)
         target = np.zeros_like(source)
-        barrier.wait()
-        moved = 0
-        while not ends.is_set():
+
+        def move(turn: int) -> int:
             np.copyto(target, source)
-            moved += source.nbytes
-        return moved
+            return source.nbytes
 
-    return _timed(work, threads, seconds, barrier, ends, lambda: None)
+        return move, lambda: None
+
+    return _bandwidth(prepare, threads, seconds)
 
 
-def _timed(
-    work: Callable[[int], int],
-    threads: int,
-    seconds: float,
-    barrier: threading.Barrier,
-    ends: threading.Event,
-    finish: Callable[[], None],
+Move = Callable[[int], int]
+"""Moves some bytes in its n-th turn; returns how many."""
+
+
+def _bandwidth(
+    prepare: Callable[[int], tuple[Move, Callable[[], None]]], threads: int, seconds: float
 ) -> float:
-    """Run ``work`` in ``threads`` threads for ``seconds`` and return bytes per second in total."""
+    """Return the bytes per second that ``threads`` threads move together in ``seconds``."""
+    ready = threading.Barrier(threads)
 
-    def run(index: int) -> int:
-        try:
-            return work(index)
-        except BaseException:
-            barrier.abort()
-            ends.set()
-            raise
+    def work(index: int) -> float:
+        move, finish = prepare(index)
+        ready.wait(60)
+        begin, moved, turn = time.perf_counter(), 0, 0
+        while time.perf_counter() - begin < seconds:
+            moved += move(turn)
+            turn += 1
+        finish()
+        return moved / (time.perf_counter() - begin)
 
     with ThreadPoolExecutor(threads) as pool:
-        running = [pool.submit(run, index) for index in range(threads)]
-        with contextlib.suppress(threading.BrokenBarrierError):
-            barrier.wait()
-        begin = time.perf_counter()
-        try:
-            ends.wait(seconds)
-        finally:
-            ends.set()
-    errors = [error for one in running if (error := one.exception()) is not None]
-    for error in errors:
-        if not isinstance(error, threading.BrokenBarrierError):
-            raise error
-    finish()
-    return sum(one.result() for one in running) / (time.perf_counter() - begin)
+        return sum(pool.map(work, range(threads)))
 
 
 def _whole(count: int) -> int:

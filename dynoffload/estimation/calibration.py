@@ -43,22 +43,6 @@ class Calibration:
     pace_s: float
     pace_spread: tuple[float, float] = (1.0, 1.0)
 
-    @classmethod
-    def of(cls, directory: str | Path, fitted: str | Path | None = None) -> Calibration:
-        """Measure the link to ``directory`` now, how pages move, and the runtime's pace.
-
-        Args:
-            directory: where the spill file will lie.
-            fitted: what ``dynoffload experiment simulation --json PATH`` wrote on this machine, for
-                what the runtime itself takes; as shipped without it.
-
-        Raises:
-            BackendError: the system refuses the pager, or is too busy to tell the pace.
-            ConfigError: the file is none of those.
-            SpillError: the directory cannot be used.
-        """
-        return Fitted.of(fitted).measured(directory)
-
 
 @dataclass(frozen=True)
 class Fitted:
@@ -83,7 +67,22 @@ class Fitted:
         Raises:
             ConfigError: the file is none of those.
         """
-        return _SHIPPED if path is None else _load(Path(path))
+        if path is None:
+            return _SHIPPED
+        try:
+            written: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+            fitted = _fitted(written.get("summary", written), f"in {path}")
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be read ({error.strerror or error}): {_MAKE}"
+            ) from error
+        except KeyError as error:
+            raise ConfigError(f"{path} is no calibration: {error} is not in it: {_MAKE}") from error
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path} is no calibration ({error}): {_MAKE}") from error
+        if not (0 < fitted.pace_s < math.inf):
+            raise ConfigError(f"{path} is no calibration (pace_s is {fitted.pace_s}): {_MAKE}")
+        return fitted
 
     def on(self, link: Link) -> Machine:
         """Return the machine with the bandwidths of ``link``."""
@@ -96,8 +95,12 @@ class Fitted:
         return replace(self.work.times(pace_s / self.pace_s), moves=moves)
 
     def measured(self, directory: str | Path) -> Calibration:
-        """Measure the link to ``directory`` now, how pages move, and the runtime's pace; see
-        `Calibration.of`."""
+        """Measure the link to ``directory`` now, how pages move, and the runtime's pace.
+
+        Raises:
+            BackendError: the system refuses the pager, or is too busy to tell the pace.
+            SpillError: the directory cannot be used.
+        """
         tiers = measure_tiers(directory, _SECONDS, file_bytes=_FILE_BYTES)
         pace = probe_overhead(directory)
         said = (
@@ -141,20 +144,3 @@ _SHIPPED = _fitted(
     },
     "on another machine (--calibration takes this one's)",
 )
-
-
-def _load(path: Path) -> Fitted:
-    try:
-        written: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        fitted = _fitted(written.get("summary", written), f"in {path}")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror or error}): {_MAKE}") from error
-    except KeyError as error:
-        raise ConfigError(
-            f"{path} is no calibration, or an old one: {error} is not in it: {_MAKE}"
-        ) from error
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is no calibration ({error}): {_MAKE}") from error
-    if not (0 < fitted.pace_s < math.inf):
-        raise ConfigError(f"{path} is no calibration (pace_s is {fitted.pace_s}): {_MAKE}")
-    return fitted

@@ -27,7 +27,6 @@ from dynoffload.memory.spill import check_room, default_spill_dir, grown
 from dynoffload.pilot.progress import Report
 from dynoffload.runtime.adoption.slicing import may_slice, slices_of, sole_owners
 from dynoffload.runtime.counting import States, is_trained, whole_bytes
-from dynoffload.runtime.meta_init import noted
 from dynoffload.runtime.offload import check_parameters
 from dynoffload.runtime.opening import IO_THREADS
 from dynoffload.runtime.resident import RESIDENT_SHARE
@@ -139,7 +138,7 @@ def estimates(
         assumed.append("weights are random numbers, as the model is on the meta device")
     if options.policy == "pilot":
         assumed.append("the prediction is taken to be the last order, whatever a pilot knows")
-    with hollowed(model, noted(model)):
+    with hollowed(model):
         plain = measure(model, taken, loss, tell)
     tell("timing the optimizer")
     update_s = 0.0 if optimizer is None else update_seconds(optimizer)

@@ -1,9 +1,8 @@
 """Steps of a network as they would be plainly, measured without training it.
 
-What it is: `measure`, which runs forward and backward on a few batches, records and times them, and
-`update_seconds`, which times an optimizer on tensors like the model's. Weights, buffers, gradients
-and the random numbers of torch, numpy and Python are afterwards what they were; hooks on gradients
-are not called. What it is not: anything that knows of a budget.
+`measure` runs forward and backward on a few batches, records and times them; `update_seconds` times
+an optimizer on tensors like the model's. Weights, buffers, gradients and the random numbers of
+torch, numpy and Python are afterwards what they were; hooks on gradients are not called.
 
 [Note: gradients]  Each gradient is dropped as it is complete, so that a model of which only one
 layer fits in memory can be measured.
@@ -164,12 +163,11 @@ def _untouched(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     """Leave ``model`` as it was; see [Note: gradients]."""
     parameters = list(model.parameters())
     gradients = [(one, one.grad) for one in parameters]
+    places: list[tuple[dict[Any, Any], dict[Any, Any]]]
     places = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     contents = [(one, one._version, one.detach().clone()) for one in model.buffers()]
-    hooks = [
-        (one._post_accumulate_grad_hooks, dict(one._post_accumulate_grad_hooks or ()))
-        for one in parameters
-    ]
+    live = [h for one in parameters if (h := one._post_accumulate_grad_hooks)]
+    places += [(hooks, dict(hooks)) for hooks in live]
 
     def drop(parameter: torch.Tensor) -> None:
         recorder.note_gradient(parameter)
@@ -178,20 +176,17 @@ def _untouched(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     handles = []
     with same_random():
         try:
-            for live, _ in hooks:
-                if live:
-                    live.clear()
+            for hooks in live:
+                hooks.clear()
             for parameter, _ in gradients:
                 parameter.grad = None
                 if parameter.requires_grad:
-                    handles.append(_on_gradient(parameter, drop))
+                    register: Any = parameter.register_post_accumulate_grad_hook
+                    handles.append(register(drop))
             yield
         finally:
             for handle in handles:
                 handle.remove()
-            for live, before in hooks:
-                if live is not None:
-                    live.update(before)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             for now, there in places:
@@ -217,10 +212,6 @@ def same_random() -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(theirs)
-
-
-def _on_gradient(parameter: nn.Parameter, call: Callable[[torch.Tensor], None]) -> Any:
-    return parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
 
 
 def states_of(model: nn.Module, optimizer: Optimizer | None) -> dict[int, dict[str, int]]:

@@ -1,45 +1,18 @@
-"""How gradients reach host memory: the part of an accelerator's queues that is used, and a CPU's.
+"""How gradients reach host memory: by an accelerator's streams, or at once from a CPU.
 
-Uploads need no queue of their own: they are operators of the calling thread.
+Uploads need no stream of their own: they are operators of the calling thread.
 """
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import torch
 
 from dynoffload.errors import ConfigError
-from dynoffload.memory.accelerator.streams import StreamEvent
+from dynoffload.memory.accelerator.streams import StreamEvent, Streams
 from dynoffload.memory.accelerator.torch_streams import open_streams
-
-
-class Link(Protocol):
-    """What the optimizer uses of `dynoffload.memory.accelerator.streams.Streams`.
-
-    Attributes:
-        name: what logs and errors call the device.
-        device: where parameters and gradients are.
-    """
-
-    name: str
-    device: torch.device
-
-    def now(self) -> StreamEvent:
-        """See `Streams.now`."""
-
-    def copy_out(
-        self, target: torch.Tensor, source: torch.Tensor, after: Sequence[StreamEvent]
-    ) -> StreamEvent:
-        """See `Streams.copy_out`."""
-
-    def host(self, nbytes: int) -> torch.Tensor:
-        """See `Streams.host`."""
-
-    def release(self, memory: torch.Tensor, *, held: bool) -> None:
-        """See `Streams.release`."""
 
 
 class Done:
@@ -54,7 +27,8 @@ class Done:
 
 
 class CpuLink:
-    """A `Link` for parameters on the CPU: each copy is over when it returns."""
+    """The part of `Streams` that is used here, for parameters on the CPU: each copy is over when it
+    returns."""
 
     name = "CPU"
     device = torch.device("cpu")
@@ -81,6 +55,9 @@ class CpuLink:
 
     def release(self, memory: torch.Tensor, *, held: bool) -> None:
         """See `Streams.release`: the mapping ends with the last tensor over it."""
+
+
+Link = Streams | CpuLink
 
 
 def open_link(parameters: Iterable[torch.Tensor], device: torch.device | str | None) -> Link:

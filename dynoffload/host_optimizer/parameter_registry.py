@@ -84,13 +84,11 @@ class GradientHooks:
                     "goes on"
                 )
 
-    def holds(self, parameter: torch.Tensor) -> bool:
-        """Return whether the parameter's gradient has left, and waits for a step."""
-        return parameter.grad is None and self._states[parameter] in self._gradients.gradients
-
-    def name_of(self, parameter: torch.Tensor) -> str:
-        """Return what errors call a parameter."""
-        return self._states[parameter].name
+    def waiting(self, parameter: torch.Tensor) -> str:
+        """Return the name of a parameter whose gradient has left and waits for a step; else ""."""
+        state = self._states[parameter]
+        left = parameter.grad is None and state in self._gradients.gradients
+        return state.name if left else ""
 
     def close(self) -> None:
         """Remove the hooks, and let go of those parameters that are still this optimizer's."""
@@ -121,10 +119,11 @@ def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups if _owners else ():
         for parameter in group["params"]:
             owner = _owner(parameter)
-            if owner is None or owner.optimizer() is optimizer or not owner.holds(parameter):
+            if owner is None or owner.optimizer() is optimizer:
                 continue
-            raise ConfigError(
-                f"this {type(optimizer).__name__} would train nothing of "
-                f"{owner.name_of(parameter)}, of shape {list(parameter.shape)}, as a HostOptimizer "
-                "has taken its gradient: step that one, or close() it before backward"
-            )
+            if name := owner.waiting(parameter):
+                raise ConfigError(
+                    f"this {type(optimizer).__name__} would train nothing of {name}, of shape "
+                    f"{list(parameter.shape)}, as a HostOptimizer has taken its gradient: step "
+                    "that one, or close() it before backward"
+                )

@@ -84,10 +84,13 @@ class HostStorage:
             BudgetError: the host has no such memory; nothing was taken.
             SpillError: the directory cannot be used, or has no such room; nothing was taken.
         """
-        room = sum(state.nbytes for state in states)
-        if self._spill_dir is not None:
-            room = self._budget - _in_memory(self.states)
-        inside, outside = _divide(states, room)
+        room = self._budget - _in_memory(self.states)
+        inside: list[ParameterState] = []
+        outside: list[ParameterState] = []
+        for state in states:
+            fits = self._spill_dir is None or state.nbytes <= room
+            room -= state.nbytes if fits else 0
+            (inside if fits else outside).append(state)
         with ExitStack() as taken, torch.inference_mode(False), torch.no_grad():
             for state in states:
                 taken.callback(state.release)
@@ -151,16 +154,3 @@ class HostStorage:
 def _in_memory(states: Iterable[ParameterState]) -> int:
     """Return the bytes of masters and moments that are in memory."""
     return sum(state.nbytes for state in states if state.file is None)
-
-
-def _divide(
-    states: Iterable[ParameterState], room: int
-) -> tuple[list[ParameterState], list[ParameterState]]:
-    """Return those that lie in ``room`` bytes of memory, as they fit whole, and the rest."""
-    inside: list[ParameterState] = []
-    outside: list[ParameterState] = []
-    for state in states:
-        fits = state.nbytes <= room
-        room -= state.nbytes if fits else 0
-        (inside if fits else outside).append(state)
-    return inside, outside

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import os
 import queue
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,18 +114,19 @@ class UpdateRunner:
         self.lost: BaseException | None = None
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
         self._under_way: tuple[StepUpdate, Future[None]] | None = None
+        self._uploading = False  # of the update under way, some tiles were taken from the queue
 
     def run(self, update: StepUpdate) -> None:
         """Make a step's updates, or begin delayed ones; those of the step before have ended.
 
         Raises:
             StepLostError: some updates were made, and others not.
-            KeyboardInterrupt: Ctrl-C came meanwhile; the step was made.
+            BaseException: an upload was cut off, as by Ctrl-C, and repeated: the step was made.
         """
         self._steps += 1
         # What was computed on the caller's stream is read there, and not by another thread.
         made = self._workers.submit(self._make, update, update.transform.to_host())
-        self._under_way = update, made
+        self._under_way, self._uploading = (update, made), False
         if self._undelayed is not None and self._steps > self._undelayed:
             for state in update.groups:
                 state.lags.fill_(True)
@@ -137,60 +138,41 @@ class UpdateRunner:
         """Hold the calling thread until the update that is under way is made.
 
         Raises:
-            StepLostError: it was cut off.
+            StepLostError: it, or one before, was cut off.
         """
         if self._under_way is not None:
             wait([self._under_way[1]])  # Ctrl-C leaves it to the next call
-            with self._losing():
-                self._under_way[1].result()
+            self.lost = self._under_way[1].exception()
+        self.check()
 
     def end(self) -> None:
-        """Upload the update that is under way, as it is made.
+        """Upload the update that is under way, as it is made; all of it, if an upload was cut off.
 
         Raises:
-            StepLostError: it was cut off.
-            KeyboardInterrupt: Ctrl-C came meanwhile; all was uploaded.
+            BaseException: as `run`.
         """
         if self._under_way is None:
             return
-        update, made = self._under_way
-        interrupt = None
-        with self._losing():
-            try:
-                while (tile := update.finished.get()) is not None:
-                    update.upload(tile)
-            except KeyboardInterrupt as error:
-                interrupt = error
-            finally:
-                wait([made])  # the workers must not run on while an error is raised
-            made.result()
-            if interrupt is not None:
-                for tile in update.tiles:  # also those that were uploaded: it does no harm
-                    update.upload(tile)
-            update.finished.put(None)  # Ctrl-C from here on: the next call takes it up
+        update, _ = self._under_way
+        again, self._uploading = self._uploading, True
+        cut_off = None
+        try:
+            while not again and (tile := update.finished.get()) is not None:
+                update.upload(tile)
+        except BaseException as error:
+            cut_off, again = error, True
+        self.wait()
+        try:
+            for tile in update.tiles if again else ():
+                update.upload(tile)
+        except Exception as error:
+            self.lost = error
+            self.check()
         for state in update.groups:
             state.mark_updated()
         self._under_way = None
-        if interrupt is not None:
-            raise interrupt
-
-    def drop(self) -> None:
-        """Wait for the update that is under way, and forget it, however it went."""
-        if self._under_way is not None:
-            wait([self._under_way[1]])
-        self._under_way = None
-
-    @contextlib.contextmanager
-    def _losing(self) -> Iterator[None]:
-        """A step that is cut off in this block is lost."""
-        try:
-            yield
-        except BaseException as error:
-            self.lost = error
-            raise StepLostError(
-                f"a step of HostOptimizer was cut off ({error}): some masters have it and others "
-                "do not; go on from the last checkpoint, with load_state_dict()"
-            ) from error
+        if cut_off is not None:
+            raise cut_off
 
     def check(self) -> None:
         """Refuse to go on from a step that was lost.
@@ -200,9 +182,15 @@ class UpdateRunner:
         """
         if self.lost is not None:
             raise StepLostError(
-                f"a step of HostOptimizer was cut off before ({self.lost}): go on from the last "
-                "checkpoint, with load_state_dict()"
+                f"a step of HostOptimizer was cut off ({self.lost}): some masters have it and "
+                "others do not; go on from the last checkpoint, with load_state_dict()"
             ) from self.lost
+
+    def drop(self) -> None:
+        """Wait for the update that is under way, and forget it, however it went."""
+        if self._under_way is not None:
+            wait([self._under_way[1]])
+        self._under_way = None
 
     def restart(self, steps: int) -> None:
         """Go on from a state that was loaded, after so many steps."""

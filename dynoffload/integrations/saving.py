@@ -10,6 +10,7 @@ it needs it.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,53 +21,50 @@ from dynoffload.memory.pager import in_user_mode
 from dynoffload.runtime.adoption.store import offset_of, view_of
 from dynoffload.runtime.session import Session
 
+_saving: weakref.WeakSet[Session] = weakref.WeakSet()  # a client's saving may be nested
 
-class ReadableState:
-    """Lets system calls read what ``state_dict()`` gives while a client saves; [Note: EFAULT]."""
 
-    def __init__(self) -> None:
-        self._saving = False
+@contextlib.contextmanager
+def readable_state(session: Session) -> Iterator[None]:
+    """Let system calls read what ``state_dict()`` of the session's model and optimizer gives;
+    [Note: EFAULT].
 
-    @contextlib.contextmanager
-    def of(self, session: Session) -> Iterator[None]:
-        """Around a client's saving of the session's model and optimizer; may be nested.
+    Raises:
+        SpillError: in ``state_dict()``, if the spill directory has no room for a copy.
+    """
+    directory, paged = session.spill_dir, session.backend == "pager" and session.paging
+    if session in _saving or directory is None or not paged or not in_user_mode():
+        yield
+        return
+    copies: dict[int, torch.UntypedStorage] = {}
 
-        Raises:
-            SpillError: in ``state_dict()``, if the spill directory has no room for a copy.
-        """
-        directory, paged = session.spill_dir, session.backend == "pager" and session.paging
-        if self._saving or directory is None or not paged or not in_user_mode():
-            yield
-            return
-        copies: dict[int, torch.UntypedStorage] = {}
+    def copied(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.numel():
+            return value
+        storage = value.untyped_storage()
+        if storage._cdata not in copies:  # tied parameters stay tied
+            copies[storage._cdata] = mapped_copy(storage, directory)
+        return view_of(copies[storage._cdata], value, offset_of(value))
 
-        def copied(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or not value.numel():
-                return value
-            storage = value.untyped_storage()
-            if storage._cdata not in copies:  # tied parameters stay tied
-                copies[storage._cdata] = mapped_copy(storage, directory)
-            return view_of(copies[storage._cdata], value, offset_of(value))
+    def model_state(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name, value in state.items():
+            state[name] = copied(value)
 
-        def model_state(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-            for name, value in state.items():
-                state[name] = copied(value)
+    def optimizer_state(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+        parts = {
+            index: {key: copied(value) for key, value in part.items()}
+            for index, part in state["state"].items()
+        }
+        return {**state, "state": parts}
 
-        def optimizer_state(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
-            parts = {
-                index: {key: copied(value) for key, value in part.items()}
-                for index, part in state["state"].items()
-            }
-            return {**state, "state": parts}
-
-        register: Any = session.model.register_state_dict_post_hook
-        handles = [register(model_state)]
-        if session.optimizer is not None:
-            handles.append(session.optimizer.register_state_dict_post_hook(optimizer_state))
-        self._saving = True
-        try:
-            yield
-        finally:
-            self._saving = False
-            for handle in handles:
-                handle.remove()
+    register: Any = session.model.register_state_dict_post_hook
+    handles = [register(model_state)]
+    if session.optimizer is not None:
+        handles.append(session.optimizer.register_state_dict_post_hook(optimizer_state))
+    _saving.add(session)
+    try:
+        yield
+    finally:
+        _saving.discard(session)
+        for handle in handles:
+            handle.remove()

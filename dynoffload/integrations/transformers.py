@@ -37,7 +37,7 @@ from dynoffload.errors import ConfigError
 from dynoffload.integrations.block import EventBlock
 from dynoffload.integrations.constructing import PlainWeights
 from dynoffload.integrations.imports import importing
-from dynoffload.integrations.saving import ReadableState
+from dynoffload.integrations.saving import readable_state
 from dynoffload.runtime import offload
 from dynoffload.runtime.initialising import tensors_on_meta
 
@@ -100,10 +100,6 @@ class OffloadCallback(EventBlock, TrainerCallback):  # type: ignore[misc]
     def _watched(self) -> weakref.WeakSet[Any]:  # Trainers; see [Note: leaving]
         return weakref.WeakSet()
 
-    @functools.cached_property
-    def _readable(self) -> ReadableState:
-        return ReadableState()
-
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """See to it that the block is left whenever the Trainer's ``train()`` ends, and that the
         Trainer can save."""
@@ -136,7 +132,7 @@ class OffloadCallback(EventBlock, TrainerCallback):  # type: ignore[misc]
     def _save(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.session is None or not self.is_open:
             return save(*args, **kwargs)
-        with self._readable.of(self.session):
+        with readable_state(self.session):
             return save(*args, **kwargs)
 
     def on_train_begin(

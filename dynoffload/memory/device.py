@@ -130,7 +130,11 @@ class Device(Protocol):
         """Forget a region's bytes; it stays, without content."""
 
     def clear(self, regions: Sequence[int]) -> None:
-        """Let regions hold zeros, which takes no fast memory and moves no byte."""
+        """Let regions hold zeros, which takes no fast memory and moves no byte.
+
+        Raises:
+            SpillError: zeros cannot be written where the file system keeps none unwritten.
+        """
 
     def is_clear(self, regions: Sequence[int]) -> list[bool]:
         """Return of each region that was cleared whether it holds only zeros still; in doubt, as
@@ -160,17 +164,31 @@ class Device(Protocol):
         """Return the fast memory that a region of ``nbytes`` takes."""
 
     def acquire(self, regions: Sequence[int], *, pin: bool = False) -> None:
-        """Wait until all ``regions`` are present; hold them there if ``pin``."""
+        """Wait until all ``regions`` are present; hold them there if ``pin``.
+
+        Raises:
+            BackendError: a region is locked, or the kernel holds its pages.
+            BudgetError: the regions do not fit the pool together, or the rest stays pinned.
+            SpillError: the spill file cannot be read, or not written to make room.
+        """
 
     def unpin(self, regions: Sequence[int]) -> None:
         """Let go of pinned regions."""
 
     def touch(self, regions: Sequence[int]) -> None:
         """Make the regions usable, as many as fit together: present, or where the device serves
-        accesses to what is absent, with what is at hand finished and no wait for the rest."""
+        accesses to what is absent, with what is at hand finished and no wait for the rest.
+
+        Raises:
+            SpillError: the spill file cannot be read or written.
+        """
 
     def lock(self, regions: Sequence[int]) -> None:
-        """Let every access to the regions wait until `unlock`; only where `guarded`."""
+        """Let every access to the regions wait until `unlock`; only where `guarded`.
+
+        Raises:
+            BackendError: the kernel holds a region's pages; none is locked.
+        """
 
     def unlock(self, regions: Sequence[int]) -> None:
         """Admit accesses again."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
+from typing import Any, cast
 
 
 class _Counts(ctypes.Structure):
@@ -25,13 +26,15 @@ class _Counts(ctypes.Structure):
 
 
 @functools.cache
-def _counter() -> Callable[[], _Counts] | None:
+def _function(name: str) -> Callable[..., Any] | None:
+    """Return a function of the C library; None where there is none, as in another library."""
     try:
-        count = ctypes.CDLL(None).mallinfo2
+        found = getattr(ctypes.CDLL(None), name)
     except (OSError, AttributeError):
-        return None  # another C library, or one before glibc 2.33
-    count.argtypes, count.restype = (), _Counts
-    return lambda: count()
+        return None
+    if name == "mallinfo2":  # of glibc 2.33
+        found.restype = _Counts
+    return cast(Callable[..., Any], found)
 
 
 def live_bytes() -> int | None:
@@ -39,27 +42,16 @@ def live_bytes() -> int | None:
 
     None where the C library does not tell, or another allocator has taken its place.
     """
-    count = _counter()
+    count = _function("mallinfo2")
     if count is None:
         return None
     counts = count()
     return int(counts.uordblks + counts.hblkhd) or None
 
 
-@functools.cache
-def _trimmer() -> Callable[[int], int] | None:
-    try:
-        trim = ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError):
-        return None  # another C library
-    trim.argtypes, trim.restype = (ctypes.c_size_t,), ctypes.c_int
-    return lambda keep: int(trim(keep))
-
-
 def give_back() -> bool:
     """Hand the heap's free pages back to the system; return whether the C library can."""
-    trim = _trimmer()
-    if trim is None:
-        return False
-    trim(0)
-    return True
+    trim = _function("malloc_trim")
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+    return trim is not None

@@ -23,13 +23,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dynoffload.errors import BackendError, SpillError
-from dynoffload.memory.device import Cause, Counters, Event, EventKind
-from dynoffload.memory.mapped_cache import CachedRegion, MappedCache
+from dynoffload.memory.device import Cause, Counters, EventKind
+from dynoffload.memory.mapped_cache import MappedCache, MappedRegion
 from dynoffload.memory.mapping import Mapping
 from dynoffload.memory.region_allocator import arena_pages
 from dynoffload.memory.spill import UNWRITTEN, SpillFile
 from dynoffload.memory.spill import failure as spill_failure
-from dynoffload.planning.cursor import NEVER, PlanCursor
+from dynoffload.planning.cursor import PlanCursor
 from dynoffload.planning.schedule import Kind, Schedule, Use
 
 _GRACE_S = 60.0  # how long to wait for somebody to unpin
@@ -92,25 +92,16 @@ class MappedFile(MappedCache):
 
     # Regions
 
-    def discard(self, region: int) -> None:
-        """See `Device.discard`."""
-        with self._mutex:
-            self._forget(self._cached[region])
-
     def clear(self, regions: Sequence[int]) -> None:
-        """See `Device.clear`.
-
-        Raises:
-            SpillError: zeros cannot be written where the file system keeps none unwritten.
-        """
+        """See `Device.clear`."""
         with self._mutex:
             for h in self._all(regions):
                 if self._is_clear(h):
                     continue
                 self._forget(h)
                 try:
-                    if self._mapping.holds_data(h.offset, h.length):
-                        self._mapping.clear(h.offset, h.length)
+                    if self._mapping.holds_data(h.offset, h.padded):
+                        self._mapping.clear(h.offset, h.padded)
                 except OSError as error:
                     raise spill_failure(*self._refused(h, error)) from error
                 h.cleared = True
@@ -129,37 +120,16 @@ class MappedFile(MappedCache):
     # Residency
 
     def acquire(self, regions: Sequence[int], *, pin: bool = False) -> None:
-        """See `Device.acquire`.
-
-        Raises:
-            BudgetError: the regions do not fit the pool together, or the rest stays pinned.
-            SpillError: the spill file cannot be read, or not written to make room.
-        """
+        """See `Device.acquire`."""
         self._check_room(regions)
-        self._bring(regions, pin=pin, patient=True)
-
-    def touch(self, regions: Sequence[int]) -> None:
-        """Bring the regions in, as many as there is room for, since no access tells of itself.
-
-        Raises:
-            SpillError: the spill file cannot be read.
-        """
-        with self._mutex:
-            room = self.capacity - sum(h.length for h in self._cached.values() if h.pins)
-            wanted = []
-            for h in self._all(dict.fromkeys(regions)):
-                need = 0 if h.pins else h.length
-                if need <= room:
-                    room -= need
-                    wanted.append(h.region)
-            self._bring(wanted, pin=False, patient=False)
+        self._bring(regions, pin=pin)
 
     def unpin(self, regions: Sequence[int]) -> None:
         """See `Device.unpin`."""
         with self._mutex:
             self._pin(self._all(regions), -1)
 
-    def _bring(self, regions: Sequence[int], *, pin: bool, patient: bool) -> None:
+    def _bring(self, regions: Sequence[int], *, pin: bool, patient: bool = True) -> None:
         """Make regions present, together; the impatient leave what others' pins keep out."""
         start, kept = time.perf_counter(), False
         with self._mutex:
@@ -169,7 +139,7 @@ class MappedFile(MappedCache):
                 self._busy.clear()  # what could not be written may be written now
                 for h in wanted:
                     self._use(h)
-                    stalls = not h.present and (h.content or self._free < h.length)
+                    stalls = not h.present and (h.content or self._free < h.padded)
                     until = time.monotonic() + _GRACE_S
                     while not h.present:
                         if self._room_for(h, (self._plan.position, -1)):
@@ -188,7 +158,7 @@ class MappedFile(MappedCache):
                 if not kept:
                     self._pin(wanted, -1)
 
-    def _wait_for_unpin(self, h: CachedRegion, until: float) -> None:
+    def _wait_for_unpin(self, h: MappedRegion, until: float) -> None:
         """Wait a second for others to let go of what they pin.
 
         Raises:
@@ -198,7 +168,7 @@ class MappedFile(MappedCache):
         for number, told in self._busy.values():
             raise spill_failure(number, f"{told}; {UNWRITTEN}")
         if not self._unpinned.wait(1.0) and time.monotonic() > until:
-            pinned = [one.region for one in self._cached.values() if one.pins]
+            pinned = [one.region for one in self._cells.values() if one.pins]
             raise self._no_room([h.region], pinned, f" within {_GRACE_S:.0f} s")
 
     # The plan
@@ -216,7 +186,7 @@ class MappedFile(MappedCache):
         with self._mutex:
             self._plan.advance(position)
             for region in self._plan.regions():
-                h = self._cached.get(region)
+                h = self._cells.get(region)
                 if h is not None and h.present:
                     self._use(h)
             self._work.notify()
@@ -224,7 +194,7 @@ class MappedFile(MappedCache):
     def reserve(self, nbytes: int) -> None:
         """See `Device.reserve`."""
         with self._mutex:
-            self._reserve = self.padded(nbytes) if nbytes else 0
+            super().reserve(nbytes)
             self._work.notify()
 
     def _run(self) -> None:
@@ -244,27 +214,24 @@ class MappedFile(MappedCache):
     def _serve_plan(self) -> bool:
         """Make one transfer of the plan or for the reserve; False if there is none now."""
         plan = self._plan
-        while (action := plan.due()) is not None:
-            h, next_use = self._cached.get(action.region), plan.next_use(action.region)
-            if h is None or (action.kind is Kind.FETCH and (h.present or next_use == NEVER)):
-                plan.done()  # reality has overtaken it
-            elif action.kind is Kind.EVICT:
+        while (due := self._due()) is not None:
+            kind, h = due
+            next_use = plan.next_use(h.region)
+            if kind is Kind.EVICT:
                 plan.done()
-                if self._may_leave(h) and next_use > plan.position:
-                    self._evict(h, Cause.PLAN)
-                    return True
-            elif self._free >= h.length + self._reserve:
+                self._evict(h, Cause.PLAN)
+                return True
+            if self._free >= h.padded + self._reserve:
                 plan.done()
                 try:
                     self._fetch(h, Cause.PLAN)
                 except SpillError as error:
                     self._error = error.errno or errno.EIO, error.args[1]
                 return True
-            elif next_use > plan.position + 1 or (victim := self._victim(next_use)) is None:
+            if next_use > plan.position + 1 or (victim := self._victim(next_use)) is None:
                 break  # there is time to wait for room, or nothing leaves
-            else:
-                self._evict(victim, Cause.PLAN)
-                return True
+            self._evict(victim, Cause.PLAN)
+            return True
         if self._free < self._reserve and (victim := self._victim(plan.position)) is not None:
             self._evict(victim, Cause.ROOM)
             return True
@@ -275,11 +242,7 @@ class MappedFile(MappedCache):
     def resident(self) -> list[int]:
         """See `Device.resident`."""
         with self._mutex:
-            return sorted(h.region for h in self._cached.values() if h.present)
-
-    def resident_bytes(self) -> int:
-        """See `Device.resident_bytes`."""
-        return self._used
+            return sorted(h.region for h in self._cells.values() if h.present)
 
     def taken_bytes(self) -> int:
         """See `Device.taken_bytes`: what is evicted goes back at once."""
@@ -292,13 +255,7 @@ class MappedFile(MappedCache):
             if self._error is not None:
                 error, self._error = self._error, None
                 raise spill_failure(*error)
-            peak, self._peak = self._peak, self._used
-            return self._tally.counters(self._used, peak)
-
-    def events(self) -> list[Event]:
-        """See `Device.events`."""
-        with self._mutex:
-            return self._tally.take_events()
+            return super().counters()
 
     def close(self) -> None:
         """See `Device.close`."""

@@ -1,59 +1,52 @@
 """The mapped file's cache: which regions take fast memory, and how they come and go.
 
 Its owner's mutex is held; see [Note: one transfer] in `mapped`.
+
+[Note: touched]  The kernel serves an access to an absent region unasked, and it may be a write. So
+a region of which pages are in memory, or were and the kernel has reclaimed them, is not compared.
 """
 
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynoffload.memory.debug import Checksums
 from dynoffload.memory.device import Cause, EventKind, called
 from dynoffload.memory.mapping import Mapping
-from dynoffload.memory.region_allocator import Place, RegionAllocator
+from dynoffload.memory.region_allocator import Place
+from dynoffload.memory.region_cache import CachedRegion, RegionCache
 from dynoffload.memory.spill import UNREAD, SpillFile, reason
 from dynoffload.memory.spill import failure as spill_failure
-from dynoffload.memory.tally import Tally
-from dynoffload.planning.cursor import PlanCursor
+from dynoffload.units import MiB
 
 _ATTEMPTS = 3
+_SUMMED = 1 * MiB
 
 
 @dataclass(eq=False, slots=True)
-class CachedRegion:
+class MappedRegion(CachedRegion):
     """One region of the mapped file.
 
     Attributes:
-        region: its number.
-        offset: in the file, and in the arena of addresses.
-        length: padded bytes.
-        nbytes: bytes of content.
-        stamp: last use, for LRU.
         present: its pages are in memory, and counted.
         content: the file or memory may hold bytes of its own.
         cleared: the file holds zeros, unless somebody has written since without notice.
-        pins: holds it in memory.
-        prefetched: fetched by plan and not yet used.
+        sum: in debug mode, the checksum of what has left; see [Note: touched].
     """
 
-    region: int
-    offset: int
-    length: int
-    nbytes: int
-    stamp: int = 0
     present: bool = False
     content: bool = False
     cleared: bool = False
-    pins: int = 0
-    prefetched: bool = False
+    sum: int | None = None
 
 
-class MappedCache(RegionAllocator):
-    """Counts the bytes of a pool, and moves regions in and out of a mapping.
+class MappedCache(RegionCache[MappedRegion]):
+    """Moves regions in and out of a mapping.
 
     Args:
         capacity: bytes of the pool, a multiple of ``page_bytes``.
@@ -70,14 +63,9 @@ class MappedCache(RegionAllocator):
     ) -> None:
         super().__init__(capacity, page_bytes, spill, mapping.address)
         self._mapping = mapping
-        self._sums = Checksums(spill.fd) if debug else None
-        self._tally = Tally()
-        self._mutex = threading.RLock()
+        self._debug = debug
         self._work = threading.Condition(self._mutex)  # there may be something to do for the plan
         self._unpinned = threading.Condition(self._mutex)
-        self._cached: dict[int, CachedRegion] = {}
-        self._plan = PlanCursor()
-        self._used = self._peak = self._reserve = self._clock = 0
         # Regions that could not be written, which stay until they are tried again, and why.
         self._busy: dict[int, tuple[int, str]] = {}
         self._error: tuple[int, str] | None = None  # of the last failed transfer, until it is told
@@ -86,41 +74,36 @@ class MappedCache(RegionAllocator):
     def _admit(self, region: int, place: Place) -> None:
         offset, length = place.page * self.page_bytes, place.pages * self.page_bytes
         with self._mutex:
-            self._cached[region] = made = CachedRegion(region, offset, length, place.nbytes)
+            self._cells[region] = made = MappedRegion(region, offset, length, place.nbytes)
             self._use(made)
 
     def _dismiss(self, region: int) -> None:
         with self._mutex:
-            self._forget(self._cached.pop(region))
+            self._forget(self._cells.pop(region))
 
-    def _all(self, regions: Iterable[int]) -> list[CachedRegion]:
-        return [self._cached[region] for region in regions]
-
-    def _forget(self, h: CachedRegion) -> None:
+    def _forget(self, h: MappedRegion) -> None:
         """Let go of a region's pages, and of the bytes in them."""
         try:
-            if h.present or h.content or self._mapping.cached(h.offset, h.length):
-                if self._sums is not None:
-                    self._sums.forget(h.offset)
-                self._mapping.forget(h.offset, h.length)
+            if h.present or h.content or self._mapping.cached(h.offset, h.padded):
+                self._mapping.forget(h.offset, h.padded)
         except OSError as error:
             self._error = self._refused(h, error)
         finally:
             self._leave(h)
             self._busy.pop(h.region, None)
-            h.content = h.cleared = False
+            h.content, h.cleared, h.sum = False, False, None
 
-    def _is_clear(self, h: CachedRegion) -> bool:
+    def _is_clear(self, h: MappedRegion) -> bool:
         """Return whether a region was cleared and no page of it written since."""
         if not h.cleared or h.present:
             return False
-        if self._mapping.cached(h.offset, h.length):  # perhaps only read, or read ahead
-            if self._mapping.modified(h.offset, h.length):
+        if self._mapping.cached(h.offset, h.padded):  # perhaps only read, or read ahead
+            if self._mapping.modified(h.offset, h.padded):
                 return False
-            self._mapping.drop(h.offset, h.length)
-        return not self._mapping.holds_data(h.offset, h.length)
+            self._mapping.drop(h.offset, h.padded)
+        return not self._mapping.holds_data(h.offset, h.padded)
 
-    def _pin(self, some: Sequence[CachedRegion], by: int) -> None:
+    def _pin(self, some: Sequence[MappedRegion], by: int) -> None:
         for h in some:
             h.pins += by
         if by < 0:
@@ -129,79 +112,56 @@ class MappedCache(RegionAllocator):
 
     # Room and transfers; the mutex is held
 
-    @property
-    def _free(self) -> int:
-        """Bytes that can be had without an eviction."""
-        return self.capacity - self._used
-
-    def _use(self, h: CachedRegion) -> None:
-        """The region is used now."""
-        self._clock += 1
-        h.stamp = self._clock
-        if h.prefetched:
-            h.prefetched = False
-            self._tally.used_bytes += h.nbytes
-
-    def _enter(self, h: CachedRegion) -> None:
+    def _enter(self, h: MappedRegion) -> None:
         """Count a region's pages, for which there is room."""
-        self._used += h.length
+        self._used += h.padded
         assert self._used <= self.capacity, "the cache would pass the capacity"
         self._peak = max(self._peak, self._used)
         h.present, h.content, h.cleared = True, True, False
 
-    def _leave(self, h: CachedRegion) -> None:
+    def _leave(self, h: MappedRegion) -> None:
         """Stop counting a region's pages, which are gone."""
         if h.present:
             h.present = False
-            self._used -= h.length
-        if h.prefetched:
-            h.prefetched = False
-            self._tally.wasted_bytes += h.nbytes
+            self._used -= h.padded
+        self._unused(h)
 
-    def _may_leave(self, h: CachedRegion) -> bool:
+    def _may_leave(self, h: MappedRegion) -> bool:
         return h.present and not h.pins and h.region not in self._busy
 
-    def _victim(self, later_than: int) -> CachedRegion | None:
-        """Return the region used latest among those that may leave and are used after
-        ``later_than``; among equals the least recently used."""
-        found, best = None, (later_than, 0)
-        for h in self._cached.values():
-            if self._may_leave(h):
-                next_use = self._plan.next_use(h.region)
-                if next_use > later_than and (found is None or (next_use, -h.stamp) > best):
-                    found, best = h, (next_use, -h.stamp)
-        return found
+    def _may_come(self, h: MappedRegion) -> bool:
+        return not h.present
 
-    def _room_for(self, h: CachedRegion, later_than: Sequence[int]) -> bool:
+    def _room_for(self, h: MappedRegion, later_than: Sequence[int]) -> bool:
         """Send out regions used after the first position of ``later_than``, then those after the
         next, until there is room for ``h``; return whether there is."""
         for position in later_than:
-            while self._free < h.length and (victim := self._victim(position)) is not None:
+            while self._free < h.padded and (victim := self._victim(position)) is not None:
                 self._evict(victim, Cause.ROOM)
-        return self._free >= h.length
+        return self._free >= h.padded
 
-    def _fetch(self, h: CachedRegion, cause: Cause) -> None:
+    def _fetch(self, h: MappedRegion, cause: Cause) -> None:
         """Bring a region in, for which there is room.
 
         Raises:
             SpillError: it cannot be read.
         """
         start = time.perf_counter()
-        sums = self._sums
-        if sums is not None and self._mapping.touched(h.offset, h.length):
-            sums = None
+        known = h.sum
+        if known is not None and self._mapping.touched(h.offset, h.padded):
+            known = None
         for attempt in range(_ATTEMPTS):
             try:
                 if h.content:
-                    self._mapping.fetch(h.offset, h.length)
+                    self._mapping.fetch(h.offset, h.padded)
                 else:
-                    self._mapping.create(h.offset, h.length)
-                if sums is not None:
-                    sums.compare(h.offset, h.length)
+                    self._mapping.create(h.offset, h.padded)
+                if known is not None and self._checksum(h) != known:
+                    raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG))
                 break
             except OSError as error:
-                if sums is not None:  # read anew, and compared anew, by whoever asks next
-                    self._mapping.drop(h.offset, h.length)
+                if known is not None:  # read anew, and compared anew, by whoever asks next
+                    self._mapping.drop(h.offset, h.padded)
                 number = error.errno or errno.EIO
                 if attempt == _ATTEMPTS - 1:
                     told = self._spill.unreadable(self._called(h), reason(number))
@@ -214,15 +174,15 @@ class MappedCache(RegionAllocator):
                 self._tally.prefetched_bytes += h.nbytes
         self._enter(h)
 
-    def _evict(self, h: CachedRegion, cause: Cause) -> None:
+    def _evict(self, h: MappedRegion, cause: Cause) -> None:
         """Write a region back and drop its pages; what cannot be written stays, and is reported."""
         start = time.perf_counter()
         try:
-            dirty = min(h.nbytes, self._mapping.modified(h.offset, h.length))
+            dirty = min(h.nbytes, self._mapping.modified(h.offset, h.padded))
             if dirty:
-                self._mapping.write_back(h.offset, h.length)
-            if self._sums is not None:
-                self._sums.take(h.offset, h.length)
+                self._mapping.write_back(h.offset, h.padded)
+            if self._debug:
+                h.sum = self._checksum(h)
         except OSError as error:
             self._error = self._busy[h.region] = self._refused(h, error)
             return
@@ -231,12 +191,23 @@ class MappedCache(RegionAllocator):
             self._tally.bytes_out += dirty
             self._tally.note(EventKind.EVICT, cause, h.region, start, dirty)
         self._leave(h)
-        self._mapping.drop(h.offset, h.length)
+        self._mapping.drop(h.offset, h.padded)
 
-    def _called(self, h: CachedRegion) -> str:
+    def _checksum(self, h: MappedRegion) -> int:
+        """Return the CRC-32 of a region as it is in the file."""
+        found, at, end = 0, h.offset, h.offset + h.padded
+        while at < end:
+            piece = os.pread(self._spill.fd, min(_SUMMED, end - at), at)
+            if not piece:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))  # the file was cut off
+            found = zlib.crc32(piece, found)
+            at += len(piece)
+        return found
+
+    def _called(self, h: MappedRegion) -> str:
         return called(self.names, h.region, h.nbytes)
 
-    def _refused(self, h: CachedRegion, error: OSError) -> tuple[int, str]:
+    def _refused(self, h: MappedRegion, error: OSError) -> tuple[int, str]:
         """Return the number and the message of a write that failed."""
         number = error.errno or errno.EIO
         told = self._spill.unwritable(self._called(h), reason(number))
@@ -256,19 +227,19 @@ class MappedCache(RegionAllocator):
             else:
                 self._evict(h, Cause.ROOM)
         self._inspected = time.monotonic()
-        self._used = sum(h.length for h in self._cached.values() if h.present)
+        self._used = sum(h.padded for h in self._cells.values() if h.present)
 
-    def _surprises(self) -> list[CachedRegion]:
+    def _surprises(self) -> list[MappedRegion]:
         """Return absent regions with pages in memory, asking once for each run of neighbours."""
-        absent = [h for h in self._cached.values() if not (h.present or h.region in self._busy)]
+        absent = [h for h in self._cells.values() if not (h.present or h.region in self._busy)]
         absent.sort(key=lambda h: h.offset)
-        found: list[CachedRegion] = []
+        found: list[MappedRegion] = []
         first = 0
         for index, h in enumerate(absent):
-            end = h.offset + h.length
+            end = h.offset + h.padded
             if index + 1 < len(absent) and absent[index + 1].offset == end:
                 continue
             run, first = absent[first : index + 1], index + 1
             if self._mapping.cached(run[0].offset, end - run[0].offset):
-                found += [x for x in run if self._mapping.cached(x.offset, x.length)]
+                found += [x for x in run if self._mapping.cached(x.offset, x.padded)]
         return found

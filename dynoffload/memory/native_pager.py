@@ -14,6 +14,12 @@ from pathlib import Path
 
 from dynoffload.errors import BackendError
 
+TOTALS = (
+    *("bytes_in", "bytes_out", "prefetched_bytes", "used_bytes", "wasted_bytes"),
+    *("faults", "stalls", "events_lost", "stall_s"),
+)
+"""Fields of `NativeCounters` that are `Counters`' own; the last is in seconds."""
+
 
 class NativeEvent(ctypes.Structure):
     """``struct event`` of pager.h."""
@@ -32,18 +38,9 @@ class NativeCounters(ctypes.Structure):
     """``struct counters`` of pager.h."""
 
     _fields_ = (
-        ("bytes_in", ctypes.c_uint64),
-        ("bytes_out", ctypes.c_uint64),
-        ("prefetched_bytes", ctypes.c_uint64),
-        ("used_bytes", ctypes.c_uint64),
-        ("wasted_bytes", ctypes.c_uint64),
-        ("faults", ctypes.c_uint64),
-        ("stalls", ctypes.c_uint64),
-        ("stall_s", ctypes.c_double),
-        ("pages_in_use", ctypes.c_uint64),
-        ("pages_taken", ctypes.c_uint64),
-        ("peak_pages", ctypes.c_uint64),
-        ("events_lost", ctypes.c_uint64),
+        *((name, ctypes.c_uint64) for name in TOTALS[:-1]),
+        (TOTALS[-1], ctypes.c_double),
+        *((name, ctypes.c_uint64) for name in ("pages_in_use", "pages_taken", "peak_pages")),
         ("error", ctypes.c_int32),
         ("error_region", ctypes.c_uint32),
         ("error_is_write", ctypes.c_int32),
@@ -100,9 +97,9 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pager_hide": (None, (_P, _U32, _U32)),
     "pager_withdraw": (_INT, (_P, _P, _U32, _P, _P)),
     "pager_visits": (None, (_P, _P, _U32, _P)),
-    "pager_lend": (_INT, (_P, _P, _P, _U32)),
-    "pager_exchange": (_INT, (_P, _P, _P, _U32, _P)),
-    "pager_plan": (_INT, (_P, _P, _P, _P, _U32, _P, _P, _U32)),
+    "pager_lend": (_INT, (_P, _P, _U32, _P)),
+    "pager_exchange": (_INT, (_P, _P, _U32, _P, _P)),
+    "pager_plan": (_INT, (_P, _P, _U32, _P, _U32)),
     "pager_advance": (None, (_P, _I64)),
     "pager_states": (None, (_P, _P, _P, _U32)),
     "pager_counters": (None, (_P, _P, _INT)),

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import mmap
-import os
-import shutil
-import tempfile
 from pathlib import Path
 
 import torch
 
 from dynoffload.errors import SpillError
+from dynoffload.memory.spill import SpillFile
 from dynoffload.units import format_bytes
 
 
@@ -21,21 +19,19 @@ def mapped_copy(source: torch.UntypedStorage, directory: Path) -> torch.UntypedS
         SpillError: the file cannot be made, grown or mapped; names need, have and remedy.
     """
     need = source.nbytes()
+    purpose = "what does not fit in memory outside of offload()"
+    file = SpillFile(directory, need, direct=False, purpose=purpose)
     try:
-        with tempfile.TemporaryFile(dir=directory) as file:
-            os.posix_fallocate(file.fileno(), 0, need)
-            memory = mmap.mmap(file.fileno(), need)
+        memory = mmap.mmap(file.fd, need)
     except OSError as error:
-        try:
-            free = format_bytes(shutil.disk_usage(directory).free)
-        except OSError:
-            free = "nothing known"
         raise SpillError(
             error.errno,
-            f"{format_bytes(need)} that do not fit in memory outside of offload() cannot be kept "
-            f"in {directory} ({error.strerror}; {free} free): free space there, pass spill_dir= "
-            "another disk, or save before the block ends",
+            f"{purpose} needs {format_bytes(need)}, and the file in {directory} cannot be mapped "
+            f"({error.strerror}): raise the limit of virtual memory (ulimit -v), or save before "
+            "the block ends",
         ) from error
+    finally:
+        file.close()
     storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
     storage.copy_(source)
     memory.flush()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -126,25 +126,18 @@ class Pager(RegionAllocator):
 
     def clear(self, regions: Sequence[int]) -> None:
         """See `Device.clear`."""
-        ids = _ids(regions)
-        self._native.pager_clear(self._handle, ids, len(ids))
+        self._native.pager_clear(self._handle, _ids(regions), len(regions))
 
     def is_clear(self, regions: Sequence[int]) -> list[bool]:
         """See `Device.is_clear`."""
-        ids, answers = _ids(regions), (ctypes.c_uint8 * len(regions))()
-        self._native.pager_is_clear(self._handle, ids, len(ids), answers)
+        answers = (ctypes.c_uint8 * len(regions))()
+        self._native.pager_is_clear(self._handle, _ids(regions), len(regions), answers)
         return [bool(answer) for answer in answers]
 
     # Residency
 
     def acquire(self, regions: Sequence[int], *, pin: bool = False) -> None:
-        """See `Device.acquire`.
-
-        Raises:
-            BackendError: a region is locked, or the kernel holds its pages.
-            BudgetError: the regions do not fit the pool together, or the rest stays pinned.
-            SpillError: the spill file cannot be read, or not written to make room.
-        """
+        """See `Device.acquire`."""
         self._check_room(regions)
         ids, failure = _ids(regions), native_pager.NativeFailure()
         acquire, told, count = self._native.pager_acquire, ctypes.byref(failure), len(ids)
@@ -159,28 +152,19 @@ class Pager(RegionAllocator):
 
     def unpin(self, regions: Sequence[int]) -> None:
         """See `Device.unpin`."""
-        ids = _ids(regions)
-        self._native.pager_unpin(self._handle, ids, len(ids))
+        self._native.pager_unpin(self._handle, _ids(regions), len(regions))
 
     def touch(self, regions: Sequence[int]) -> None:
         """See `Device.touch`."""
-        ids = _ids(regions)
-        self._native.pager_touch(self._handle, ids, len(ids))
+        self._native.pager_touch(self._handle, _ids(regions), len(regions))
 
     def lock(self, regions: Sequence[int]) -> None:
-        """See `Device.lock`. All are locked or none.
-
-        Raises:
-            BackendError: the kernel holds a region's pages.
-        """
-        ids, failure = _ids(regions), native_pager.NativeFailure()
-        if self._native.pager_lock(self._handle, ids, len(ids), ctypes.byref(failure)):
-            raise self._failed(failure, regions)
+        """See `Device.lock`. All are locked or none."""
+        self._try(self._native.pager_lock, regions)
 
     def unlock(self, regions: Sequence[int]) -> None:
         """See `Device.unlock`."""
-        ids = _ids(regions)
-        self._native.pager_unlock(self._handle, ids, len(ids))
+        self._native.pager_unlock(self._handle, _ids(regions), len(regions))
 
     def handed(self, timeout: float) -> int:
         """Return a locked region that somebody waits for, -1 after ``timeout`` s, -2 at the end."""
@@ -227,9 +211,8 @@ class Pager(RegionAllocator):
         Raises:
             BackendError: the kernel holds a region's pages.
         """
-        ids, failure, visits = _ids(regions), native_pager.NativeFailure(), _ids(regions)
-        if self._native.pager_withdraw(self._handle, ids, len(ids), visits, ctypes.byref(failure)):
-            raise self._failed(failure, regions)
+        visits = _ids(regions)
+        self._try(self._native.pager_withdraw, regions, visits)
         return list(visits)
 
     def visits(self, regions: Sequence[int]) -> list[int]:
@@ -237,8 +220,8 @@ class Pager(RegionAllocator):
 
         A region withdrawn, and not visited since, was neither seen nor changed by anybody.
         """
-        ids, visits = _ids(regions), _ids(regions)
-        self._native.pager_visits(self._handle, ids, len(ids), visits)
+        visits = _ids(regions)
+        self._native.pager_visits(self._handle, visits, len(visits), visits)
         return list(visits)
 
     def lend(self, regions: Sequence[int], twins: Sequence[int]) -> bool:
@@ -247,8 +230,8 @@ class Pager(RegionAllocator):
         The region keeps its content below. Returns False, and does nothing, if one of them is not
         in fast memory, was visited, or was modified.
         """
-        ids = _ids(regions)
-        return bool(self._native.pager_lend(self._handle, ids, _ids(twins), len(ids)))
+        ids = _ids(regions), len(regions), _ids(twins)
+        return bool(self._native.pager_lend(self._handle, *ids))
 
     def exchange(self, regions: Sequence[int], twins: Sequence[int]) -> None:
         """Let each region and its twin trade contents, wherever they are; moves no byte.
@@ -256,10 +239,15 @@ class Pager(RegionAllocator):
         Raises:
             BackendError: the kernel holds a region's pages; nothing was exchanged.
         """
-        ids, failure = _ids(regions), native_pager.NativeFailure()
-        if self._native.pager_exchange(
-            self._handle, ids, _ids(twins), len(ids), ctypes.byref(failure)
-        ):
+        self._try(self._native.pager_exchange, regions, _ids(twins))
+
+    def _try(
+        self, function: Callable[..., int], regions: Sequence[int], *arguments: object
+    ) -> None:
+        """Call a function of the native part; raise the error for what it could not do."""
+        failure = native_pager.NativeFailure()
+        told = ctypes.byref(failure)
+        if function(self._handle, _ids(regions), len(regions), *arguments, told):
             raise self._failed(failure, regions)
 
     def _failed(
@@ -292,24 +280,15 @@ class Pager(RegionAllocator):
 
     def follow(self, uses: Sequence[Use], schedule: Schedule) -> None:
         """See `Device.follow`."""
-        actions = schedule.actions
-        table = np.fromiter(chain.from_iterable(actions), np.int64, 3 * len(actions))
-        position, kind, region = (table[column::3] for column in range(3))
-        position = np.ascontiguousarray(position)
-        kind, region = kind.astype(np.uint8), region.astype(np.uint32)
+        actions = schedule.actions  # position, kind and region: ``struct action`` of pager.h
+        planned = np.fromiter(chain.from_iterable(actions), np.int64, 3 * len(actions))
         touched = [use.regions + use.creates for use in uses]
-        places = np.arange(len(touched), dtype=np.int64)
-        use_position = np.repeat(places, [len(regions) for regions in touched])
-        use_region = np.fromiter(chain.from_iterable(touched), np.uint32, len(use_position))
+        counts = [len(regions) for regions in touched]
+        used = np.zeros((sum(counts), 3), np.int64)  # position, region, next: ``struct use``
+        used[:, 0] = np.repeat(np.arange(len(touched)), counts)
+        used[:, 1] = np.fromiter(chain.from_iterable(touched), np.int64, len(used))
         error = self._native.pager_plan(
-            self._handle,
-            position.ctypes.data,
-            kind.ctypes.data,
-            region.ctypes.data,
-            len(actions),
-            use_position.ctypes.data,
-            use_region.ctypes.data,
-            len(use_region),
+            self._handle, planned.ctypes.data, len(actions), used.ctypes.data, len(used)
         )
         if error:
             raise BudgetError(f"{_NO_BOOKS} a plan of {len(actions)} transfers: {_MORE_MEMORY}")
@@ -359,17 +338,9 @@ class Pager(RegionAllocator):
             told = self._spill.unwritable if native.error_is_write else self._spill.unreadable
             raise spill_failure(native.error, told(one, why))
         return Counters(
-            bytes_in=native.bytes_in,
-            bytes_out=native.bytes_out,
-            prefetched_bytes=native.prefetched_bytes,
-            used_bytes=native.used_bytes,
-            wasted_bytes=native.wasted_bytes,
-            faults=native.faults,
-            stalls=native.stalls,
-            stall_s=native.stall_s,
+            **{name: getattr(native, name) for name in native_pager.TOTALS},
             resident_bytes=native.pages_in_use * self.page_bytes,
             peak_bytes=native.peak_pages * self.page_bytes,
-            events_lost=native.events_lost,
         )
 
     def events(self) -> list[Event]:

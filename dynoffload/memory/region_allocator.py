@@ -65,12 +65,14 @@ class RegionAllocator(ABC):
         self._extents = Extents(arena_pages(page_bytes))
         self._free_ids = list(range(REGIONS - 1, -1, -1))
         self._places: dict[int, Place] = {}
-        self._owners = np.full(1024, -1, dtype=np.int32)  # region of each arena page
+        # Region of each arena page, plus one; entries that nobody touches take no memory.
+        self._owners = np.zeros(arena_pages(page_bytes), dtype=np.int32)
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._rows: dict[int, torch.UntypedStorage] = {}  # first region of a row -> its storage
         # A twin ends with its region: the content of each may lie in the other's place of the file.
         self._twins: dict[int, int] = {}
-        self._extra: set[int] = set()  # regions on top of what the file was made for
+        self._extra: dict[int, int] = {}  # bytes of regions on top of what the file was made for
+        self._extra_bytes = 0
         # Reentrant: an object that dies while a place is taken may release a region.
         self._placing = threading.RLock()
 
@@ -131,8 +133,8 @@ class RegionAllocator(ABC):
             try:
                 self._spill.grow(end * self.page_bytes)
                 if extra:
-                    beyond = sum(map(self.size, self._extra)) + count * pages * self.page_bytes
-                    self._spill.grow(self._spill.need + beyond)
+                    beyond = count * pages * self.page_bytes
+                    self._spill.grow(self._spill.need + self._extra_bytes + beyond)
                 for number, region in enumerate(regions):
                     self._places[region] = place = Place(first + number * pages, pages, nbytes)
                     self._admit(region, place)
@@ -146,12 +148,9 @@ class RegionAllocator(ABC):
                 raise
             del self._free_ids[-count:]
             if extra:
-                self._extra.update(regions)
-            if end > len(self._owners):
-                grown = np.full(2 * end, -1, dtype=np.int32)
-                grown[: len(self._owners)] = self._owners
-                self._owners = grown
-            self._owners[first:end] = np.repeat(np.array(regions, dtype=np.int32), pages)
+                self._extra.update(dict.fromkeys(regions, pages * self.page_bytes))
+                self._extra_bytes += count * pages * self.page_bytes
+            self._owners[first:end] = np.repeat(np.array(regions) + 1, pages)
             return regions
 
     def twin(self, region: int) -> int:
@@ -159,7 +158,7 @@ class RegionAllocator(ABC):
         with self._placing:
             other = self._twins.get(region)
             if other is None:
-                other = self._twins[region] = self.allocate(self._places[region].nbytes)
+                other = self._twins[region] = self.allocate(self._places[region].nbytes, extra=True)
             return other
 
     def _check_room(self, regions: Sequence[int]) -> None:
@@ -222,9 +221,9 @@ class RegionAllocator(ABC):
             for one in ending:
                 self._storages.pop(one, None)
                 self._rows.pop(one, None)
-                self._extra.discard(one)
+                self._extra_bytes -= self._extra.pop(one, 0)
                 place = self._places.pop(one)
-                self._owners[place.page : place.page + place.pages] = -1
+                self._owners[place.page : place.page + place.pages] = 0
                 self._extents.give(place.page, place.pages)
                 self._free_ids.append(one)
 
@@ -318,4 +317,4 @@ class RegionAllocator(ABC):
 
     def _owner_at(self, address: int) -> int:
         page = (address - self._base) // self.page_bytes
-        return int(self._owners[page]) if 0 <= page < len(self._owners) else -1
+        return int(self._owners[page]) - 1 if 0 <= page < len(self._owners) else -1

@@ -217,20 +217,10 @@ class NoFile:
 def _unnamed(directory: Path, direct: bool) -> int:
     """Return the descriptor of a new file that nobody else can open, past the page cache if it is
     ``direct`` and the file system can."""
-    with contextlib.suppress(OSError):
-        return _open(directory, os.O_TMPFILE | os.O_EXCL, direct)
-    # The file system has no files without a name: this one has it for a moment.
-    descriptor, name = tempfile.mkstemp(prefix=".dynoffload-", dir=directory)
-    try:
-        return _open(name, 0, direct)
-    finally:
-        os.unlink(name)
-        os.close(descriptor)
-
-
-def _open(path: str | Path, flags: int, direct: bool) -> int:
-    flags |= os.O_RDWR | os.O_CLOEXEC
+    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+        descriptor = os.dup(file.fileno())
     if direct:
         with contextlib.suppress(OSError):
-            return os.open(path, flags | os.O_DIRECT, 0o600)
-    return os.open(path, flags, 0o600)
+            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+    return descriptor

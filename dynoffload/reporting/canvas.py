@@ -148,13 +148,13 @@ def step_marks(axes: Axes, columns: Columns) -> None:
     """Number the steps along the top edge; only as many as can be read."""
     from matplotlib.ticker import FixedFormatter, FixedLocator
 
-    steps = sorted(columns.step_begin)
+    steps = sorted(columns.steps)
     if not steps:
         return
     apart = round_up(max(1.0, len(steps) / 14))
     shown = [step for step in steps if step % apart == 0]
     top = axes.secondary_xaxis("top")
-    top.xaxis.set_major_locator(FixedLocator([columns.step_begin[s] for s in shown]))
+    top.xaxis.set_major_locator(FixedLocator([columns.steps[s][0] for s in shown]))
     top.xaxis.set_major_formatter(FixedFormatter([str(s) for s in shown]))
     top.tick_params(colors=COLOR["muted"], labelsize=7.5, length=3)
     top.spines["top"].set_visible(False)

@@ -5,9 +5,8 @@ Numbers come from ``columns`` and ``summary``, the look of axes and colours from
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,36 +19,36 @@ from dynoffload.reporting.canvas import (
     time_axis,
     unit_of,
 )
-from dynoffload.reporting.columns import Columns, Spans, envelope
-from dynoffload.telemetry import PHASES, RunLog, StepStats
+from dynoffload.reporting.columns import Columns, Floats, Spans, envelope
+from dynoffload.telemetry import PHASES, StepStats
 from dynoffload.units import format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from pandas.core.groupby import DataFrameGroupBy
 
 _POINTS = 700  # bins of a curve over the whole run
 _BARS = 120  # bars of a figure over steps
 _BUSY = "computing and hooks"  # nothing tells the two apart
 
 
-def memory_figure(log: RunLog, columns: Columns) -> str:
+def memory_figure(columns: Columns) -> str:
     """Return the fast tier's bytes, as far as recorded, against the budget line, with the RSS."""
-    unit, name = unit_of(max(log.budget, 1))
+    unit, name = unit_of(max(columns.log.budget, 1))
+    budget = columns.log.budget / unit
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
-        time, fast = envelope(columns.memory_time, columns.fast_bytes / unit, _POINTS)
-        axes.fill_between(time, fast, step="post", color=COLOR["fast"], alpha=0.30, linewidth=0)
-        axes.step(time, fast, where="post", color=COLOR["fast"], linewidth=1.0, label="fast tier")
+        fast = _fast_tier(axes, columns.memory_time, columns.fast_bytes / unit)
         rss_time, rss = envelope(columns.memory_time, columns.rss_bytes / unit, _POINTS)
         # The process holds more than the tier (code, buffers); shown where it does not dwarf it.
-        if len(rss) and 0 < rss.max() <= 2.5 * log.budget / unit:
+        if len(rss) and 0 < rss.max() <= 2.5 * budget:
             axes.plot(rss_time, rss, color=COLOR["rss"], linewidth=0.9, label="whole process (RSS)")
-        axes.axhline(log.budget / unit, color=COLOR["budget"], linewidth=1.4, linestyle=(0, (5, 3)))
+        _budget_line(axes, budget)
         axes.annotate(
-            f"budget {log.budget / unit:.4g} {name}",
-            (1, log.budget / unit),
+            f"budget {budget:.4g} {name}",
+            (1, budget),
             xycoords=("axes fraction", "data"),
             xytext=(0, 3),
             textcoords="offset points",
@@ -59,7 +58,7 @@ def memory_figure(log: RunLog, columns: Columns) -> str:
             fontweight="bold",
         )
         axes.set_ylabel(name)
-        axes.set_ylim(0, max([log.budget / unit, *fast, *axes.get_ylim()]) * 1.12)
+        axes.set_ylim(0, max([budget, *fast, *axes.get_ylim()]) * 1.12)
         time_axis(axes, columns.begin, columns.duration)
         step_marks(axes, columns)
         legend(axes, lifted=True)
@@ -112,11 +111,12 @@ def traffic_figure(columns: Columns) -> str:
     return svg(draw, height=3.9, name="traffic")
 
 
-def timeline_figure(log: RunLog, columns: Columns, step: int) -> str:
+def timeline_figure(columns: Columns, step: int) -> str:
     """Return one step in detail: phases, waits, transfers by cause, and the fast tier's bytes."""
-    begin, end = columns.step_begin[step], columns.step_end[step]
+    begin, end = columns.steps[step]
     width = max(end - begin, 1e-9)
-    unit, name = unit_of(max(log.budget, 1))
+    unit, name = unit_of(max(columns.log.budget, 1))
+    budget = columns.log.budget / unit
     scale, time_name = (1e3, "ms") if width < 10 else (1.0, "s")
 
     def draw(figure: Figure) -> None:
@@ -129,26 +129,21 @@ def timeline_figure(log: RunLog, columns: Columns, step: int) -> str:
             ("fetched ahead", columns.kind("fetch", "plan", "room"), "plan"),
             ("evicted (written)", columns.kind("evict"), "evict"),
         )
-        _phase_lane(lanes, columns, step, begin, scale, width, at=len(rows))
+        _phase_lane(lanes, columns, step, begin, scale, at=len(rows))
         for lane, (_, transfers, color) in enumerate(reversed(rows)):
             _bars(lanes, transfers.within(begin, end), lane, color, begin, width, scale)
         names = [label for label, _, _ in reversed(rows)]
         lanes.set_yticks(range(len(rows) + 1), [*names, "phase"])
-        lanes.set_ylim(-0.6, len(rows) + 0.95)
+        lanes.set_ylim(-0.6, len(rows) + 0.6)
+        legend(lanes)
         lanes.tick_params(axis="y", length=0)
         lanes.tick_params(axis="x", length=0)
         lanes.grid(False, axis="y")
         inside = (columns.memory_time >= begin) & (columns.memory_time <= end)
-        time, fast = envelope(
-            columns.memory_time[inside], columns.fast_bytes[inside] / unit, _POINTS
-        )
-        time = (time - begin) * scale
-        memory.fill_between(time, fast, step="post", color=COLOR["fast"], alpha=0.30, linewidth=0)
-        memory.step(time, fast, where="post", color=COLOR["fast"], linewidth=1.0)
-        memory.axhline(
-            log.budget / unit, color=COLOR["budget"], linewidth=1.2, linestyle=(0, (5, 3))
-        )
-        memory.set_ylim(0, log.budget / unit * 1.15)
+        time = (columns.memory_time[inside] - begin) * scale
+        _fast_tier(memory, time, columns.fast_bytes[inside] / unit)
+        _budget_line(memory, budget)
+        memory.set_ylim(0, budget * 1.15)
         memory.set_ylabel(f"fast tier\n{name}")
         memory.set_xlim(0, width * scale)
         memory.set_xlabel(f"{time_name} since the step began")
@@ -158,19 +153,12 @@ def timeline_figure(log: RunLog, columns: Columns, step: int) -> str:
 
 def steps_figure(steps: Sequence[StepStats]) -> str:
     """Return seconds per step, split into waiting and all else, and bytes per step."""
-    groups = _groups(steps)
-    position = np.array([_mean(group, lambda s: s.step) for group in groups])
-    bar = 0.82 * (len(steps) / len(groups))
-    stall = np.array([_mean(group, lambda s: s.stall_s) for group in groups])
-    seconds = np.array([_mean(group, lambda s: s.seconds) for group in groups])
-    factor, time_name = (1e3, "ms") if seconds.max(initial=0) < 1 else (1.0, "s")
-    columns = {
-        name: np.array([_mean(group, lambda s, n=name: getattr(s, n)) for group in groups])  # type: ignore[misc]
-        for name in ("bytes_in", "bytes_out", "wasted_bytes")
-    }
-    unit, bytes_name = unit_of(
-        max(1, int(max(columns["bytes_in"].max(), columns["bytes_out"].max())))
-    )
+    mean = _grouped(steps).mean()
+    bar = 0.82 * _group_size(steps)
+    position, stall, seconds = mean["step"], mean["stall_s"], mean["seconds"]
+    read, written, waste = (mean[name] for name in ("bytes_in", "bytes_out", "wasted_bytes"))
+    factor, time_name = (1e3, "ms") if seconds.max() < 1 else (1.0, "s")
+    unit, bytes_name = unit_of(max(1, int(max(read.max(), written.max()))))
 
     def draw(figure: Figure) -> None:
         times, moved = figure.subplots(
@@ -182,17 +170,13 @@ def steps_figure(steps: Sequence[StepStats]) -> str:
         times.set_ylabel(time_name)
         times.set_ylim(0, float(seconds.max()) * factor * 1.22)
         legend(times)
-        kept = columns["bytes_in"] - np.minimum(columns["wasted_bytes"], columns["bytes_in"])
-        waste = columns["bytes_in"] - kept
-        moved.bar(position, kept / unit, bar, color=COLOR["plan"], label="read and used")
-        moved.bar(
-            position, waste / unit, bar, kept / unit, color=COLOR["fault"], label="wasted prefetch"
-        )
-        moved.bar(
-            position, -columns["bytes_out"] / unit, bar, color=COLOR["evict"], label="written"
-        )
+        used = np.maximum(read - waste, 0) / unit
+        lost = read / unit - used
+        moved.bar(position, used, bar, color=COLOR["plan"], label="read and used")
+        moved.bar(position, lost, bar, used, color=COLOR["fault"], label="wasted prefetch")
+        moved.bar(position, -written / unit, bar, color=COLOR["evict"], label="written")
         moved.axhline(0, color=COLOR["muted"], linewidth=0.8)
-        top, low = columns["bytes_in"].max() / unit, columns["bytes_out"].max() / unit
+        top, low = read.max() / unit, written.max() / unit
         top = top or float(not low)  # where nothing moved there is an axis still
         moved.set_ylim(-max(low, top * 0.1) * 1.1, max(top, low * 0.1) * 1.4)
         moved.yaxis.set_major_formatter(lambda y, _: f"{abs(y):g}")
@@ -205,34 +189,26 @@ def steps_figure(steps: Sequence[StepStats]) -> str:
 
 def accuracy_figure(steps: Sequence[StepStats]) -> str:
     """Return block-order accuracy and the share of wasted prefetch per step."""
-    groups = _groups(steps)
-    position = np.array([_mean(group, lambda s: s.step) for group in groups])
-    scored = [[s.accuracy for s in group if not math.isnan(s.accuracy)] for group in groups]
+    groups = _grouped(steps)
+    position, total = groups["step"].mean(), groups.sum()
+    waste = 100 * total["wasted_bytes"] / total["prefetched_bytes"].clip(lower=1)
+    scored = 100 * groups["accuracy"].agg(["mean", "min", "max"]).dropna()
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
-        at = [i for i, values in enumerate(scored) if values]
-        x = position[at]
-        mean = np.array([np.mean(scored[i]) for i in at]) * 100
-        if len(groups) < len(steps):
-            low = [min(scored[i]) * 100 for i in at]
-            high = [max(scored[i]) * 100 for i in at]
-            axes.fill_between(
-                x, low, high, color=COLOR["compute"], alpha=0.22, linewidth=0, label="worst to best"
-            )
+        x = position[scored.index]
+        if _group_size(steps) > 1:
+            shade: dict[str, Any] = {"color": COLOR["compute"], "alpha": 0.22, "linewidth": 0}
+            axes.fill_between(x, scored["min"], scored["max"], **shade, label="worst to best")
         axes.plot(
             x,
-            mean,
+            scored["mean"],
             color=COLOR["compute"],
             linewidth=1.6,
-            marker="o" if len(groups) <= 60 else "",
+            marker="o" if len(position) <= 60 else "",
             markersize=3,
             label="order predicted",
         )
-        waste = [
-            100 * sum(s.wasted_bytes for s in g) / max(1, sum(s.prefetched_bytes for s in g))
-            for g in groups
-        ]
         axes.plot(position, waste, color=COLOR["fault"], linewidth=1.2, label="prefetch wasted")
         axes.set_ylim(-3, 103)
         axes.set_yticks([0, 25, 50, 75, 100])
@@ -243,40 +219,41 @@ def accuracy_figure(steps: Sequence[StepStats]) -> str:
     return svg(draw, height=2.5, name="accuracy")
 
 
-def _mean(group: Sequence[StepStats], value: Callable[[StepStats], float]) -> float:
-    """Return the mean of ``value`` over the steps of ``group``."""
-    return sum(float(value(step)) for step in group) / len(group)
+def _fast_tier(axes: Axes, time: Floats, fast: Floats) -> Floats:
+    """Draw the bytes of the fast tier over time; return what is drawn."""
+    time, fast = envelope(time, fast, _POINTS)
+    axes.fill_between(time, fast, step="post", color=COLOR["fast"], alpha=0.30, linewidth=0)
+    axes.step(time, fast, where="post", color=COLOR["fast"], linewidth=1.0, label="fast tier")
+    return fast
 
 
-def _groups(steps: Sequence[StepStats]) -> list[Sequence[StepStats]]:
-    """Return ``steps`` one by one, or in equal groups where they are more than bars can show."""
-    size = round_up(max(1.0, len(steps) / _BARS))
-    return [steps[i : i + size] for i in range(0, len(steps), size)]
+def _budget_line(axes: Axes, budget: float) -> None:
+    axes.axhline(budget, color=COLOR["budget"], linewidth=1.4, linestyle=(0, (5, 3)))
+
+
+def _group_size(steps: Sequence[StepStats]) -> int:
+    """Return how many steps one bar stands for: more than one where bars would be too many."""
+    return round_up(max(1.0, len(steps) / _BARS))
+
+
+def _grouped(steps: Sequence[StepStats]) -> DataFrameGroupBy[Any, Any]:
+    """Return the numbers of ``steps``, in a group for each bar."""
+    import pandas as pd
+
+    frame = pd.DataFrame(list(steps))
+    return frame.groupby(frame.index // _group_size(steps))
 
 
 def _phase_lane(
-    axes: Axes, columns: Columns, step: int, begin: float, scale: float, width: float, at: int
+    axes: Axes, columns: Columns, step: int, begin: float, scale: float, at: int
 ) -> None:
-    outside: list[tuple[float, str]] = []  # where, which: too narrow to hold their names
     for name in PHASES:
-        spans, longest, named = columns.phases[name], (0.0, 0.0), False
-        for index in np.flatnonzero(columns.phase_steps[name] == step):
-            start, end = spans.start[index] - begin, spans.end[index] - begin
-            axes.broken_barh(
-                [(start * scale, (end - start) * scale)], (at - 0.36, 0.72), color=COLOR[name]
-            )
-            if (end - start) / width > 0.015 * len(name):
-                middle = (start + end) / 2 * scale
-                axes.text(middle, at - 0.03, name, ha="center", va="center", color=COLOR["paper"])
-                named = True
-            longest = max(longest, (end - start, (start + end) / 2))
-        apart = all(abs(longest[1] - where) > 0.1 * width for where, _ in outside)
-        if longest[0] > 0 and not named and apart:
-            outside.append((longest[1], name))
-    for where, name in outside:
-        side = "right" if where > 0.9 * width else "left" if where < 0.1 * width else "center"
-        x = {"right": width, "left": 0.0, "center": where}[side] * scale
-        axes.text(x, at + 0.42, name, ha=side, va="bottom", color=COLOR[name])
+        bars = [
+            ((phase.start - begin) * scale, (phase.end - phase.start) * scale)
+            for phase in columns.log.phases
+            if (phase.name, phase.step) == (name, step)
+        ]
+        axes.broken_barh(bars, (at - 0.36, 0.72), color=COLOR[name], label=name)
 
 
 def _bars(
@@ -298,7 +275,7 @@ def _step_axis(axes: Axes, steps: Sequence[StepStats]) -> None:
 
     axes.xaxis.set_major_locator(MaxNLocator(nbins=14, integer=True))
     axes.set_xlim(steps[0].step - 0.6, steps[-1].step + 0.6)
-    size = round_up(max(1.0, len(steps) / _BARS))
+    size = _group_size(steps)
     axes.set_xlabel("step" if size == 1 else f"step (each bar or point: the mean of {size} steps)")
 
 

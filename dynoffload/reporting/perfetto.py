@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
+from dynoffload.reporting.columns import Columns
 from dynoffload.telemetry import RunLog, Transfer
 
 _PROCESS = 1
@@ -88,15 +89,9 @@ def _events(log: RunLog) -> Iterator[_Event]:
 
 def _step_events(log: RunLog) -> Iterator[_Event]:
     yield from _track(_STEPS, "step")
-    begin: dict[int, float] = {}
-    end: dict[int, float] = {}
-    for phase in log.phases:
-        begin[phase.step] = min(phase.start, begin.get(phase.step, phase.start))
-        end[phase.step] = max(phase.end, end.get(phase.step, phase.end))
     stats = {step.step: step for step in log.steps}
-    order = sorted(begin, key=begin.__getitem__)
-    for step, following in itertools.zip_longest(order, order[1:]):
-        finish = end[step] if following is None else min(end[step], begin[following])
+    spans = ((begin, end, step) for step, (begin, end) in Columns.of(log).steps.items())
+    for begin, end, step in _clipped(spans):
         arguments: dict[str, Any] = {}
         if step in stats:
             s = stats[step]
@@ -109,7 +104,7 @@ def _step_events(log: RunLog) -> Iterator[_Event]:
                 "peak_fast_bytes": s.peak_fast_bytes,
                 "accuracy": None if s.accuracy != s.accuracy else s.accuracy,
             }
-        yield _slice(f"step {step}", "step", _STEPS, begin[step], finish, arguments)
+        yield _slice(f"step {step}", "step", _STEPS, begin, end, arguments)
 
 
 def _transfer_events(kind: str, base: int, transfers: list[Transfer]) -> Iterator[_Event]:
@@ -148,7 +143,7 @@ def _laned(transfers: Iterable[Transfer]) -> Iterator[tuple[int, Transfer]]:
         yield lane, transfer
 
 
-def _clipped(spans: Iterable[tuple[float, float, str]]) -> Iterator[tuple[float, float, str]]:
+def _clipped(spans: Iterable[tuple[float, float, Any]]) -> Iterator[tuple[float, float, Any]]:
     """Yield spans sorted by start, each cut where the next begins (waits of two threads)."""
     ordered = sorted(spans)
     for (start, end, name), following in itertools.zip_longest(ordered, ordered[1:]):

@@ -99,14 +99,14 @@ def _page(log: RunLog) -> str:
         if any(not math.isnan(step.accuracy) for step in log.steps):
             shown["accuracy"] = Markup(figures.accuracy_figure(log.steps))
     if log.memory:
-        shown["memory"] = Markup(figures.memory_figure(log, columns))
+        shown["memory"] = Markup(figures.memory_figure(columns))
     if log.transfers or log.stalls:
         shown["traffic"] = Markup(figures.traffic_figure(columns))
     timelines = [
         (
             title,
             figures.step_caption(step),
-            Markup(figures.timeline_figure(log, columns, step.step)),
+            Markup(figures.timeline_figure(columns, step.step)),
         )
         for title, step in _telling_steps(log, columns)
     ]
@@ -128,7 +128,7 @@ def _page(log: RunLog) -> str:
 
 def _telling_steps(log: RunLog, columns: Columns) -> Iterator[tuple[str, StepStats]]:
     """Yield the step nearest the median time, and the one that waited longest, after warm-up."""
-    known = [s for s in log.steps[summary.warmup_of(log.steps) :] if s.step in columns.step_begin]
+    known = [s for s in log.steps[summary.warmup_of(log.steps) :] if s.step in columns.steps]
     if not known:
         return
     middle = sorted(known, key=lambda s: (s.seconds, s.step))[(len(known) - 1) // 2]

@@ -15,7 +15,7 @@ from statistics import fmean, median
 
 import numpy as np
 
-from dynoffload.reporting.columns import Columns
+from dynoffload.reporting.columns import Columns, spans
 from dynoffload.telemetry import PHASES, RunLog, StepStats
 from dynoffload.units import format_bytes, format_seconds
 
@@ -144,36 +144,15 @@ def in_a_line(log: RunLog) -> str:
         f"{format_seconds(run.step_s)}, {format_seconds(run.stall_s)} of it in {run.stalls:.0f} "
         f"stall{'' if run.stalls == 1 else 's'}; {format_bytes(run.bytes_in)} read and "
         f"{format_bytes(run.bytes_out)} written a step; peak of fast memory "
-        f"{format_bytes(run.peak_fast_bytes)} of the budget of {format_bytes(log.budget)}"
+        f"{format_bytes(run.peak_fast_bytes)} "
+        f"{'of' if run.peak_fast_bytes <= log.budget else 'PASSED'} the budget of "
+        f"{format_bytes(log.budget)}"
     )
 
 
 def verdict(log: RunLog) -> str:
-    """Return what a reader should take away, in three sentences at most."""
-    if not log.steps:
-        return (
-            "The session ended before its first step was complete; there is nothing to judge yet."
-        )
-    summary = summarize(log)
-    total = sum(step.seconds for step in log.steps)
-    kept = (
-        f"stayed within its budget of {format_bytes(log.budget)}"
-        if summary.peak_fast_bytes <= log.budget
-        else f"PASSED its budget of {format_bytes(log.budget)}"
-    )
-    steps = f"{len(log.steps)} step" + ("s" if len(log.steps) > 1 else "")
-    told = (
-        f"{log.model} ran {steps} in {format_seconds(total)} by the policy {log.policy!r} and "
-        f"{kept}; {_lost(summary)}."
-    )
-    return " ".join(filter(None, (told, tried(log))))
-
-
-def _lost(summary: RunSummary) -> str:
-    """Return what the budget has cost, in half a sentence."""
-    if summary.stalled_share < 0.005:
-        return "it practically never waited for data"
-    return f"{summary.stalled_share:.1%} of its time was spent waiting for data"
+    """Return what a reader should take away."""
+    return " ".join(filter(None, (f"{in_a_line(log)}.", tried(log))))
 
 
 def tried(log: RunLog) -> str:
@@ -275,17 +254,15 @@ def left_out(log: RunLog) -> str:
 def phase_costs(columns: Columns) -> list[PhaseCost]:
     """Return seconds and waits of each phase: waits where they begin, their time where it passes,
     once where several wait together."""
-    costs = []
+    stalls, costs = columns.stalls, []
     for name in PHASES:
-        phase = columns.phases[name]
-        inside = np.zeros(len(columns.stalls.start), dtype=bool)
-        if len(phase.start):
-            at = np.searchsorted(phase.start, columns.stalls.start, side="right") - 1
-            inside = (at >= 0) & (columns.stalls.start < phase.end[np.maximum(at, 0)])
-        covered = columns.stalls.covered(phase.end) - columns.stalls.covered(phase.start)
-        waited = float(covered.sum())
+        phase = spans((p.start, p.end, 0.0) for p in columns.log.phases if p.name == name)
+        begun = np.searchsorted(stalls.start, phase.end) - np.searchsorted(
+            stalls.start, phase.start
+        )
+        waited = float((stalls.covered(phase.end) - stalls.covered(phase.start)).sum())
         seconds = float((phase.end - phase.start).sum())
-        costs.append(PhaseCost(name, seconds, waited, int(inside.sum())))
+        costs.append(PhaseCost(name, seconds, waited, int(begun.sum())))
     return costs
 
 

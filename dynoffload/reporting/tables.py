@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dynoffload.reporting.summary import summarize
 from dynoffload.telemetry import RunLog
@@ -56,20 +56,12 @@ class ComparisonRow:
         warmup: int | None = None,
     ) -> ComparisonRow:
         """Return the row of ``log``, its first ``warmup`` steps left out of all but the peak."""
-        summary = summarize(log, warmup=warmup)
-        return cls(
-            name,
-            step_s=summary.step_s,
-            stall_s=summary.stall_s,
-            stalls=summary.stalls,
-            bytes_in=summary.bytes_in,
-            bytes_out=summary.bytes_out,
-            wasted_share=None if math.isnan(summary.wasted_share) else summary.wasted_share,
-            accuracy=None if math.isnan(summary.accuracy) else summary.accuracy,
-            peak_fast_bytes=summary.peak_fast_bytes,
-            losses_equal=losses_equal,
-            wasted_bytes=summary.wasted_bytes,
-        )
+        numbers: dict[str, Any] = {
+            key: None if math.isnan(value) else value
+            for key, value in vars(summarize(log, warmup=warmup)).items()
+            if key in cls.__dataclass_fields__
+        }
+        return cls(name, losses_equal=losses_equal, **numbers)
 
 
 def comparison_table(rows: Sequence[ComparisonRow], *, title: str, budget: int) -> Table:

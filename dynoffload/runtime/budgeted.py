@@ -8,16 +8,12 @@ import os
 import sys
 from dataclasses import fields, is_dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from dynoffload.around import Handle, after_call, before_call, choosing
-from dynoffload.config import OffloadConfig
 from dynoffload.distributed.replicas import beside, is_known, unknown
 from dynoffload.distributed.sharded import groups_of, said_of
 from dynoffload.distributed.status import RankStatus
@@ -27,22 +23,20 @@ from dynoffload.memory.device import Device
 from dynoffload.memory.limits import resident_bytes
 from dynoffload.runtime.adoption.held import has_its_own
 from dynoffload.runtime.adoption.relocation import Homes
-from dynoffload.runtime.counting import ordinary_bytes
+from dynoffload.runtime.counting import largest_outside, ordinary_bytes
 from dynoffload.runtime.forked import refusal
 from dynoffload.runtime.frames import clear_frames
 from dynoffload.runtime.interrupts import interruptible, uninterrupted
 from dynoffload.runtime.meta_init import MetaInit
-from dynoffload.runtime.migration.forecast import Forecast, Predictor
+from dynoffload.runtime.migration.forecast import Forecast
 from dynoffload.runtime.modes import Mode
-from dynoffload.runtime.overrun import largest_outside
+from dynoffload.runtime.opening import Setup
 from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.passes.calls import Calls
 from dynoffload.runtime.passes.hooks import Hook
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.resident import Fit, Resident
 from dynoffload.runtime.session import Session
-from dynoffload.runtime.sizing import Sizing
-from dynoffload.runtime.target import Target
 from dynoffload.runtime.updates.failure import Aftermath
 from dynoffload.telemetry import RunLog, StepStats
 from dynoffload.units import format_bytes
@@ -53,47 +47,25 @@ _ITEMS = 64  # of a list, by which the size of the rest is judged
 
 
 class BudgetedSession(Session):
-    """See `Session`; its mode is `Paging`, or `Resident` while everything fits.
+    """See `Session`; its mode is `Paging`, or `Resident` while everything fits."""
 
-    Args:
-        config: options.
-        target: where operators run.
-        pilot: a predictor, ``"auto"`` or None.
-        spill_reason: why the spill directory is not the system's usual one, or "".
-        replicas: the wrappers of the model.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        sizing: Sizing,
-        config: OffloadConfig,
-        spill_dir: Path,
-        target: Target,
-        pilot: Predictor | str | None,
-        spill_reason: str = "",
-        replicas: tuple[DistributedDataParallel, ...] = (),
-    ) -> None:
+    def __init__(self, setup: Setup) -> None:
+        model, optimizer, sizing = setup.model, setup.optimizer, setup.sizing
+        config, target, replicas = setup.config, setup.target, setup.replicas
         log = RunLog(type(model).__name__, "", config.policy, budget=sizing.budget, headroom=0)
-        super().__init__(model, optimizer, sizing, spill_dir, log, replicas)
+        super().__init__(model, optimizer, sizing, setup.spill_dir, log, replicas)
         self._config, self._target, self._wrappers = config, target, replicas
-        self._homes = Homes(model, optimizer, target, spill_dir)
+        self._homes = Homes(model, optimizer, target, setup.spill_dir)
         # It asks a user's predictor.
-        self._forecast = interruptible(Forecast)(model, config.policy, pilot, config.features)
+        self._forecast = interruptible(Forecast)(model, config.policy, setup.pilot, config.features)
         self._recording = Recording(
             log,
             config.heap_slack_bytes,
             outside=self._outside_bytes,
             allocated=None if target.queues is None else target.queues.peak_bytes,
         )
-        self._page = partial(
-            Paging,
-            *(model, optimizer, sizing, config, spill_dir, target),
-            *(self._homes, self._forecast, self._recording),
-            on_step=self._end_step,
-            replicated=bool(replicas),
-        )
+        parts = (setup, self._homes, self._forecast, self._recording, self._end_step)
+        self._page = partial(Paging, *parts)
         self._fit = Fit(model, optimizer, sizing.budget)
         self._fits = False  # so that paging ends with the next sample
         self._called = False  # the root, to train; or it was warned that it is not
@@ -106,7 +78,7 @@ class BudgetedSession(Session):
         self._handles: list[Handle] = []
         self._meta_init = MetaInit(model, target.device)
         try:
-            self._begin(spill_reason)
+            self._begin(setup.spill_reason)
         except BaseException as error:
             self._undo(error)
             raise

@@ -22,19 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 class Collector:
-    """Adopts gradients.
+    """Adopts gradients, and calls ``on_gradient`` after each.
 
-    Args:
-        store: what is paged whole.
-        rows: what is paged by slices.
-        gradients: of those.
-        activations: are settled first, as backward goes on.
-        updates: may be made at once; None without an optimizer.
-        replicated: gradients are changed as backward ends; see `dynoffload.distributed.replicas`.
-        on_gradient: called after each.
-
-    Attributes:
-        last: the name of the parameter whose gradient was made last.
+    Where the model is ``replicated``, gradients change as backward ends; see
+    `dynoffload.distributed.replicas`. ``last`` names the parameter whose gradient was made last.
     """
 
     def __init__(

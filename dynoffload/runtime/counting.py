@@ -1,8 +1,4 @@
-"""How many bytes a model's tensors take, and what its optimizer will add; nothing is read.
-
-How it fits: `dynoffload.runtime.sizing` divides a budget by these, and the session asks them at
-every step whether what it counted still holds.
-"""
+"""How many bytes a model's tensors take, and what its optimizer will add; nothing is read."""
 
 from __future__ import annotations
 
@@ -34,9 +30,6 @@ class States:
     """How many bytes an optimizer keeps for each parameter, or will keep from its first step on.
 
     It reads no content. Made anew whenever it is asked for, as groups and their options change.
-
-    Args:
-        optimizer: the user's, or None.
     """
 
     def __init__(self, optimizer: Optimizer | None) -> None:
@@ -156,11 +149,6 @@ def ordinary_bytes(
     Counted are parameters, gradients, optimizer state and buffers: each storage once and whole,
     none on the meta device. It reads no content, so it waits for nothing and makes no update that
     was put off. One to two microseconds a tensor: for once in a step.
-
-    Args:
-        model: the root.
-        optimizer: its optimizer, or None.
-        device: whose memory is not counted; None counts all.
     """
     found: dict[int, int] = {}
     for whole in tensors_of(model, optimizer):
@@ -178,10 +166,6 @@ def whole_bytes(model: nn.Module, optimizer: Optimizer | None) -> int:
 
     Counted is what there is (see `ordinary_bytes`) and, for each parameter that is trained, the
     gradient and the optimizer state that it lacks by now. Some ten microseconds a parameter.
-
-    Args:
-        model: the root.
-        optimizer: its optimizer, or None.
     """
     states = States(optimizer)
     total = ordinary_bytes(model, optimizer)
@@ -234,6 +218,38 @@ def storages_outside(model: nn.Module, device: Device) -> list[torch.UntypedStor
                 storage = part.untyped_storage()
                 found[storage._cdata] = storage
     return list(found.values())
+
+
+def largest_outside(
+    model: nn.Module, optimizer: Optimizer | None, device: Device
+) -> tuple[str, int, str]:
+    """Return the name of the largest tensor outside of ``device``, the bytes of its memory and what
+    it is; "", 0 and "" if there is none. It reads no content."""
+    found = "", 0, ""
+    for name, tensor, kind in _named_tensors(model, optimizer):
+        parts = [] if tensor.is_meta else [p for p in parts_of(tensor) if device.owner(p) < 0]
+        nbytes = sum(part.untyped_storage().nbytes() for part in parts)
+        if nbytes > found[1]:
+            part = " that is part of a larger tensor" if nbytes > local_bytes(tensor) else ""
+            found = repr(name), nbytes, f", a {kind}{part}"
+    return found
+
+
+def _named_tensors(
+    model: nn.Module, optimizer: Optimizer | None
+) -> Iterator[tuple[str, torch.Tensor, str]]:
+    for name, parameter in model.named_parameters():
+        yield name, parameter, "parameter"
+        gradient = parameter.grad if parameter.is_leaf else None
+        if gradient is not None:
+            by_graph = "gradient of backward(create_graph=True)"
+            yield f"{name}.grad", gradient, by_graph if gradient.requires_grad else "gradient"
+    for name, buffer in model.named_buffers():
+        yield name, buffer, "buffer"
+    if optimizer is not None and not isinstance(optimizer, HostOptimizer):
+        names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
+        for name, tensor in state_of(optimizer, names):
+            yield name, tensor, "tensor of optimizer state"
 
 
 def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -37,6 +37,7 @@ from dynoffload.runtime.counting import images_bytes
 from dynoffload.runtime.host import within
 from dynoffload.runtime.meta_init import Init, check_parts, place_of, remember
 from dynoffload.runtime.migration.forecast import Predictor
+from dynoffload.runtime.opening import Setup
 from dynoffload.runtime.profiled import profiled
 from dynoffload.runtime.session import Session
 from dynoffload.runtime.sizing import sizing_of
@@ -182,15 +183,14 @@ def _plan(
     if options.rollback and optimizer is not None and can_split(optimizer):
         images = images_bytes(model, optimizer)
         check_room(directory, {"training": sizing.spill_bytes, "rollback": images})
-    parts = (model, optimizer, sizing, options, directory, target, predictor, reason, replicas)
-    block = _paged(*parts)
-    return Planned(block, functools.partial(_report, given))
+    setup = Setup(model, optimizer, sizing, options, directory, target, predictor, reason, replicas)
+    return Planned(_paged(setup), functools.partial(_report, given))
 
 
 @contextlib.contextmanager
-def _paged(model: nn.Module, *arguments: Any) -> Iterator[Session]:
+def _paged(setup: Setup) -> Iterator[Session]:
     with suspended():
-        session = managers[id(model)] = BudgetedSession(model, *arguments)
+        session = managers[id(setup.model)] = BudgetedSession(setup)
         beside = None
         left_by: BaseException | None = None
         try:
@@ -203,7 +203,7 @@ def _paged(model: nn.Module, *arguments: Any) -> Iterator[Session]:
                 raise told from error
             raise
         finally:
-            managers.pop(id(model), None)
+            managers.pop(id(setup.model), None)
             try:
                 if beside is not None and os.getpid() == session._pid:
                     beside.end(left_by)
@@ -270,28 +270,26 @@ def _predictor(pilot: Predictor | str | Path | None) -> Predictor | str | None:
 
 
 def _say_overruled(given: Defaults, call: Mapping[str, Any]) -> None:
-    """Say which options of the command line the script's own call leaves without effect.
-
-    Args:
-        given: the command line's.
-        call: the script's, by the same names.
-    """
+    """Say which options of the command line, ``given``, the script's ``call`` leaves without
+    effect."""
     for name, value in call.items():
         option = getattr(given, name)
         if option is None or value == ("auto" if name in ("pilot", "policy") else None):
             continue
-        ours, theirs = str(option), f"{value if value is None else str(value)!r:.80}"
         if name in ("budget", "host_budget"):
             value = parse_bytes(value, name)
-            ours, theirs = format_bytes(option), format_bytes(value)
+            theirs, ours = format_bytes(value), format_bytes(option)
             same = value == option
-        elif name == "device":
-            same = _same_device(value, option)
         else:
-            same = os.path.normpath(str(value)) == os.path.normpath(ours)
+            theirs, ours = repr(value if value is None else str(value)), str(option)
+            same = (
+                _same_device(value, ours)
+                if name == "device"
+                else os.path.normpath(str(value)) == os.path.normpath(ours)
+            )
         if not same:
             logger.warning(
-                "the script's own offload(%s=%s) counts, and --%s %s does not",
+                "the script's own offload(%s=%.80s) counts, and --%s %s does not",
                 name,
                 theirs,
                 name.replace("_", "-"),

@@ -1,9 +1,15 @@
-"""Which device a session pages with: the accelerator's, the pager, or the mapped file."""
+"""What a block was asked for, and the device it pages with: the accelerator's, the pager's, or the
+mapped file."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from dynoffload.config import OffloadConfig
 from dynoffload.errors import BackendError, BudgetError
@@ -12,6 +18,7 @@ from dynoffload.memory.device import Device
 from dynoffload.memory.limits import available_bytes
 from dynoffload.memory.mapped import MappedFile
 from dynoffload.memory.pager import Pager, probe
+from dynoffload.runtime.migration.forecast import Predictor
 from dynoffload.runtime.sizing import Sizing
 from dynoffload.runtime.target import Target
 from dynoffload.units import format_bytes
@@ -22,35 +29,55 @@ IO_THREADS = 4
 """That read and write the spill file."""
 
 
-def open_device(sizing: Sizing, config: OffloadConfig, spill_dir: Path, target: Target) -> Device:
-    """Return the device that ``target`` and ``config`` ask for, or the best that works here.
+@dataclass(frozen=True)
+class Setup:
+    """What a block was asked for.
+
+    Attributes:
+        model: the root.
+        optimizer: its optimizer, or None.
+        sizing: how the budget is divided.
+        config: options.
+        spill_dir: where the spill file lies.
+        target: where operators run.
+        pilot: a predictor, ``"auto"`` or None.
+        spill_reason: why the spill directory is not the system's usual one, or "".
+        replicas: the wrappers of the model.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer | None
+    sizing: Sizing
+    config: OffloadConfig
+    spill_dir: Path
+    target: Target
+    pilot: Predictor | str | None
+    spill_reason: str
+    replicas: tuple[DistributedDataParallel, ...]
+
+
+def open_device(setup: Setup) -> Device:
+    """Return the device that ``setup`` asks for, or the best that works here.
 
     Raises:
         BackendError: the pager was asked for by name and is refused.
         BudgetError: the host has no room for what is not on the accelerator.
         SpillError: the spill directory cannot be used.
     """
-    if target.queues is not None:
-        return _accelerator(sizing, config, spill_dir, target)
-    reason = probe() if config.backend != "mapped" else "the mapped file was asked for"
-    if reason and config.backend == "pager":
-        raise BackendError(f"{reason}; use backend='mapped' or 'auto'")
-    if reason and config.backend == "auto":
-        logger.info("using the mapped-file backend: %s", reason)
-    kind = MappedFile if reason else Pager
-    return kind(
-        sizing.pool_bytes,
-        sizing.page_bytes,
-        spill_dir,
-        need=sizing.spill_bytes,
-        debug=config.debug,
-    )
-
-
-def _accelerator(
-    sizing: Sizing, config: OffloadConfig, spill_dir: Path, target: Target
-) -> Accelerator:
-    assert target.queues is not None
+    sizing, config, target = setup.sizing, setup.config, setup.target
+    if target.queues is None:
+        reason = probe() if config.backend != "mapped" else "the mapped file was asked for"
+        if reason and config.backend == "pager":
+            raise BackendError(f"{reason}; use backend='mapped' or 'auto'")
+        if reason and config.backend == "auto":
+            logger.info("using the mapped-file backend: %s", reason)
+        return (MappedFile if reason else Pager)(
+            sizing.pool_bytes,
+            sizing.page_bytes,
+            setup.spill_dir,
+            need=sizing.spill_bytes,
+            debug=config.debug,
+        )
     if config.debug:
         logger.warning("debug compares nothing on an accelerator: what moves is not checksummed")
     host = sizing.spill_bytes if target.host_budget is None else target.host_budget
@@ -65,7 +92,7 @@ def _accelerator(
     return Accelerator(
         target.queues,
         sizing.pool_bytes,
-        spill_dir,
+        setup.spill_dir,
         page_bytes=sizing.page_bytes,
         budget=sizing.budget,
         least=sizing.least_bytes,

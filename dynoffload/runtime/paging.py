@@ -15,11 +15,8 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.checkpoint.tensors import Memory
@@ -31,26 +28,22 @@ from dynoffload.runtime.adoption.changes import Changes
 from dynoffload.runtime.adoption.held import has_its_own
 from dynoffload.runtime.adoption.relocation import Homes, Room
 from dynoffload.runtime.collecting import Collector
-from dynoffload.runtime.counting import (
-    images_bytes,
-    tensors_of,
-)
+from dynoffload.runtime.counting import images_bytes, tensors_of
 from dynoffload.runtime.experts.gradients import FusedGradients
 from dynoffload.runtime.forked import refusal, tell_children
 from dynoffload.runtime.guard import Guard
 from dynoffload.runtime.interrupts import let_come, uninterrupted
 from dynoffload.runtime.migration.forecast import Forecast
-from dynoffload.runtime.modes import Mode
-from dynoffload.runtime.opening import open_device
+from dynoffload.runtime.migration.migrator import Migrator
+from dynoffload.runtime.opening import Setup, open_device
 from dynoffload.runtime.placing import is_held, leave_for_meta
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.residency import Residence
-from dynoffload.runtime.sizing import Sizing, enough_for, may_queue
+from dynoffload.runtime.sizing import enough_for, may_queue
 from dynoffload.runtime.stepping import Stepping
-from dynoffload.runtime.target import Target
 from dynoffload.runtime.unseen import unseen
 from dynoffload.runtime.updates.deferred_optimizer import DeferredOptimizer
-from dynoffload.runtime.updates.failure import Recovery, StepFailure
+from dynoffload.runtime.updates.failure import Recovery
 from dynoffload.runtime.updates.undo_log import UndoLog
 from dynoffload.runtime.updates.update import can_split, check_host
 from dynoffload.telemetry import StepStats
@@ -59,57 +52,31 @@ from dynoffload.units import format_bytes
 logger = logging.getLogger(__name__)
 
 
-class Paging(Mode):
-    """A model under a budget; see `Mode`.
-
-    Args:
-        model: the root.
-        optimizer: its optimizer, or None.
-        sizing: how the budget is divided.
-        config: the session's options.
-        spill_dir: where the spill file lies.
-        target: where operators run.
-        homes: moves what is not paged there.
-        forecast: what will probably run; it watches while paging is at work.
-        recording: notes phases, steps and memory.
-        on_step: called with the numbers of each optimizer step.
-        replicated: gradients are changed as backward ends; see `dynoffload.distributed.replicas`.
-    """
-
-    paging = True
+class Paging(Stepping):
+    """A model under a budget; see `Mode`. ``on_step`` is called with each step's numbers."""
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        sizing: Sizing,
-        config: OffloadConfig,
-        spill_dir: Path,
-        target: Target,
+        setup: Setup,
         homes: Homes,
         forecast: Forecast,
         recording: Recording,
-        *,
         on_step: Callable[[StepStats], None],
-        replicated: bool = False,
     ) -> None:
-        self.model, self.optimizer, self.sizing = model, optimizer, sizing
-        self._forecast, self._recording = forecast, recording
-        self._target, self._homes = target, homes
-        self._place = target.home  # of what is restored
-        self.spill_dir = spill_dir
+        super().__init__(setup, forecast, recording, on_step)
+        self._target, self._homes = setup.target, homes
+        self._place = setup.target.home  # of what is restored
+        self.spill_dir = setup.spill_dir
         self._where = ""
         self._ends = False
-        self._meta = [parameter for parameter in model.parameters() if parameter.is_meta]
+        self._meta = [parameter for parameter in self.model.parameters() if parameter.is_meta]
         self._undoes = True  # by ending before it has begun
-        self.loss = StepFailure("model") if optimizer is None else StepFailure("model", "optimizer")
-        self.updates: DeferredOptimizer | None = None
         self._guard: Guard | None = None
         self._undo = contextlib.ExitStack()  # what is to be undone at the end, last first
         self._residence: Residence | None = None
         try:
-            self._open(config, on_step)
-            self._start(config, replicated=replicated)
+            self._open(setup)
+            self._start(setup.config, replicated=bool(setup.replicas))
         except BaseException:
             self._undo_all()
             raise
@@ -125,9 +92,9 @@ class Paging(Mode):
         if isinstance(self.device, Accelerator):
             self.device.count_anew()
 
-    def _open(self, config: OffloadConfig, on_step: Callable[[StepStats], None]) -> None:
-        sizing = self.sizing
-        self.device = open_device(sizing, config, self.spill_dir, self._target)
+    def _open(self, setup: Setup) -> None:
+        sizing, config = self.sizing, setup.config
+        self.device = open_device(setup)
         self._undo.callback(self._end_device)
         if isinstance(self.device, Accelerator):
             self._residence = Residence(self.device)
@@ -147,18 +114,7 @@ class Paging(Mode):
             home=self._target.home,
         )
         self.store, self.rows = self.adoption.store, self.adoption.rows
-        self.steps = Stepping(
-            self.model,
-            self.device,
-            self.adoption,
-            sizing,
-            self.loss,
-            self._forecast,
-            self._recording,
-            enough=enough,
-            on_step=on_step,
-        )
-        self.activations = self.steps.activations
+        self._begin_activations(enough)
         self.saving = self.activations if config.page_activations else None
 
     def _enough_for(self, config: OffloadConfig, nbytes: int) -> int:
@@ -187,16 +143,18 @@ class Paging(Mode):
             self.activations,
             self.updates,
             replicated=replicated,
-            on_gradient=self.steps.note_progress,
+            on_gradient=self._note_progress,
         )
         self._undo.callback(self.collector.end)
         self.collector.adopt_all(let_come)
         self._homes.bring()
-        self.steps.begin(self.updates)
-        self.migrator = self.steps.migrator
+        self.migrator = Migrator(
+            self.device, self.updates, self.activations, reserve_bytes=self.sizing.reserve_bytes
+        )
         self._changes = Changes()
-        self._undo.callback(self.steps.unwatch)
+        self._undo.callback(self._watching.close)
         self._watch()
+        self._changes.begin(self.model)
         if self.updates is not None and isinstance(self.device, Accelerator):
             assert self._residence is not None
             self.device.on_locked = self._residence.heard(self.updates.pending.meet)
@@ -217,8 +175,8 @@ class Paging(Mode):
             capacity=self.sizing.pool_bytes - self.sizing.reserve_bytes,
             hear=self._hear,
             check=self._check_step,
-            on_whole=self.steps.begin_whole_step,
-            on_step=self.steps.end_step,
+            on_whole=self._begin_whole_step,
+            on_step=self._end_step,
         )
         self._undo.callback(self._end_guard)
         self._undo.callback(updates.close)
@@ -263,12 +221,9 @@ class Paging(Mode):
         self.collector.adopt_all()
         if self.updates is not None:
             self.updates.adopt_all()
-        self.steps.unwatch()
+        self._watching.close()
         self.migrator.forget()
         self._watch()
-
-    def _watch(self) -> None:
-        self.steps.watch(self.collector, self.gradients, on_read=self.settle)
         self._changes.begin(self.model)
 
     @torch.inference_mode(False)
@@ -280,11 +235,6 @@ class Paging(Mode):
     def flush(self) -> None:
         if self.updates is not None:
             self.updates.pending.flush_all()
-
-    def settle(self) -> None:
-        self.loss.check()
-        if self.updates is not None:
-            self.updates.pending.settle()
 
     @property
     def spill_bytes(self) -> int:
@@ -330,24 +280,6 @@ class Paging(Mode):
 
     def leave(self) -> None:
         self.loss.check()
-
-    def begin_sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.collector.begin_forward()
-        self.steps.begin_sample(args, kwargs)
-
-    def drop_forward(self) -> None:
-        self.steps.drop_forward()
-
-    def end_sample(self, output: Any = None, *, whole: bool = True) -> None:
-        self.steps.end_sample(whole=whole)
-
-    @property
-    def site(self) -> str:
-        return self.migrator.site
-
-    @property
-    def gradient(self) -> str:
-        return self.collector.last
 
     # The end
 

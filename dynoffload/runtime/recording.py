@@ -126,21 +126,15 @@ class Recording:
         return "" if self._phase is None else self._phase[0]
 
     def sample(self, device: Device, small: int) -> None:
-        """Take a sample of memory, at most twenty in a second.
-
-        Args:
-            device: holds what is paged.
-            small: bytes of saved activations that stay in place.
-        """
+        """Take a sample of memory, at most twenty in a second; ``small`` bytes of saved activations
+        stay in place."""
         self.progress += 1
         if self.now() - self._sampled >= _SAMPLE_EVERY_S:
             self._look(*self._count(device, small))
 
     def look_at_heap(self, device: Device, small: int) -> None:
-        """Hand freed heap back if it has passed the slack, however short ago the last sample was.
-
-        For where much is allocated and freed in no time: arguments as those of `sample`.
-        """
+        """Hand freed heap back if it has passed the slack, however short ago the last sample was:
+        for where much is allocated and freed in no time."""
         self._taken_beyond(self._count(device, small)[1])
 
     def _count(self, device: Device, small: int) -> tuple[int, int]:
@@ -180,11 +174,8 @@ class Recording:
         self._activations = 0
 
     def grew(self, nbytes: int) -> int:
-        """Note what a forward has left in memory while the session has stepped aside.
-
-        Returns:
-            The peak of fast memory, if nothing else is added to it.
-        """
+        """Note what a forward has left in memory while the session has stepped aside; return the
+        peak of fast memory, if nothing else is added to it."""
         if self._outside is None:
             self._outside = self._count_outside(None)
         if nbytes > _GROWN * self._activations + _GROWN_BYTES:
@@ -200,16 +191,8 @@ class Recording:
         actual: tuple[str, ...],
         accuracy: float,
     ) -> StepStats:
-        """Close a step and return its numbers.
-
-        Args:
-            device: holds what is paged; None while the session has stepped aside.
-            store: names the regions; None without a device.
-            small: most bytes in the step of saved activations that stayed in place.
-            predicted: the blocks that were predicted, or None.
-            actual: the blocks that ran.
-            accuracy: of the prediction, NaN without.
-        """
+        """Close a step and return its numbers; ``device`` and ``store`` are None while the session
+        has stepped aside, and ``small`` is the most that saved activations took in place."""
         now = time.perf_counter()
         self.progress += 1
         self.phase("optimizer")

@@ -75,13 +75,8 @@ class _Life:
 
 
 class Residency(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Brings what operators touch.
-
-    Args:
-        device: whose regions they touch.
-        life: once it has ended, nothing is done any more: another mode may be in the way of
-            leaving, and a thread may enter this one as the session ends.
-    """
+    """Brings what operators touch, until ``life`` has ended: another mode may be in the way of
+    leaving, and a thread may enter this one as the session ends."""
 
     is_of_residency = True
 
@@ -199,9 +194,6 @@ class Residence:
     within is then on the stack and never called; one that was left within is called and not there,
     so that every operator raises. So no guard is on where modes are entered and left here. Under
     one of the user's, `here` puts the keys back the next time.
-
-    Args:
-        device: whose regions operators touch.
     """
 
     def __init__(self, device: Accelerator) -> None:

@@ -21,59 +21,58 @@ from dynoffload.runtime.experts.parts import Parts, run_by_slices
 from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.migration.forecast import Forecast
 from dynoffload.runtime.migration.migrator import Migrator
+from dynoffload.runtime.modes import Mode
+from dynoffload.runtime.opening import Setup
 from dynoffload.runtime.passes.activations import Activations, tensors_in
 from dynoffload.runtime.passes.hooks import Hooks
 from dynoffload.runtime.passes.saved import Chunk
 from dynoffload.runtime.recording import Recording
-from dynoffload.runtime.sizing import Sizing
 from dynoffload.runtime.unseen import unseen
 from dynoffload.runtime.updates.deferred_optimizer import DeferredOptimizer
 from dynoffload.runtime.updates.failure import StepFailure
 from dynoffload.telemetry import StepStats
 
 
-class Stepping:
-    """The steps of one device's life.
-
-    Args:
-        model: the root.
-        device: holds what is paged.
-        adoption: knows what lies there.
-        sizing: how the budget is divided.
-        loss: of a step; raises where one was lost.
-        forecast: what will probably run.
-        recording: notes phases, steps and memory.
-        enough: returns a budget that has room for one more region.
-        on_step: called with the numbers of each optimizer step.
+class Stepping(Mode):
+    """The steps of a model that is paged; `Paging` begins and ends them.
 
     Attributes:
+        device: holds what is paged.
+        adoption: knows what lies there.
         activations: what autograd saves.
-        migrator: follows the step, and moves ahead of it; from `begin` on.
         updates: of the optimizer, or None.
+        collector: takes gradients.
+        gradients: of what is paged by slices.
+        migrator: follows the step, and moves ahead of it.
+        loss: of a step; raises where one was lost.
     """
 
+    paging = True
+    device: Device
+    adoption: Adoption
+    activations: Activations
+    collector: Collector
+    gradients: FusedGradients
     migrator: Migrator
 
     def __init__(
         self,
-        model: nn.Module,
-        device: Device,
-        adoption: Adoption,
-        sizing: Sizing,
-        loss: StepFailure,
+        setup: Setup,
         forecast: Forecast,
         recording: Recording,
-        *,
-        enough: Callable[[int], int],
         on_step: Callable[[StepStats], None],
     ) -> None:
-        self._model, self._device, self._adoption, self._loss = model, device, adoption, loss
-        self._store, self._reserve = adoption.store, sizing.reserve_bytes
+        self.model, self.optimizer, self.sizing = setup.model, setup.optimizer, setup.sizing
         self._forecast, self._recording, self._on_step = forecast, recording, on_step
         self.updates: DeferredOptimizer | None = None
+        parts = ("model",) if setup.optimizer is None else ("model", "optimizer")
+        self.loss = StepFailure(*parts)
         self._watching = contextlib.ExitStack()  # what sees what runs
+
+    def _begin_activations(self, enough: Callable[[int], int]) -> None:
+        sizing = self.sizing
         self.activations = Activations(
-            device,
+            self.device,
             sizing.chunk_bytes,
             sizing.min_moved_bytes,
             sizing.kept_bytes,
@@ -83,35 +82,21 @@ class Stepping:
             site=lambda: self.migrator.site,
             enough=enough,
             region_of=self._region_of,
-            names=self._store.names,
+            names=self.adoption.store.names,
         )
 
-    def begin(self, updates: DeferredOptimizer | None) -> None:
-        """All is adopted: steps may come."""
-        self.updates = updates
-        self.migrator = Migrator(
-            self._device, updates, self.activations, reserve_bytes=self._reserve
-        )
-
-    def watch(
-        self, collector: Collector, gradients: FusedGradients, on_read: Callable[[], None]
-    ) -> None:
-        """See what runs, until `unwatch`.
-
-        Args:
-            collector: takes gradients.
-            gradients: of what is paged by slices.
-            on_read: called before the whole of the model, or of a module, is read.
-        """
-        model, store, rows, watching = self._model, self._store, self._adoption.rows, self._watching
+    def _watch(self) -> None:
+        """See what runs, until `_unwatch`."""
+        model, store, rows = self.model, self.adoption.store, self.adoption.rows
+        watching, gradients = self._watching, self.gradients
         groups = groups_of(model)
         units = units_of(model, store.slots, store.fused, groups)
         self.activations.gathered = Gathered(groups) if groups else None
         watching.callback(self._forecast.unwatch)
         self._forecast.watch(units, on_ask=self._make_ready, on_revise=self._revise)
         shards = [parameter for group in groups for parameter in group.parameters]
-        collectors = collector.hooks(shards)
-        hooks = Hooks(model, units, collectors, on_visit=self._visit, on_read=on_read)
+        collectors = self.collector.hooks(shards)
+        hooks = Hooks(model, units, collectors, on_visit=self._visit, on_read=self.settle)
         watching.callback(hooks.remove)
         for fused in rows:
             if fused.parameter.requires_grad:
@@ -121,18 +106,19 @@ class Stepping:
             if unit.number is not None:
                 slices.setdefault(unit.module, {})[unit.number] = unit
         for module, numbered in slices.items():
-            parts = partial(self._parts_of, module, numbered, gradients)
+            parts = partial(self._parts_of, module, numbered)
             watching.callback(run_by_slices(module, parts))
-        self.activations.kept.counted_elsewhere(storages_outside(model, self._device))
+        self.activations.kept.counted_elsewhere(storages_outside(model, self.device))
 
-    def unwatch(self) -> None:
-        """Take all hooks off."""
-        self._watching.close()
+    def settle(self) -> None:
+        self.loss.check()
+        if self.updates is not None:
+            self.updates.pending.settle()
 
     # A forward
 
     def begin_sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See `Mode.begin_sample`."""
+        self.collector.begin_forward()
         self._recording.phase("forward")
         order = self._forecast.begin(args, kwargs)  # by user code, which takes its time
         self._begin_forward(args, kwargs, order)
@@ -151,19 +137,25 @@ class Stepping:
     @uninterrupted
     @unseen
     def drop_forward(self) -> None:
-        """See `Mode.drop_forward`."""
         self._forecast.drop()
         self.migrator.drop_forward()
 
     @uninterrupted
     @unseen
-    def end_sample(self, *, whole: bool) -> None:
-        """See `Mode.end_sample`."""
+    def end_sample(self, output: Any = None, *, whole: bool = True) -> None:
         self.activations.end_forward()
         self.migrator.end_forward()
         self._forecast.end(whole=whole)
         if self.updates is not None:
             self.updates.restore_groups()
+
+    @property
+    def site(self) -> str:
+        return self.migrator.site
+
+    @property
+    def gradient(self) -> str:
+        return self.collector.last
 
     # What the hooks call
 
@@ -171,18 +163,16 @@ class Stepping:
     @unseen
     def _visit(self, unit: Unit, *_: object) -> None:
         """The forward of a unit begins."""
-        if self._loss:
-            self._loss.check()
-        self.note_progress()
+        if self.loss:
+            self.loss.check()
+        self._note_progress()
         if not self._forecast.asks:
             self.migrator.visit(unit)
         self._make_ready([unit])
         for slot in unit.slots:
-            self._store.adopt_data(slot)
+            self.adoption.store.adopt_data(slot)
 
-    def _parts_of(
-        self, module: nn.Module, units: dict[int, Unit], gradients: FusedGradients
-    ) -> dict[str, Parts]:
+    def _parts_of(self, module: nn.Module, units: dict[int, Unit]) -> dict[str, Parts]:
         """Return what stands for the fused parameters of ``module`` in one call."""
         seen: set[int] = set()
 
@@ -192,9 +182,9 @@ class Stepping:
                 self._forecast.visit(units[number])
                 self._visit(units[number])
 
-        known = self._store.fused
+        known = self.adoption.store.fused
         return {
-            name: Parts(parameter, known[parameter], gradients, use)
+            name: Parts(parameter, known[parameter], self.gradients, use)
             for name, parameter in module._parameters.items()
             if parameter is not None and parameter in known
         }
@@ -207,19 +197,18 @@ class Stepping:
             for unit in units:
                 for slot in unit.slots:
                     self.updates.pending.flush(slot)
-        self._device.touch([region for unit in units for region in unit.regions])
+        self.device.touch([region for unit in units for region in unit.regions])
 
     @uninterrupted
     def _revise(self, rest: Sequence[Unit]) -> None:
         """The forward goes on otherwise than was predicted."""
         self.migrator.revise(rest)
 
-    def note_progress(self) -> None:
-        """Something has happened."""
-        self._recording.sample(self._device, self.activations.kept_bytes)
+    def _note_progress(self) -> None:
+        self._recording.sample(self.device, self.activations.kept_bytes)
 
     def _look_at_heap(self) -> None:
-        self._recording.look_at_heap(self._device, self.activations.kept_bytes)
+        self._recording.look_at_heap(self.device, self.activations.kept_bytes)
 
     def _open_chunk(self, chunk: Chunk) -> None:
         self._look_at_heap()
@@ -228,30 +217,30 @@ class Stepping:
     @unseen
     def _reach_chunk(self, region: int) -> None:
         self._look_at_heap()
-        self._device.touch([region])
+        self.device.touch([region])
 
     def _region_of(self, parameter: nn.Parameter) -> int:
-        slot = self._store.slots.get(parameter)
+        slot = self.adoption.store.slots.get(parameter)
         return -1 if slot is None else slot.region
 
     @uninterrupted
     def _backward_use(self, region: int) -> None:
         if self.migrator.backward_use(region):
             self._recording.phase("backward")
-        self.note_progress()
+        self._note_progress()
 
     # What the optimizer's step calls
 
     @uninterrupted
-    def begin_whole_step(self) -> None:
+    def _begin_whole_step(self) -> None:
         """The optimizer steps over all parameters at once: nothing is planned."""
         self.migrator.end_plan()
 
-    def end_step(self) -> None:
+    def _end_step(self) -> None:
         """The optimizer has stepped."""
         self.activations.sweep()
-        self._adoption.buffers.sweep()
-        self._adoption.adopt_whole_state()
+        self.adoption.buffers.sweep()
+        self.adoption.adopt_whole_state()
         self.migrator.end_step()
         self._record_step()
 
@@ -259,8 +248,8 @@ class Stepping:
     def _record_step(self) -> None:
         forecast = self._forecast
         stats = self._recording.end_step(
-            self._device,
-            self._store,
+            self.device,
+            self.adoption.store,
             self.activations.kept.take_peak(),
             forecast.names(forecast.predicted),
             forecast.names(forecast.actual) or (),

@@ -6,7 +6,6 @@ the meta device, is on the CPU after the block, as it may be larger than the acc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -81,7 +80,11 @@ def target_of(
                 "backend= out"
             )
         return Target()
-    _check_backend(wanted, options)
+    if options.backend not in ("auto", ACCELERATOR):
+        raise ConfigError(
+            f"backend={options.backend!r} pages memory of the CPU, and the model is to be trained "
+            f"on {str(wanted)!r}: leave backend= out"
+        )
     queues = open_streams(wanted)
     if here is not None and here.type != "cpu" and here != queues.device:
         raise ConfigError(
@@ -109,16 +112,13 @@ def _parsed(device: torch.device | str | int) -> torch.device:
     return found
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in model.named_parameters():
-        yield from ((name, part) for part in parts_of(tensor) if not part.is_meta)
-
-
 def _place_of(model: nn.Module) -> torch.device | None:
     """Return where the parameters are; None if all are on the meta device."""
     found: dict[torch.device, str] = {}
-    for name, part in _named(model):
-        found.setdefault(part.device, name)
+    for name, tensor in model.named_parameters():
+        for part in parts_of(tensor):
+            if not part.is_meta:
+                found.setdefault(part.device, name)
     if len(found) > 1:
         (one, first), (other, second) = list(found.items())[:2]
         raise ConfigError(
@@ -126,11 +126,3 @@ def _place_of(model: nn.Module) -> torch.device | None:
             "device: move all parameters to one, or leave all on the CPU and pass device="
         )
     return next(iter(found), None)
-
-
-def _check_backend(wanted: torch.device, options: OffloadConfig) -> None:
-    if options.backend not in ("auto", ACCELERATOR):
-        raise ConfigError(
-            f"backend={options.backend!r} pages memory of the CPU, and the model is to be trained "
-            f"on {str(wanted)!r}: leave backend= out"
-        )

@@ -12,8 +12,9 @@ harmonic mean.
 
 from __future__ import annotations
 
+import math
 import tomllib
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +30,21 @@ class Link:
     Attributes:
         read_bps: bytes per second into fast memory.
         write_bps: bytes per second out of it.
-        mixed_bps: of both directions at once, together; see [Note: one direction and both].
+        mixed_bps: of both directions at once, together; by default the link is full-duplex. See
+            [Note: one direction and both].
         latency_s: seconds before the first byte of a transfer.
         fault_s: seconds more for a transfer that an access waits for: trap, service, wake.
     """
 
     read_bps: float
     write_bps: float
-    mixed_bps: float
+    mixed_bps: float = math.inf
     latency_s: float = 0.0
     fault_s: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.mixed_bps == math.inf:
+            object.__setattr__(self, "mixed_bps", self.read_bps + self.write_bps)
         for name in ("read_bps", "write_bps", "mixed_bps"):
             _require(self, name, getattr(self, name) > 0, "above 0 bytes per second")
         for name in ("latency_s", "fault_s"):
@@ -141,17 +145,12 @@ def load_machines(path: Path) -> dict[str, Machine]:
         tables = {"link": document.pop("link"), **tables}
     if not tables or not all(isinstance(table, dict) for table in tables.values()):
         raise ConfigError(f"{path} has no table [link] or [links.NAME] with read_bps and write_bps")
-    shared = _values(Machine, document, str(path))
-    _check_there(shared, ("fast_bytes",), str(path))
     found = {}
     for name, table in tables.items():
         where = f"{path} [{'link' if name == 'link' else f'links.{name}'}]"
         own = {key: table.pop(key) for key in ("slow_bytes",) if key in table}
-        values = _values(Link, table, where)
-        _check_there(values, ("read_bps", "write_bps"), where)
-        values.setdefault("mixed_bps", values["read_bps"] + values["write_bps"])
-        tier = {**shared, **_values(Machine, own, where), "link": _made(Link, values, where)}
-        found[name] = _made(Machine, tier, str(path))
+        link = _made(Link, table, where)
+        found[name] = _made(Machine, {**document, **own}, str(path), link=link)
     return found
 
 
@@ -184,31 +183,25 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read the machine of {path}: {why}") from error
 
 
-def _check_there(values: dict[str, Any], keys: tuple[str, ...], where: str) -> None:
-    lacking = [key for key in keys if key not in values]
-    if lacking:
-        raise ConfigError(f"{where} lacks {' and '.join(lacking)}")
-
-
-def _values(kind: Any, table: dict[str, Any], where: str) -> dict[str, Any]:
-    types = {field.name: field.type for field in fields(kind)}
-    values = {}
+def _made(kind: Any, table: dict[str, Any], where: str, **values: Any) -> Any:
+    """Return a ``kind`` of what a table says, checked, and of ``values``."""
+    known = {field.name: field for field in fields(kind) if field.name not in values}
     for key, value in table.items():
-        if key not in types or key == "link":
-            known = ", ".join(name for name in types if name != "link")
-            raise ConfigError(f"{where}: {key!r} is no key of a {kind.__name__.lower()}: {known}")
+        if key not in known:
+            raise ConfigError(
+                f"{where}: {key!r} is no key of a {kind.__name__.lower()}: {', '.join(known)}"
+            )
         if key in _BYTES and isinstance(value, str):
             value = parse_bytes(value)
-        name, wanted = _KINDS.get(str(types[key]), ("number", (int, float)))
+        name, wanted = _KINDS.get(str(known[key].type), ("number", (int, float)))
         if wanted is int and isinstance(value, float) and value.is_integer():
             value = int(value)  # such as 1e12
         if not isinstance(value, wanted) or isinstance(value, bool) is not (wanted is bool):
             raise ConfigError(f"{where}: {key} is {value!r}, which is no {name}")
         values[key] = value
-    return values
-
-
-def _made(kind: Any, values: dict[str, Any], where: str) -> Any:
+    lacking = [key for key, one in known.items() if one.default is MISSING and key not in table]
+    if lacking:
+        raise ConfigError(f"{where} lacks {' and '.join(lacking)}")
     try:
         return kind(**values)
     except ConfigError as error:

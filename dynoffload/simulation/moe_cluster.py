@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dynoffload.errors import ConfigError
-from dynoffload.simulation.roofline import Matmul, Operator, elementwise
+from dynoffload.simulation.roofline import Operator, elementwise, matmul
 
 
 @dataclass(frozen=True)
@@ -125,41 +125,34 @@ class Precision:
 
 @dataclass(frozen=True)
 class Layer:
-    """What one device has to do with one layer, or with the head.
+    """What one device has to do with one layer, with half of one, or with the head.
 
     Attributes:
+        forward, backward: operators, recomputation not included.
+        saved: bytes of activations kept for backward.
+        forward_network, backward_network: bytes received.
         dense: parameters that all data-parallel groups have.
         expert: parameters of experts.
-        saved: bytes of activations kept for backward.
-        forward, backward: operators, recomputation not included.
-        forward_network, backward_network: bytes received.
         reduced: bytes received to add up gradients over groups.
     """
 
-    dense: float
-    expert: float
-    saved: float
     forward: tuple[Operator, ...]
     backward: tuple[Operator, ...]
-    forward_network: float
-    backward_network: float
-    reduced: float
+    saved: float = 0.0
+    forward_network: float = 0.0
+    backward_network: float = 0.0
+    dense: float = 0.0
+    expert: float = 0.0
+    reduced: float = 0.0
 
     @property
     def parameters(self) -> float:
         """All that the device has of the layer."""
         return self.dense + self.expert
 
-
-@dataclass(frozen=True)
-class Block:
-    """Half a layer: operators; bytes saved, and bytes received in both passes."""
-
-    forward: list[Operator]
-    backward: list[Operator]
-    saved: float
-    forward_network: float
-    backward_network: float
+    def __add__(self, other: Layer) -> Layer:
+        pairs = ((getattr(self, key), getattr(other, key)) for key in self.__dataclass_fields__)
+        return Layer(*(one + two for one, two in pairs))
 
 
 @dataclass(frozen=True)
@@ -229,26 +222,24 @@ class MoeShard:
     def layers(self) -> tuple[Layer, ...]:
         """All layers in the order of forward."""
         every = self.model.moe_every
-        dense, moe = self._layer(moe=False), self._layer(moe=True)
+        dense = self.attention + self.feed_forward
+        moe = self.attention + self._experts
         return tuple(dense if number % every else moe for number in range(1, self.model.layers + 1))
 
     @cached_property
     def head(self) -> Layer:
         """The embedding as it is used last: logits, the loss, and their gradients."""
+        element, hidden = self.precision.element, self.model.hidden
         columns = self.model.vocabulary / self.division.tensor
-        logits = Matmul("logits", self.batch.tokens, self.model.hidden, columns)
-        loss = elementwise("loss", 2 * self.logits)
-        element, parameters = self.precision.element, columns * self.model.hidden
-        gather = self._ring(self.gathered) if columns else 0.0
+        logits = matmul(element, self.batch.tokens, hidden, columns)
+        gather = self._ring if columns else 0.0
         return Layer(
-            dense=parameters,
-            expert=0.0,
-            saved=0.0,
-            forward=(logits.forward(element), loss),
-            backward=logits.backward(element),
+            forward=(logits, elementwise(2 * self.logits)),
+            backward=(logits, logits),
             forward_network=gather,
             backward_network=2 * gather,
-            reduced=self._reduced(parameters, self.division.data),
+            dense=columns * hidden,
+            reduced=self._reduced(columns * hidden, self.division.data),
         )
 
     @property
@@ -257,127 +248,98 @@ class MoeShard:
         columns = self.model.vocabulary / self.division.tensor
         return self.precision.element * self.batch.tokens * columns
 
-    def _layer(self, *, moe: bool) -> Layer:
-        model, cut = self.model, self.division
-        attention, feed = self.attention, self._experts() if moe else self.feed_forward
-        square = model.hidden**2
-        pair = 2 * model.inner * square
-        held = model.experts / cut.expert / cut.slices
-        dense = (4 * square + (0 if moe else pair)) / cut.tensor
-        expert = held * pair if moe else 0.0
-        reduced = self._reduced(dense, cut.data) + self._reduced(expert, cut.replicas)
-        return Layer(
-            dense=dense,
-            expert=expert,
-            saved=attention.saved + feed.saved,
-            forward=(*attention.forward, *feed.forward),
-            backward=(*feed.backward, *attention.backward),
-            forward_network=attention.forward_network + feed.forward_network,
-            backward_network=attention.backward_network + feed.backward_network,
-            reduced=reduced,
-        )
-
     @cached_property
-    def attention(self) -> Block:
+    def attention(self) -> Layer:
         """The first half of each layer."""
         model, tokens, tensor = self.model, self.batch.tokens, self.division.tensor
-        length, width = self.batch.length, model.hidden / model.heads
+        element, mask = self.precision.element, self.precision.mask
+        hidden, length, width = model.hidden, self.batch.length, model.hidden / model.heads
         maps = self.batch.sequences * model.heads / tensor
+        scores = maps * length**2
         products = [
-            Matmul("query, key, value", tokens, model.hidden, 3 * model.hidden / tensor),
-            Matmul("scores", length, width, length, maps),
-            Matmul("mixture", length, length, width, maps),
-            Matmul("projection", tokens, model.hidden / tensor, model.hidden),
+            matmul(element, tokens, hidden, 3 * hidden / tensor),  # query, key, value
+            matmul(element, length, width, length, maps),  # scores
+            matmul(element, length, length, width, maps),  # mixture
+            matmul(element, tokens, hidden / tensor, hidden),  # projection
         ]
-        element, mask, scores = self.precision.element, self.precision.mask, maps * length**2
-        between = (
-            elementwise("softmax, dropout", (3 * element + mask) * scores),
-            elementwise("softmax, dropout backward", (3 * element + mask) * scores),
-        )
+        softmax = (3 * element + mask) * scores  # and dropout, in either pass
         # Input, query, key, value, mixture and a mask: 11h. Softmax, a mask, what it leaves: 5as.
         saved = 5 * self.own + self._mask + (2 * element + mask) * scores
-        return self._divided(products, between, saved)
+        return self._divided(products, (softmax, softmax), saved, 4 * hidden**2 / tensor)
 
     @cached_property
-    def feed_forward(self) -> Block:
+    def feed_forward(self) -> Layer:
         """The second half of a layer without experts."""
-        model, tokens, tensor = self.model, self.batch.tokens, self.division.tensor
-        columns = model.inner * model.hidden / tensor
-        products = [
-            Matmul("up", tokens, model.hidden, columns),
-            Matmul("down", tokens, columns, model.hidden),
-        ]
+        hidden, tokens, tensor = self.model.hidden, self.batch.tokens, self.division.tensor
+        columns = self.model.inner * hidden / tensor
+        product = matmul(self.precision.element, tokens, hidden, columns)  # up; down costs as much
         inner = self.precision.element * tokens * columns
-        between = (
-            elementwise("activation", 2 * inner),
-            elementwise("activation backward", 3 * inner),
-        )
-        return self._divided(products, between, self.own + 2 * inner + self._mask)
+        saved = self.own + 2 * inner + self._mask
+        return self._divided([product] * 2, (2 * inner, 3 * inner), saved, 2 * columns * hidden)
 
     @cached_property
-    def around_experts(self) -> Block:
+    def around_experts(self) -> Layer:
         """What of the second half of a layer with experts is neither theirs nor on the network."""
-        nothing = elementwise("", 0.0)
-        block = self._block([], (nothing, nothing), 0.0)
-        forward, backward = ([*part, self._travel] for part in (block.forward, block.backward))
-        return Block(forward, backward, block.saved, 0.0, 0.0)
+        travel = Layer((self._travel,), (self._travel,))
+        return self._block([], (0.0, 0.0), 0.0) + travel
 
     @property
     def _travel(self) -> Operator:
-        return elementwise("dispatch, combine", 2 * (self.own + self.sent))
+        return elementwise(2 * (self.own + self.sent))  # dispatch and combine
 
-    def _experts(self) -> Block:
-        model, cut = self.model, self.division
-        held = model.experts / cut.expert
-        rows, columns = self.routed_rows / held, model.inner * model.hidden / cut.slices
-        products = [
-            Matmul("expert up", rows, model.hidden, columns, held),
-            Matmul("expert down", rows, columns, model.hidden, held),
-        ]
-        inner = self.precision.element * self.routed_rows * columns
-        between = (
-            elementwise("activation", 2 * inner),
-            elementwise("activation backward", 3 * inner),
-        )
-        block = self._block(products, between, self.routed + 2 * inner + self.own + self._mask)
+    @cached_property
+    def _experts(self) -> Layer:
+        """The second half of a layer with experts."""
+        element, hidden, cut = self.precision.element, self.model.hidden, self.division
+        held, columns = self.model.experts / cut.expert, self.model.inner * hidden / cut.slices
+        product = matmul(element, self.routed_rows / held, hidden, columns, held)
+        inner = element * self.routed_rows * columns
+        saved = self.routed + 2 * inner + self.own + self._mask
         # Dispatch and combine, there and back: what a device sends it also receives.
         exchanged = 2 * self.sent * (1 - 1 / cut.expert)
-        return Block(
-            [*block.forward, self._travel],
-            [*block.backward, self._travel],
-            block.saved,
-            exchanged,
-            exchanged,
+        parameters = held * 2 * hidden * columns
+        return self._block([product] * 2, (2 * inner, 3 * inner), saved) + Layer(
+            (self._travel,),
+            (self._travel,),
+            forward_network=exchanged,
+            backward_network=exchanged,
+            expert=parameters,
+            reduced=self._reduced(parameters, cut.replicas),
         )
 
     def _divided(
-        self, products: list[Matmul], between: tuple[Operator, Operator], saved: float
-    ) -> Block:
+        self, products: list[Operator], between: tuple[float, float], saved: float, dense: float
+    ) -> Layer:
         """Return a block whose input is gathered and whose output is scattered."""
-        block = self._block(products, between, saved)
-        ring = self._ring(self.gathered)
-        return Block(block.forward, block.backward, block.saved, 2 * ring, 3 * ring)
+        return self._block(products, between, saved) + Layer(
+            (),
+            (),
+            forward_network=2 * self._ring,
+            backward_network=3 * self._ring,
+            dense=dense,
+            reduced=self._reduced(dense, self.division.data),
+        )
 
-    def _block(
-        self, products: list[Matmul], between: tuple[Operator, Operator], saved: float
-    ) -> Block:
-        """Return a norm, ``products`` with an operator ``between``, dropout and residual."""
-        element = self.precision.element
-        norm, norm_back = elementwise("norm", 2 * self.own), elementwise("norm dx", 3 * self.own)
-        dropout = elementwise("dropout, residual", 3 * self.own + self._mask)
-        dropout_back = elementwise("dropout, residual dx", 2 * self.own + self._mask)
-        forward = [norm, *(p.forward(element) for p in products), between[0], dropout]
-        gradients = [g for product in products for g in product.backward(element)]
-        backward = [dropout_back, *gradients, between[1], norm_back]
-        return Block(forward, backward, self.own + saved, 0.0, 0.0)
+    def _block(self, products: list[Operator], between: tuple[float, float], saved: float) -> Layer:
+        """Return a norm, ``products`` with an operator between them that moves so many bytes in
+        forward and in backward, dropout and residual."""
+        forward = (2 * self.own, between[0], 3 * self.own + self._mask)
+        backward = (3 * self.own, between[1], 2 * self.own + self._mask)
+        return Layer(
+            (*products, *map(elementwise, forward)),
+            (*products, *products, *map(elementwise, backward)),
+            self.own + saved,
+        )
 
     @property
     def _mask(self) -> float:
         return self.own * self.precision.mask / self.precision.element
 
-    def _ring(self, whole: float) -> float:
-        """Return the bytes that a device receives to gather ``whole``, or to scatter its sum."""
-        return whole * (1 - 1 / self.division.tensor)
+    @property
+    def _ring(self) -> float:
+        """Bytes that a device receives to gather an activation of the group, or to scatter a
+        sum of its size."""
+        return self.gathered * (1 - 1 / self.division.tensor)
 
     def _reduced(self, parameters: float, holders: int) -> float:
         """Return the bytes received to scatter the sum of gradients over ``holders``."""

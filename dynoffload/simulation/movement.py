@@ -15,11 +15,12 @@ not move. The link carries one transfer at a time, and the first fetch of a step
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from dynoffload.simulation.designs import Placement
 from dynoffload.simulation.moe_cluster import Layer, MoeShard
+from dynoffload.simulation.ranks import Floats, Resource, Timeline
 from dynoffload.simulation.roofline import Accelerator, Operator, SharedLink, work
 
 
@@ -31,7 +32,7 @@ class Order(Enum):
 
 
 class Update(Enum):
-    """What of the optimizer belongs to the step; see [Note: the update]."""
+    """What of the optimizer belongs to the step."""
 
     NONE = "none"
     GRADIENTS = "gradients kept"
@@ -162,32 +163,27 @@ def serial(steps: Sequence[Visit], device: Accelerator) -> Segments:
 
 def partly_hidden(whole: Segments, share: float) -> Segments:
     """Return a serial step whose movement runs under ``share`` of the rest, 0 to 1."""
-    left = max(0.0, whole.remote_s - share * whole.busy_s)
-    return Segments(whole.compute_s, whole.local_s, left, whole.network_s)
+    return replace(whole, remote_s=max(0.0, whole.remote_s - share * whole.busy_s))
 
 
 def ahead(steps: Sequence[Visit], device: Accelerator) -> Segments:
     """Return the step when bytes move while layers run; see [Note: moving ahead]."""
-    rate = device.remote.share
-    whole = serial(steps, device)
-    ended: list[float] = []
-    link = waited = 0.0
-    planned = _planned(steps)
+    rate, whole, planned = device.remote.share, serial(steps, device), _planned(steps)
+    tasks, ended = Timeline(1), list[Floats]()
+
+    def store(number: int) -> None:
+        tasks.add(Resource.LINK, planned[number][1] / rate, [ended[number]])
+
     for number, (visit, (fetched, _)) in enumerate(zip(steps, planned, strict=True)):
-        if number >= 2:
-            link = max(link, ended[number - 2]) + planned[number - 2][1] / rate
-        link += fetched / rate
-        # What is needed is there, and a buffer is free for what will be made.
-        before = ended[-1] if ended else 0.0
-        start = max(link, before)
-        waited += start - before
+        if number >= 2:  # then a buffer is free for what will be made
+            store(number - 2)
+        arrived = tasks.add(Resource.LINK, fetched / rate)
         done = work(visit.operators, device)
         busy = done.compute_s + done.local_s + device.network.seconds(visit.network_bytes)
-        ended.append(start + busy)
+        ended.append(tasks.add(Resource.COMPUTE, busy, [arrived]))
     for number in range(max(0, len(steps) - 2), len(steps)):
-        link = max(link, ended[number]) + planned[number][1] / rate
-    waited += link - ended[-1]
-    return Segments(whole.compute_s, whole.local_s, waited, whole.network_s)
+        store(number)
+    return replace(whole, remote_s=tasks.seconds - whole.busy_s)
 
 
 def buffer_bytes(steps: Sequence[Visit]) -> float:
@@ -207,8 +203,7 @@ def in_turns(whole: Segments, count: float, link: SharedLink) -> Segments:
     """
     alone = count / min(link.port_bytes_per_s, link.bytes_per_s)
     pool = link.sharers * count / link.bytes_per_s
-    exposed = max(alone, pool - whole.busy_s)
-    return Segments(whole.compute_s, whole.local_s, exposed, whole.network_s)
+    return replace(whole, remote_s=max(alone, pool - whole.busy_s))
 
 
 def _planned(steps: Sequence[Visit]) -> list[tuple[float, float]]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from dynoffload.planning.extents import Extents
 from dynoffload.planning.schedule import Schedule, Use
@@ -28,6 +28,15 @@ from dynoffload.simulation.traffic import Transfer
 FAULT_LOOKAHEAD = 8
 """Uses of the plan that a fault may prove past."""
 _REPEATS = 4  # times that one operator asks again for what has left while it waited for the rest
+
+
+@dataclass
+class _Region:
+    content: int  # bytes, without what pads them
+    page: int  # its first, in the file
+    extra: bool
+    placed: bool = False  # see [Note: places]
+    locked: bool = False
 
 
 class SimulatedPager(FastMemory):
@@ -48,13 +57,9 @@ class SimulatedPager(FastMemory):
     ) -> None:
         self._page, self._move_s = page_bytes, move_s
         self._arrived = 0  # pages that transfers have placed for who waits
-        self._contents: list[int] = []
-        self._placed: list[bool] = []
-        self._locked: list[bool] = []
+        self._regions: list[_Region] = []
         self._free: list[int] = []  # numbers of regions that were released, the latest last
         self._extents = Extents(sys.maxsize)
-        self._pages: list[int] = []  # the first of each region, in the file
-        self._is_extra: list[bool] = []
         self._extra = self.most_extra = 0
         self._twins: dict[int, int] = {}
         # Only what an access waits for is a fault: whoever calls a verb pays its transfers alone.
@@ -77,33 +82,31 @@ class SimulatedPager(FastMemory):
         if extra:
             self._extra += padded
             self.most_extra = max(self.most_extra, self._extra)
+        made = _Region(nbytes, page, extra)
         if self._free:
             region = self._free.pop()
-            self.sizes[region], self._contents[region] = padded, nbytes
-            self._pages[region], self._is_extra[region] = page, extra
+            self.sizes[region], self._regions[region] = padded, made
             return region
-        self._pages.append(page)
-        self._is_extra.append(extra)
+        self._regions.append(made)
         self.sizes.append(padded)
-        self._contents.append(nbytes)
-        self._placed.append(False)
-        self._locked.append(False)
         self.extend()
         return len(self.sizes) - 1
 
     def release(self, region: int) -> None:
         """End a region."""
         self.discard(region)
-        self._extents.give(self._pages[region], self.sizes[region] // self._page)
-        self._extra -= self._is_extra[region] * self.sizes[region]
-        self.sizes[region] = self._contents[region] = 0
+        its = self._regions[region]
+        self._extents.give(its.page, self.sizes[region] // self._page)
+        self._extra -= its.extra * self.sizes[region]
+        self.sizes[region] = its.content = 0
         self._free.append(region)
 
     def twin(self, region: int) -> int:
         """Return the region that may trade contents with ``region``."""
         other = self._twins.get(region)
         if other is None:
-            other = self._twins[region] = self.allocate(self._contents[region])
+            content = self._regions[region].content
+            other = self._twins[region] = self.allocate(content, extra=True)
         return other
 
     def size(self, region: int) -> int:
@@ -118,7 +121,7 @@ class SimulatedPager(FastMemory):
     def discard(self, region: int) -> None:
         """Forget a region's bytes; it stays, without content."""
         self.withdraw([region])
-        self._locked[region] = False
+        self._regions[region].locked = False
         self._forget(region)
 
     # Time
@@ -162,7 +165,7 @@ class SimulatedPager(FastMemory):
         for region in regions:
             self._renew(region)
             if self.state[region] is State.HERE:
-                if not self._placed[region] and not self._locked[region]:
+                if not self._regions[region].placed and not self._regions[region].locked:
                     self._place(region)
                 elif self._may_leave(region):
                     self._offer(region)
@@ -170,14 +173,14 @@ class SimulatedPager(FastMemory):
     def access(self, regions: Sequence[int]) -> None:
         """An operator reads or writes the regions: whatever is not placed is waited for."""
         for _ in range(_REPEATS):
-            away = [region for region in regions if not self._placed[region]]
+            away = [region for region in regions if not self._regions[region].placed]
             if not away:
                 return
             for region in away:
                 self._fault(region)
 
     def _fault(self, region: int) -> None:
-        if self._placed[region]:
+        if self._regions[region].placed:
             return
         plan, self._result.faults = self._plan, self._result.faults + 1
         following = plan.next_use(region)
@@ -202,12 +205,12 @@ class SimulatedPager(FastMemory):
         arrived, self._arrived = self._arrived, 0
         self._move(arrived)
         for region in regions:
-            if not self._placed[region]:
+            if not self._regions[region].placed:
                 self._place(region)
 
     def _place(self, region: int, *, beside: bool = False) -> None:
         """See [Note: places]; ``beside`` if a transfer does it."""
-        self._placed[region] = self.dirty[region] = True
+        self._regions[region].placed = self.dirty[region] = True
         self._wanted[region] = False
         self._renew(region)
         if beside:
@@ -239,19 +242,19 @@ class SimulatedPager(FastMemory):
         """Take regions from their addresses: an update of them is put off."""
         for region in regions:
             self.withdraw([region])
-            self._locked[region] = True
+            self._regions[region].locked = True
 
     def unlock(self, regions: Iterable[int]) -> None:
         """The update is about to be made."""
         for region in regions:
-            self._locked[region] = False
+            self._regions[region].locked = False
 
     def withdraw(self, regions: Iterable[int]) -> None:
         """Take regions from their addresses."""
         for region in regions:
             self._settle(region)
-            if self._placed[region]:
-                self._placed[region] = False
+            if self._regions[region].placed:
+                self._regions[region].placed = False
                 self._pins[region] += 1
                 self._move(self._moves(region))
                 self._pins[region] -= 1
@@ -272,9 +275,9 @@ class SimulatedPager(FastMemory):
         return True
 
     def _may_lend(self, region: int, twin: int) -> bool:
-        staged = self.state[region] is State.HERE and not self._placed[region]
+        staged = self.state[region] is State.HERE and not self._regions[region].placed
         clean = self._copied[region] and not self.dirty[region]
-        held = self._pins[region] or self._locked[region]
+        held = self._pins[region] or self._regions[region].locked
         empty = self.state[twin] is State.ABSENT and not self._copied[twin]
         return staged and clean and not held and empty
 
@@ -311,23 +314,27 @@ class SimulatedPager(FastMemory):
 
     def _leave(self, region: int) -> None:
         super()._leave(region)
-        self._placed[region] = False
+        self._regions[region].placed = False
 
     def _arrive(self, transfer: Transfer) -> None:
         region = transfer.region
         super()._arrive(transfer)
-        padding = transfer.nbytes - self._contents[region]
+        padding = transfer.nbytes - self._regions[region].content
         if transfer.reading:
             self._result.bytes_in -= padding
             self._result.prefetched_bytes -= padding * transfer.planned
             self._renew(region)
         else:
             self._result.bytes_out -= padding
-        if self.state[region] is State.HERE and self._wanted[region] and not self._locked[region]:
+        if (
+            self.state[region] is State.HERE
+            and self._wanted[region]
+            and not self._regions[region].locked
+        ):
             self._place(region, beside=True)
 
     def _let_go(self, region: int) -> float:
-        if not self._placed[region]:
+        if not self._regions[region].placed:
             return 0.0
-        self._placed[region] = False
+        self._regions[region].placed = False
         return self._moves(region) * self._move_s

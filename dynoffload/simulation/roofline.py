@@ -76,7 +76,6 @@ class Accelerator:
 class Operator:
     """One kernel: ``flops`` of arithmetic on ``local_bytes`` of local memory."""
 
-    name: str
     flops: float
     local_bytes: float
 
@@ -89,32 +88,16 @@ class Work:
     local_s: float
 
 
-@dataclass(frozen=True)
-class Matmul:
-    """``batch`` products of a ``rows x inner`` with an ``inner x columns`` matrix."""
-
-    name: str
-    rows: float
-    inner: float
-    columns: float
-    batch: float = 1
-
-    def forward(self, element_bytes: int) -> Operator:
-        """Return the product itself."""
-        operands = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
-        flops = 2 * self.batch * self.rows * self.inner * self.columns
-        return Operator(self.name, flops, element_bytes * self.batch * operands)
-
-    def backward(self, element_bytes: int) -> tuple[Operator, Operator]:
-        """Return the two products that make the gradients of both operands."""
-        left = Matmul(f"{self.name} dx", self.rows, self.columns, self.inner, self.batch)
-        right = Matmul(f"{self.name} dw", self.inner, self.rows, self.columns, self.batch)
-        return left.forward(element_bytes), right.forward(element_bytes)
+def matmul(element: int, rows: float, inner: float, columns: float, batch: float = 1) -> Operator:
+    """Return ``batch`` products of a ``rows x inner`` with an ``inner x columns`` matrix, of
+    ``element`` bytes each; either product that makes the gradient of an operand costs the same."""
+    operands = rows * inner + inner * columns + rows * columns
+    return Operator(2 * batch * rows * inner * columns, element * batch * operands)
 
 
-def elementwise(name: str, moved: float) -> Operator:
+def elementwise(moved: float) -> Operator:
     """Return an operator whose arithmetic is negligible beside the ``moved`` bytes."""
-    return Operator(name, 0.0, moved)
+    return Operator(0.0, moved)
 
 
 def work(operators: Iterable[Operator], accelerator: Accelerator) -> Work:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any
 
 from dynoffload.errors import TraceError
 from dynoffload.planning.schedule import Use
@@ -99,27 +99,13 @@ class Workload:
         return peak
 
 
-class _Timed(Protocol):
-    @property
-    def seconds(self) -> float: ...
-
-
-One = TypeVar("One", bound=_Timed)
-
-
-def spread(parts: Sequence[One], whole: float) -> tuple[One, ...]:
+def spread(parts: Sequence[Any], whole: float) -> tuple[Any, ...]:
     """Return dataclasses with other seconds, ``whole`` together: what lies between them is given to
     them evenly; if they take longer, as where a recorder slowed them down, all are shortened."""
     taken = sum(part.seconds for part in parts)
-    if taken > whole:
-        return tuple(_with(part, part.seconds * whole / taken) for part in parts)
-    between = (whole - taken) / max(1, len(parts))
-    return tuple(_with(part, part.seconds + between) for part in parts)
-
-
-def _with(part: One, seconds: float) -> One:
-    made: One = replace(cast(Any, part), seconds=seconds)
-    return made
+    shorter = min(1.0, whole / taken) if taken else 1.0
+    between = max(0.0, whole - taken) / max(1, len(parts))
+    return tuple(replace(part, seconds=part.seconds * shorter + between) for part in parts)
 
 
 def workload(traces: Iterable[Trace], costs: CostModel | None = None) -> Workload:

@@ -88,14 +88,7 @@ class Tiled(nn.Module):
         return found
 
     def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
         """Split what has the whole's names, by views; see `nn.Module.load_state_dict`."""
         assigned = bool(local_metadata.get("assign_to_params_buffers"))  # then views would be tied
@@ -110,20 +103,12 @@ class Tiled(nn.Module):
                 part = whole[piece.part]
                 state_dict[name] = part.clone() if assigned else part
             elif not piece.part[-1].start:
-                error_msgs.append(
+                rest[-1].append(
                     f"size mismatch for {piece.whole}: copying a param with shape "
                     f"{tuple(whole.shape)} from checkpoint, the shape of the tiles of the current "
                     f"model together is {piece.shape}."
                 )
-        super()._load_from_state_dict(
-            state_dict,
-            prefix,
-            local_metadata,
-            strict,
-            missing_keys,
-            unexpected_keys,
-            error_msgs,
-        )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
 
 class TiledLinear(Tiled):
@@ -192,18 +177,23 @@ class TiledLinear(Tiled):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
 
 
-class TiledEmbedding(Tiled):
-    """`nn.Embedding` whose table is split by columns; made by `tile`.
-
-    Output and gradients are the whole's bit for bit; so are those of ``padding_idx``,
-    ``scale_grad_by_freq`` and ``sparse``.
-    """
+class TiledTable(Tiled):
+    """`nn.Embedding` as tiles, made by `tile`. Output and gradients are the whole's bit for bit."""
 
     plain = nn.Embedding
-    dim = 1
 
     num_embeddings: int
     embedding_dim: int
+
+    def extra_repr(self) -> str:
+        """Return what `nn.Embedding` says of itself."""
+        return f"{self.num_embeddings}, {self.embedding_dim}"
+
+
+class TiledEmbedding(TiledTable):
+    """A table split by columns; ``padding_idx`` and the like are those of each tile."""
+
+    dim = 1
 
     def reset_parameters(self) -> None:
         """Give all tiles values as `nn.Embedding` draws them; other numbers than the whole's."""
@@ -211,25 +201,15 @@ class TiledEmbedding(Tiled):
             assert isinstance(tile, nn.Embedding)
             tile.reset_parameters()
 
-    def extra_repr(self) -> str:
-        """Return what `nn.Embedding` says of itself."""
-        return f"{self.num_embeddings}, {self.embedding_dim}"
 
+class TiledRows(TiledTable):
+    """A table split by rows, as it is the weight of a linear layer too.
 
-class TiledRows(Tiled):
-    """`nn.Embedding` whose table is split by rows, as it is the weight of a linear layer too; made
-    by `tile`.
-
-    Tiles are parameters of both. Each looks up the indices that are its own. Output and gradients
-    are the whole's bit for bit; how many indices a tile has is known only as it runs, so that
-    ``torch.compile`` breaks its graph here.
+    Tiles are parameters of both. Each looks up the indices that are its own; how many it has is
+    known only as it runs, so that ``torch.compile`` breaks its graph here.
     """
 
-    plain = nn.Embedding
     dim = 0
-
-    num_embeddings: int
-    embedding_dim: int
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the rows ``[..., embedding_dim]`` of indices ``[...]``.
@@ -253,10 +233,6 @@ class TiledRows(Tiled):
             )
         found = torch.cat(rows).index_select(0, order.argsort())
         return found.reshape(*x.shape, self.embedding_dim)
-
-    def extra_repr(self) -> str:
-        """Return what `nn.Embedding` says of itself."""
-        return f"{self.num_embeddings}, {self.embedding_dim}"
 
 
 def lengths_of(

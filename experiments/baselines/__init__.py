@@ -40,7 +40,7 @@ def baseline(
         BudgetError: as the block is entered, or in a step: the budget is too small.
     """
     if name == DTR:
-        from dynoffload.experiments.baselines.dtr.session import recomputing
+        from dynoffload.experiments.baselines.dtr import recomputing
 
         return recomputing(model, optimizer, budget)
     from dynoffload.experiments.baselines.replay import replaying

@@ -32,12 +32,10 @@ class Output(NamedTuple):
     Attributes:
         loss: scalar, in nats; None without targets.
         logits: of what is predicted, the classes last.
-        ran: how much of what may be left out was run: blocks, pieces, or their share.
     """
 
     loss: Tensor | None
     logits: Tensor
-    ran: Any = None
 
 
 def moved(value: Any, device: torch.device) -> Any:

@@ -75,7 +75,7 @@ class EarlyLSTM(nn.Module):
             losses.append(F.cross_entropy(logits, label))
             if logits.detach().softmax(dim=1).max() >= self.sure:
                 break
-        return Output(torch.stack(losses).mean(), logits, len(losses))
+        return Output(torch.stack(losses).mean(), logits)
 
     def sample_features(self, statement: Statement) -> InputFeatures:
         """Describe a statement by its bytes, each with the one before it, and how many there are.

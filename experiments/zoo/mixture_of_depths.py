@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dynoffload.experiments.zoo.building import Output, texts
-from dynoffload.experiments.zoo.moe_lm import Attention, Expert, Rotary, described
-from dynoffload.profiler.input_features import InputFeatures
+from dynoffload.experiments.zoo.building import texts
+from dynoffload.experiments.zoo.moe_lm import Attention, Decoder, Expert
 from dynoffload.profiler.routing import RoutingProbe
 
 PRESETS: dict[str, dict[str, int]] = {
@@ -62,16 +61,13 @@ class Router(nn.Module):
         return torch.sigmoid(F.linear(x, self.score.weight, self.score.bias)).amax(dim=0)
 
 
-class MixtureOfDepths(nn.Module):
+class MixtureOfDepths(Decoder):
     """The language model; a batch's rows are taken one after the other, as each takes its path.
 
     Args:
-        hidden: width of the residual stream.
         layers: how many blocks, of which every other one may be left out.
-        heads: attention heads; divides ``hidden`` into even widths.
         width: inner width of a feed-forward network.
         capacity: share of the tokens that should take part in a block that may be left out.
-        vocabulary: how many different tokens; bytes by default.
         balance: weight of the loss that holds the share there.
     """
 
@@ -82,56 +78,37 @@ class MixtureOfDepths(nn.Module):
         heads: int,
         width: int,
         capacity: float = 0.125,
-        vocabulary: int = 256,
         balance: float = 0.1,
     ) -> None:
-        super().__init__()
-        self.capacity, self.vocabulary, self.balance = capacity, vocabulary, balance
-        self.embedding = nn.Embedding(vocabulary, hidden)
-        self.rotary = Rotary(hidden // heads)
-        self.blocks = nn.ModuleList(Block(hidden, heads, width) for _ in range(layers))
+        super().__init__(
+            hidden, layers, heads, lambda _: Block(hidden, heads, width), balance=balance
+        )
+        self.capacity = capacity
         self.routers = nn.ModuleList(Router(hidden, capacity) for _ in range(layers // 2))
-        self.norm = nn.RMSNorm(hidden)
-        self.head = nn.Linear(hidden, vocabulary, bias=False)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Output:
-        """Predict each token's successor.
-
-        Args:
-            tokens: int64 ``[rows, length]``.
-            targets: int64 ``[rows, length]``.
-        """
-        cos, sin = self.rotary(tokens.shape[1])
-        rows, shares, losses = [], [], []
-        for row in self.embedding(tokens):
-            x = row[None]
-            for index, block in enumerate(self.blocks):
+    def run(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """See `Decoder.run`."""
+        rows, losses = [], []
+        for row in x.split(1):  # type: ignore[no-untyped-call]
+            for index, block in enumerate(self.layers):
                 if index % 2 == 0:
-                    x = x + block(x, cos, sin)
+                    row = row + block(row, cos, sin)
                     continue
-                chance = self.routers[index // 2](x[0])
+                chance = self.routers[index // 2](row[0])
                 takes = (chance > 0.5).to(chance.dtype)
                 part = torch.where(chance > 0.5)[0]
                 if len(part):
-                    added = block(x[:, part], cos[part], sin[part])
-                    x = x.index_add(1, part, added * chance[part, None])
-                shares.append(takes.mean())
+                    added = block(row[:, part], cos[part], sin[part])
+                    row = row.index_add(1, part, added * chance[part, None])
                 soft = takes + (chance - chance.detach())  # the share's gradient is the chance's
                 losses.append((soft.mean() - self.capacity).square())
-            rows.append(x)
-        logits: Tensor = self.head(self.norm(torch.cat(rows)))
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-        loss = loss + self.balance * torch.stack(losses).mean()
-        return Output(loss, logits, torch.stack(shares).mean())
-
-    def sample_features(self, tokens: Tensor, targets: Tensor) -> InputFeatures:
-        """Describe a sample by its tokens, each with the two before it; see `described`."""
-        return described(tokens, self.vocabulary)
+            rows.append(row)
+        return torch.cat(rows), losses
 
     def routing_probes(self) -> list[RoutingProbe]:
         """Return the routers, in order: each can be asked about what another is given."""
         return [
-            RoutingProbe(f"routers.{number}", (f"blocks.{2 * number + 1}",), router.foretell)
+            RoutingProbe(f"routers.{number}", (f"layers.{2 * number + 1}",), router.foretell)
             for number, router in enumerate(self.routers)
             if isinstance(router, Router)
         ]

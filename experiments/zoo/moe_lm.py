@@ -8,6 +8,8 @@ blocks it makes differs by sample.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -108,16 +110,37 @@ class Expert(nn.Module):
         return out
 
 
-class MoE(nn.Module):
-    """Experts of which each token takes its ``top_k`` most likely ones."""
+class Routed(nn.Module):
+    """Experts of which each token takes the ``top_k`` most likely ones."""
 
-    def __init__(self, hidden: int, width: int, experts: int, top_k: int) -> None:
+    def __init__(
+        self, hidden: int, experts: int, top_k: int, expert: Callable[[], nn.Module]
+    ) -> None:
         super().__init__()
         if top_k > experts:
             raise ValueError(f"top_k={top_k} must lie between 1 and experts={experts}")
         self.top_k = top_k
         self.router = nn.Linear(hidden, experts, bias=False)
-        self.experts = nn.ModuleList(Expert(hidden, width) for _ in range(experts))
+        self.experts = nn.ModuleList(expert() for _ in range(experts))
+
+    def chosen(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the chances of the experts chosen for ``x``, ``[tokens, hidden]``, and which they
+        are, each ``[tokens, top_k]``, and the balancing loss, a scalar."""
+        chances = F.softmax(self.router(x), dim=-1, dtype=torch.float32)
+        weights, chosen = chances.topk(self.top_k, dim=-1)
+        load = torch.zeros_like(chances).scatter(1, chosen, 1.0).mean(dim=0) / self.top_k
+        return weights, chosen, len(self.experts) * (load * chances.mean(dim=0)).sum()
+
+    def foretell(self, x: Tensor) -> Tensor:
+        """Return how likely each expert would run if ``x``, ``[tokens, hidden]``, came here."""
+        return chosen_by_any(F.linear(x, self.router.weight).float(), self.top_k)
+
+
+class MoE(Routed):
+    """SwiGLU experts, whose outputs a token mixes by their chances."""
+
+    def __init__(self, hidden: int, width: int, experts: int, top_k: int) -> None:
+        super().__init__(hidden, experts, top_k, lambda: Expert(hidden, width))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Run the experts that any token chose, in ascending order.
@@ -128,51 +151,114 @@ class MoE(nn.Module):
         Returns:
             The mixed outputs, ``[tokens, hidden]``, and the balancing loss, a scalar.
         """
-        chances = F.softmax(self.router(x), dim=-1, dtype=torch.float32)
-        weights, chosen = chances.topk(self.top_k, dim=-1)
+        weights, chosen, balance = self.chosen(x)
         weights = weights / weights.sum(dim=-1, keepdim=True)
         mixed = torch.zeros_like(x)
         for index in sorted(set(chosen.flatten().tolist())):
             token, place = torch.where(chosen == index)
             out = self.experts[index](x[token]) * weights[token, place, None]
             mixed.index_add_(0, token, out.to(mixed.dtype))
-        experts = len(self.experts)
-        load = torch.zeros_like(chances).scatter(1, chosen, 1.0).mean(dim=0) / self.top_k
-        return mixed, experts * (load * chances.mean(dim=0)).sum()
-
-    def foretell(self, x: Tensor) -> Tensor:
-        """Return how likely each expert would run if ``x``, ``[tokens, hidden]``, came here."""
-        return chosen_by_any(F.linear(x, self.router.weight).float(), self.top_k)
+        return mixed, balance
 
 
 class Layer(nn.Module):
-    """Attention, then experts, each behind a norm and around a residual."""
+    """Attention, then ``moe``: experts or one feed-forward network, each behind a norm and around a
+    residual."""
 
-    def __init__(self, hidden: int, heads: int, width: int, experts: int, top_k: int) -> None:
+    def __init__(self, hidden: int, heads: int, moe: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(hidden)
         self.attention = Attention(hidden, heads)
         self.moe_norm = nn.RMSNorm(hidden)
-        self.moe = MoE(hidden, width, experts, top_k)
+        self.moe = moe()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``[rows, length, hidden]`` for the same, and the layer's balancing loss."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return ``[rows, length, hidden]`` for the same, and the balancing loss of experts."""
         x = x + self.attention(self.attention_norm(x), cos, sin)
-        mixed, balance = self.moe(self.moe_norm(x).flatten(0, 1))
-        return x + mixed.view_as(x), balance
+        out, balance = self.moe(self.moe_norm(x).flatten(0, 1)), None
+        if isinstance(self.moe, Routed):
+            out, balance = out
+        return x + out.view_as(x), balance
 
 
-class MoELM(nn.Module):
-    """The language model.
+class Decoder(nn.Module):
+    """A language model around layers of the given kind.
 
     Args:
         hidden: width of the residual stream.
         layers: how many blocks.
         heads: attention heads; divides ``hidden`` into even widths.
-        experts: experts per layer.
+        layer: makes a block, by its number.
+        vocabulary: how many different tokens; bytes by default.
+        balance: weight of the layers' own losses.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        layers: int,
+        heads: int,
+        layer: Callable[[int], nn.Module],
+        vocabulary: int = 256,
+        balance: float = 0.01,
+    ) -> None:
+        super().__init__()
+        self.vocabulary, self.balance = vocabulary, balance
+        self.embedding = nn.Embedding(vocabulary, hidden)
+        self.rotary = Rotary(hidden // heads)
+        self.layers = nn.ModuleList(layer(number) for number in range(layers))
+        self.norm = nn.RMSNorm(hidden)
+        self.head = nn.Linear(hidden, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Output:
+        """Predict each token's successor.
+
+        Args:
+            tokens: int64 ``[rows, length]``.
+            targets: int64 ``[rows, length]``; without them there is no loss.
+        """
+        x, balances = self.run(self.embedding(tokens), *self.rotary(tokens.shape[1]))
+        logits: Tensor = self.head(self.norm(x))
+        if targets is None:
+            return Output(None, logits)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        if balances:
+            loss = loss + self.balance * torch.stack(balances).mean()
+        return Output(loss, logits)
+
+    def run(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Run the layers on ``[rows, length, hidden]``; return what comes out and their losses."""
+        balances = []
+        for layer in self.layers:
+            x, balance = layer(x, cos, sin)
+            if balance is not None:
+                balances.append(balance)
+        return x, balances
+
+    def sample_features(self, tokens: Tensor, targets: Tensor | None = None) -> InputFeatures:
+        """Describe a sample by its tokens, each with the two before it; see `described`."""
+        return described(tokens, self.vocabulary)
+
+    def routing_probes(self) -> list[RoutingProbe]:
+        """Return the layers' experts, in order: each can be asked about what another is given."""
+        return [
+            RoutingProbe(
+                f"layers.{number}.moe",
+                tuple(f"layers.{number}.moe.experts.{e}" for e in range(len(layer.moe.experts))),
+                layer.moe.foretell,
+            )
+            for number, layer in enumerate(self.layers)
+            if isinstance(layer, Layer) and isinstance(layer.moe, Routed)
+        ]
+
+
+class MoELM(Decoder):
+    """The language model; see `Decoder`.
+
+    Args:
+        experts: per layer.
         width: inner width of an expert.
         top_k: experts per token.
-        vocabulary: how many different tokens; bytes by default.
         tied: whether the head shares the embedding's weight.
         balance: weight of the load-balancing loss (Fedus et al., 2022, equation 4).
     """
@@ -189,52 +275,12 @@ class MoELM(nn.Module):
         tied: bool = False,
         balance: float = 0.01,
     ) -> None:
-        super().__init__()
-        self.vocabulary, self.balance = vocabulary, balance
-        self.embedding = nn.Embedding(vocabulary, hidden)
-        self.rotary = Rotary(hidden // heads)
-        self.layers = nn.ModuleList(
-            Layer(hidden, heads, width, experts, top_k) for _ in range(layers)
-        )
-        self.norm = nn.RMSNorm(hidden)
-        self.head = nn.Linear(hidden, vocabulary, bias=False)
+        def layer(number: int) -> nn.Module:
+            return Layer(hidden, heads, lambda: MoE(hidden, width, experts, top_k))
+
+        super().__init__(hidden, layers, heads, layer, vocabulary, balance)
         if tied:
             self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Output:
-        """Predict each token's successor.
-
-        Args:
-            tokens: int64 ``[rows, length]``.
-            targets: int64 ``[rows, length]``; without them there is no loss.
-        """
-        x = self.embedding(tokens)
-        cos, sin = self.rotary(tokens.shape[1])
-        balances = []
-        for layer in self.layers:
-            x, balance = layer(x, cos, sin)
-            balances.append(balance)
-        logits: Tensor = self.head(self.norm(x))
-        if targets is None:
-            return Output(None, logits)
-        entropy = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-        return Output(entropy + self.balance * torch.stack(balances).mean(), logits)
-
-    def sample_features(self, tokens: Tensor, targets: Tensor | None = None) -> InputFeatures:
-        """Describe a sample by its tokens, each with the two before it; see `described`."""
-        return described(tokens, self.vocabulary)
-
-    def routing_probes(self) -> list[RoutingProbe]:
-        """Return the layers' mixtures, in order: each can be asked about what another is given."""
-        return [
-            RoutingProbe(
-                f"layers.{number}.moe",
-                tuple(f"layers.{number}.moe.experts.{e}" for e in range(len(layer.moe.experts))),
-                layer.moe.foretell,
-            )
-            for number, layer in enumerate(self.layers)
-            if isinstance(layer, Layer)
-        ]
 
 
 def described(tokens: Tensor, vocabulary: int) -> InputFeatures:

@@ -129,7 +129,7 @@ class MultiScale(nn.Module):
             losses.append(F.cross_entropy(logits, batch.labels))
             if logits.detach().softmax(dim=1).amax(dim=1).min() >= self.sure:
                 break
-        return Output(torch.stack(losses).mean(), logits, len(losses))
+        return Output(torch.stack(losses).mean(), logits)
 
     def sample_features(self, batch: ImageBatch) -> InputFeatures:
         """Describe images by how much ink they have, and how it is spread."""

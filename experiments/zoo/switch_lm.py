@@ -15,10 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dynoffload.experiments.zoo.building import Output, chosen_by_any, texts
-from dynoffload.experiments.zoo.moe_lm import Attention, Rotary, described
-from dynoffload.profiler.input_features import InputFeatures
-from dynoffload.profiler.routing import RoutingProbe
+from dynoffload.experiments.zoo.building import texts
+from dynoffload.experiments.zoo.moe_lm import Decoder, Layer, Routed
 
 PRESETS: dict[str, dict[str, int]] = {
     "tiny": {"hidden": 64, "layers": 4, "heads": 4, "experts": 32, "width": 64},
@@ -45,14 +43,12 @@ class FeedForward(nn.Module):
         return out
 
 
-class Switch(nn.Module):
+class Switch(Routed):
     """Experts of which each token takes the most likely one, while that has room."""
 
     def __init__(self, hidden: int, width: int, experts: int, capacity: float) -> None:
-        super().__init__()
+        super().__init__(hidden, experts, 1, lambda: FeedForward(hidden, width))
         self.capacity = capacity
-        self.router = nn.Linear(hidden, experts, bias=False)
-        self.experts = nn.ModuleList(FeedForward(hidden, width) for _ in range(experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Run the experts that any token goes to, in ascending order.
@@ -64,59 +60,23 @@ class Switch(nn.Module):
             The experts' outputs, ``[tokens, hidden]``, zeros where a token found no room, and the
             balancing loss, a scalar.
         """
-        experts = len(self.experts)
-        chances = F.softmax(self.router(x), dim=-1, dtype=torch.float32)
-        chance, chosen = chances.max(dim=-1)
-        room = max(1, math.ceil(self.capacity * len(x) / experts))
+        chance, chosen, balance = self.chosen(x)
+        room = max(1, math.ceil(self.capacity * len(x) / len(self.experts)))
         mixed = torch.zeros_like(x)
-        for index in sorted(set(chosen.tolist())):
-            token = torch.where(chosen == index)[0][:room]
-            out = self.experts[index](x[token]) * chance[token, None]
+        for index in sorted(set(chosen.flatten().tolist())):
+            token = torch.where(chosen[:, 0] == index)[0][:room]
+            out = self.experts[index](x[token]) * chance[token]
             mixed.index_copy_(0, token, out.to(mixed.dtype))
-        load = F.one_hot(chosen, experts).float().mean(dim=0)
-        return mixed, experts * (load * chances.mean(dim=0)).sum()
-
-    def foretell(self, x: Tensor) -> Tensor:
-        """Return how likely each expert would run if ``x``, ``[tokens, hidden]``, came here."""
-        return chosen_by_any(F.linear(x, self.router.weight).float(), 1)
+        return mixed, balance
 
 
-class Layer(nn.Module):
-    """Attention, then a feed-forward network, each behind a norm and around a residual."""
-
-    def __init__(self, hidden: int, heads: int, width: int, experts: int, capacity: float) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(hidden)
-        self.attention = Attention(hidden, heads)
-        self.norm = nn.RMSNorm(hidden)
-        dense = FeedForward(hidden, width)
-        self.feed_forward: nn.Module = (
-            Switch(hidden, width, experts, capacity) if experts else dense
-        )
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return ``[rows, length, hidden]`` for the same, and the balancing loss of experts."""
-        x = x + self.attention(self.attention_norm(x), cos, sin)
-        given = self.norm(x).flatten(0, 1)
-        if isinstance(self.feed_forward, Switch):
-            mixed, balance = self.feed_forward(given)
-        else:
-            mixed, balance = self.feed_forward(given), None
-        return x + mixed.view_as(x), balance
-
-
-class SwitchLM(nn.Module):
-    """The language model.
+class SwitchLM(Decoder):
+    """The language model, whose every other layer has experts; see `Decoder`.
 
     Args:
-        hidden: width of the residual stream.
-        layers: how many blocks, of which every other one has experts.
-        heads: attention heads; divides ``hidden`` into even widths.
-        experts: experts per layer that has them.
+        experts: per layer that has them.
         width: inner width of an expert, and of a dense feed-forward network.
         capacity: times its even share of the tokens that an expert takes at most.
-        vocabulary: how many different tokens; bytes by default.
-        balance: weight of the load-balancing loss (equation 4).
     """
 
     def __init__(
@@ -127,56 +87,10 @@ class SwitchLM(nn.Module):
         experts: int,
         width: int,
         capacity: float = 1.25,
-        vocabulary: int = 256,
-        balance: float = 0.01,
     ) -> None:
-        super().__init__()
-        self.vocabulary, self.balance = vocabulary, balance
-        self.embedding = nn.Embedding(vocabulary, hidden)
-        self.rotary = Rotary(hidden // heads)
-        self.layers = nn.ModuleList(
-            Layer(hidden, heads, width, experts if n % 2 else 0, capacity) for n in range(layers)
-        )
-        self.norm = nn.RMSNorm(hidden)
-        self.head = nn.Linear(hidden, vocabulary, bias=False)
+        def layer(number: int) -> nn.Module:
+            if number % 2:
+                return Layer(hidden, heads, lambda: Switch(hidden, width, experts, capacity))
+            return Layer(hidden, heads, lambda: FeedForward(hidden, width))
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Output:
-        """Predict each token's successor.
-
-        Args:
-            tokens: int64 ``[rows, length]``.
-            targets: int64 ``[rows, length]``; without them there is no loss.
-        """
-        x = self.embedding(tokens)
-        cos, sin = self.rotary(tokens.shape[1])
-        balances = []
-        for layer in self.layers:
-            x, balance = layer(x, cos, sin)
-            if balance is not None:
-                balances.append(balance)
-        logits: Tensor = self.head(self.norm(x))
-        if targets is None:
-            return Output(None, logits)
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-        if balances:
-            loss = loss + self.balance * torch.stack(balances).mean()
-        return Output(loss, logits)
-
-    def sample_features(self, tokens: Tensor, targets: Tensor | None = None) -> InputFeatures:
-        """Describe a sample by its tokens, each with the two before it; see `described`."""
-        return described(tokens, self.vocabulary)
-
-    def routing_probes(self) -> list[RoutingProbe]:
-        """Return the layers that have experts, in order."""
-        return [
-            RoutingProbe(
-                f"layers.{number}.feed_forward",
-                tuple(
-                    f"layers.{number}.feed_forward.experts.{expert}"
-                    for expert in range(len(layer.feed_forward.experts))
-                ),
-                layer.feed_forward.foretell,
-            )
-            for number, layer in enumerate(self.layers)
-            if isinstance(layer.feed_forward, Switch)
-        ]
+        super().__init__(hidden, layers, heads, layer)

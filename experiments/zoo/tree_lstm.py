@@ -88,21 +88,16 @@ class TreeLSTM(nn.Module):
         return Output(F.cross_entropy(logits.float(), tree.labels), logits)
 
     def sample_features(self, tree: Tree) -> InputFeatures:
-        """Describe a tree by its nodes in the order of the cell's calls; see `described`."""
-        return described(tree)
+        """Describe a tree by its nodes in the order of the cell's calls.
 
-
-def described(tree: Tree) -> InputFeatures:
-    """Describe a tree by its nodes, children first.
-
-    Returns:
-        A sample whose elements are int64 ``[nodes, 3]``: arity, kind, parent's kind.
-    """
-    arity = np.fromiter(map(len, tree.children), dtype=np.int64, count=len(tree))
-    columns = (arity, tree.kinds.cpu().numpy(), tree.labels.cpu().numpy())
-    values = {
-        "nodes": float(len(tree)),
-        "leaves": float((arity == 0).sum()),
-        "widest": float(arity.max()),
-    }
-    return InputFeatures(values=values, elements=np.stack(columns, axis=1)[:MAX_ELEMENTS])
+        Returns:
+            A sample whose elements are int64 ``[nodes, 3]``: arity, kind, parent's kind.
+        """
+        arity = np.fromiter(map(len, tree.children), dtype=np.int64, count=len(tree))
+        columns = (arity, tree.kinds.cpu().numpy(), tree.labels.cpu().numpy())
+        values = {
+            "nodes": float(len(tree)),
+            "leaves": float((arity == 0).sum()),
+            "widest": float(arity.max()),
+        }
+        return InputFeatures(values=values, elements=np.stack(columns, axis=1)[:MAX_ELEMENTS])

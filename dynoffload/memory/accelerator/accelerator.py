@@ -21,14 +21,13 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from dynoffload.errors import BudgetError
-from dynoffload.memory.accelerator.pool import RegionPool
+from dynoffload.memory.accelerator.pool import UNKNOWN, RegionPool
 from dynoffload.memory.accelerator.region import DeviceRegion, State
 from dynoffload.memory.accelerator.rows import unseen
-from dynoffload.memory.accelerator.run_ahead import UNKNOWN
 from dynoffload.memory.accelerator.storages import RegionStorage
-from dynoffload.memory.device import Cause, Counters, Event
+from dynoffload.memory.device import Cause, Counters
 from dynoffload.memory.region_allocator import Place, users_of
-from dynoffload.planning.cursor import NEVER, PlanCursor
+from dynoffload.planning.cursor import PlanCursor
 from dynoffload.planning.schedule import Kind, Schedule, Use
 from dynoffload.units import format_bytes
 
@@ -51,10 +50,10 @@ class Accelerator(RegionPool):
 
     def _admit(self, region: int, place: Place) -> None:
         padded = place.pages * self.page_bytes
-        if self._host.budget is not None and padded > self._host.budget:
+        if self._host_budget is not None and padded > self._host_budget:
             raise BudgetError(
                 f"a region of {format_bytes(place.nbytes)} does not fit host memory of "
-                f"{format_bytes(self._host.budget)}: raise host_budget"
+                f"{format_bytes(self._host_budget)}: raise host_budget"
             )
         storage = RegionStorage(0, device=self._streams.device)  # type: ignore[no-untyped-call]
 
@@ -68,7 +67,7 @@ class Accelerator(RegionPool):
         offset = place.page * self.page_bytes
         with self._mutex:
             self._clock += 1
-            cell = DeviceRegion(region, place.nbytes, padded, offset, storage, self._clock)
+            cell = DeviceRegion(region, offset, padded, place.nbytes, self._clock, storage=storage)
             self._cells[region] = cell
             self._by_storage[storage._cdata] = region
         storage.bring, storage.content = bring, place.nbytes
@@ -97,9 +96,10 @@ class Accelerator(RegionPool):
             BudgetError: there is no room beside what is held.
         """
         padded = self.padded(nbytes)
-        cell = DeviceRegion(-1, nbytes, padded, 0, RegionStorage(0, device=self.device), 0)  # type: ignore[no-untyped-call]
+        storage = RegionStorage(0, device=self.device)  # type: ignore[no-untyped-call]
+        cell = DeviceRegion(-1, 0, padded, nbytes, storage=storage)
         with self._mutex:
-            free = self.capacity - sum(c.padded for c in self._cells.values() if c.pins)
+            free = self._unpinned_bytes
             if padded > free:
                 raise BudgetError(
                     f"{what} takes {format_bytes(nbytes)} at once, and the pool of "
@@ -114,7 +114,7 @@ class Accelerator(RegionPool):
             yield cell.storage
         finally:
             with self._mutex, torch._C._DisableTorchDispatch():
-                self._free(cell)
+                self._empty(cell)
 
     # What is used
 
@@ -144,15 +144,10 @@ class Accelerator(RegionPool):
                 cell = self._cells.get(region)
                 if cell is not None:
                     cell.pins -= 1
-                    cell.tick = self._run_ahead.use
+                    cell.tick = self._now
 
     def acquire(self, regions: Sequence[int], *, pin: bool = False) -> None:
-        """See `Device.acquire`. Whoever asks may write the regions, and says no more.
-
-        Raises:
-            BudgetError: the regions do not fit together, or others are held there.
-            SpillError: the file cannot be read or written.
-        """
+        """See `Device.acquire`. Whoever asks may write the regions, and says no more."""
         self.meet_owner(regions)
         with self._mutex:  # all along: what nobody holds might leave before it is noted
             self._bring(regions, pin=pin)
@@ -184,25 +179,8 @@ class Accelerator(RegionPool):
                 cell.pins -= 1
                 cell.tick = UNKNOWN
 
-    def touch(self, regions: Sequence[int]) -> None:
-        """See `Device.touch`.
-
-        Raises:
-            SpillError: the file cannot be read or written.
-        """
-        with self._mutex:
-            room = self.capacity - sum(c.padded for c in self._cells.values() if c.pins)
-            fitting = []
-            for region in dict.fromkeys(regions):
-                cell = self._cells[region]
-                need = 0 if cell.pins else cell.padded
-                if need <= room:
-                    room -= need
-                    fitting.append(region)
-            self._bring(fitting, pin=False)
-
     @unseen
-    def _bring(self, regions: Sequence[int], *, pin: bool) -> None:
+    def _bring(self, regions: Sequence[int], *, pin: bool, patient: bool = True) -> None:
         with self._mutex:
             self._check_room(regions)
             cells = [self._cells[region] for region in dict.fromkeys(regions)]
@@ -219,11 +197,6 @@ class Accelerator(RegionPool):
                 if not kept:
                     for cell in cells:
                         cell.pins -= 1
-
-    def discard(self, region: int) -> None:
-        """See `Device.discard`."""
-        with self._mutex:
-            self._forget(self._cells[region])
 
     def clear(self, regions: Sequence[int]) -> None:
         """See `Device.clear`."""
@@ -254,9 +227,9 @@ class Accelerator(RegionPool):
     def advance(self, position: int) -> None:
         """See `Device.advance`."""
         with self._mutex:
-            behind = self._run_ahead.next()
+            behind = self._next_use()
         if behind is not None:
-            behind.wait()  # with no lock held: files go on
+            behind.wait()  # with no lock held
         with self._mutex:
             self._workspace.see(self._streams.given_bytes, self._bare)
             self._plan.advance(position)
@@ -266,35 +239,21 @@ class Accelerator(RegionPool):
     def _go_on(self) -> None:
         """Carry out what is due of the plan, as far as there is room."""
         self._reap()
-        while (action := self._plan.due()) is not None:
-            cell = self._cells.get(action.region)
-            if cell is not None and not self._carry_out(action.kind, cell):
-                break
+        while (due := self._due()) is not None and self._carry_out(*due):
             self._plan.done()
         for region in self._plan.coming(_READ_AHEAD):
             cell = self._cells.get(region)
             if cell is not None and cell.in_file and not (cell.in_host or cell.here):
-                self._host.fetch(cell, wait=False)
+                self._read(cell, wait=False)
 
     def _carry_out(self, kind: Kind, cell: DeviceRegion) -> bool:
-        """Return whether an action was carried out, or reality has overtaken it."""
-        next_use = self._plan.next_use(cell.region)
+        """Return whether a planned transfer was begun; else there is no room for it yet."""
         if kind is Kind.EVICT:
-            if cell.state is not State.PRESENT or cell.pins or next_use <= self._plan.position:
-                return True
             return self._leave(cell, Cause.PLAN)
-        if cell.state is State.PRESENT or next_use == NEVER or not cell.has_content:
-            return True
-        if cell.padded + self._reserve > self.capacity - self._used:
+        need = cell.padded + self._reserve
+        if need > self._free:
             self._reap()
-            if cell.padded + self._reserve > self.capacity - self._used:
-                return False
-        return self._enter(cell, Cause.PLAN, [cell])
-
-    def reserve(self, nbytes: int) -> None:
-        """See `Device.reserve`."""
-        with self._mutex:
-            self._reserve = -(-nbytes // self.page_bytes) * self.page_bytes
+        return need <= self._free and self._enter(cell, Cause.PLAN, [cell])
 
     # What happened
 
@@ -303,34 +262,16 @@ class Accelerator(RegionPool):
         with self._mutex:
             return sorted(c.region for c in self._cells.values() if c.state is not State.ABSENT)
 
-    def resident_bytes(self) -> int:
-        """See `Device.resident_bytes`."""
-        return self._used
-
-    def taken_bytes(self) -> int:
-        """See `Device.taken_bytes`: memory of the process, which is the host's."""
-        return self._host.nbytes
-
     def counters(self) -> Counters:
         """See `Device.counters`."""
         with self._mutex:
-            self._host.check()
-            peak, self._peak = self._peak, self._used
-            return self._tally.counters(self._used, peak)
-
-    def events(self) -> list[Event]:
-        """See `Device.events`."""
-        with self._mutex:
-            return self._tally.take_events()
+            self._check_file()
+            return super().counters()
 
     # The end
 
     def keep(self, region: int) -> bool:
-        """See `Device.keep`.
-
-        Raises:
-            SpillError: it cannot be read.
-        """
+        """See `Device.keep`."""
         with self._mutex:
             cell = self._cells[region]
             if cell.storage.bring is None:
@@ -352,7 +293,7 @@ class Accelerator(RegionPool):
     @unseen
     def below(self, region: int) -> torch.UntypedStorage | None:
         """See `Device.below`: host memory, if it has no budget; else others would lack it."""
-        if self._host.budget is not None:
+        if self._host_budget is not None:
             return None
         with self._mutex:
             cell = self._cells[region]
@@ -362,7 +303,7 @@ class Accelerator(RegionPool):
                 return None
             self._settle(cell)
             cell.copied = None
-            storage = self._host.give_away(cell)
+            storage = self._give_away(cell)
             self._forget(cell)
             return storage
 
@@ -394,7 +335,6 @@ class Accelerator(RegionPool):
             for cell in self._cells.values():
                 self._settle(cell)
                 cell.storage.bring = None
-        self._host.close()
-        self._spill.close()
+        self._close_host()
         self._cells.clear()  # and their memory goes, though whoever refers to this lives on
         self._by_storage.clear()

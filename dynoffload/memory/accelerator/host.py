@@ -1,82 +1,112 @@
 """The tiers below the accelerator: host memory, and a file where that has a budget of its own.
 
-Everything here is called with the device's lock held, which is released while the file is waited
-for. Transfers of the file run in threads of their own; copies from and to the accelerator are given
-to its streams by the device, and are only waited for here.
+Everything here is called with the device's lock held. Transfers of the file run in threads of their
+own, which want no lock; copies from and to the accelerator are given to its streams by the device,
+and are only waited for here.
+
+[Note: pieces]  Host memory is taken in a few pieces. A copy may not cross from one piece that was
+pinned into another. So a region lies in one, and a region larger than a piece gets one of its own.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from typing import NoReturn
 
 import torch
 
 from dynoffload.errors import BudgetError
-from dynoffload.memory.accelerator.pinned_pool import PinnedPool, Slot
-from dynoffload.memory.accelerator.region import DeviceRegion, Traffic
+from dynoffload.memory.accelerator.region import DeviceRegion, Slot
+from dynoffload.memory.accelerator.rows import Rows
 from dynoffload.memory.accelerator.streams import StreamEvent, Streams
 from dynoffload.memory.device import called
 from dynoffload.memory.spill import UNREAD, UNWRITTEN, NoFile, SpillFile, failure, reason, transfer
-from dynoffload.units import format_bytes
+from dynoffload.planning.extents import Extents
+from dynoffload.units import MiB, format_bytes
+
+_PIECE = 64 * MiB
 
 
-class HostTier:
+class HostTier(Rows):
     """Host memory, and the file below it.
 
     Args:
         streams: of the accelerator, whose copies go through the memory.
-        page_bytes: slots are multiples of it.
+        capacity: bytes of the accelerator's memory for regions.
+        page_bytes: regions, and so slots, are multiples of it.
+        spill: the file; one that is none takes nothing.
         need: bytes that regions will take at least.
         budget: bytes of host memory; None: as many as regions take.
-        spill: the file; one that is none takes nothing.
-        cells: the regions, by number.
-        mutex: the device's lock.
-        next_use: when a region is used next, by the plan.
-        names: what messages call regions.
         threads: that read and write the file.
     """
 
     def __init__(
         self,
         streams: Streams,
+        capacity: int,
         page_bytes: int,
+        spill: SpillFile | NoFile,
         need: int,
         budget: int | None,
-        spill: SpillFile | NoFile,
-        cells: Mapping[int, DeviceRegion],
-        mutex: threading.RLock,
-        next_use: Callable[[int], int],
-        names: Mapping[int, str],
         threads: int,
     ) -> None:
-        self._spill, self._cells, self._names = spill, cells, names
-        self._next_use = next_use
+        super().__init__(capacity, page_bytes, spill, 0)
+        self.device, self._streams, self._host_budget = streams.device, streams, budget
+        self._pieces: list[tuple[torch.Tensor, Extents]] = []  # with what is free of each
+        self._given: set[int] = set()  # pieces of which a slot was given away
         pages = -(-need // page_bytes) if budget is None else budget // page_bytes
-        self._pool = PinnedPool(streams, page_bytes, pages * page_bytes, grows=budget is None)
-        self.budget = budget
-        self._settled = threading.Condition(mutex)  # told when a transfer of the file is over
+        if pages:
+            self._add_piece(pages * page_bytes)
         self._draining: list[tuple[Slot, StreamEvent]] = []  # slots that copies still use
         self._workers: ThreadPoolExecutor | None = None
         if isinstance(spill, SpillFile):
             self._workers = ThreadPoolExecutor(threads, "dynoffload-file")
-        self._failed: list[DeviceRegion] = []  # whose error somebody is to be told
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory taken, in use or not."""
-        return self._pool.nbytes
+    def taken_bytes(self) -> int:
+        """See `Device.taken_bytes`: memory of the process, which is the host's."""
+        return sum(len(piece) for piece, _ in self._pieces)
 
-    def content(self, cell: DeviceRegion) -> torch.Tensor:
-        """Return the bytes of a region's slot, uint8."""
+    # Slots; see [Note: pieces]
+
+    def _content(self, cell: DeviceRegion, nbytes: int = 0) -> torch.Tensor:
+        """Return the bytes of a region's slot, uint8; ``nbytes`` of them, if that is said."""
         assert cell.slot is not None
-        return self._pool.bytes_of(cell.slot, cell.nbytes)
+        begin = cell.slot.page * self.page_bytes
+        return self._pieces[cell.slot.piece][0][begin : begin + (nbytes or cell.nbytes)]
 
-    # Slots
+    def _take_slot(self, nbytes: int) -> Slot | None:
+        """Return a slot of whole pages; None if there is no room, and none can be taken.
 
-    def place(self, cell: DeviceRegion, *, wait: bool) -> bool:
+        Raises:
+            BudgetError: the host has no more memory to give.
+        """
+        pages = nbytes // self.page_bytes
+        for number, (_, free) in enumerate(self._pieces):
+            if (page := free.take(pages)) is not None:
+                return Slot(number, page, pages)
+        if self._host_budget is not None:
+            return None
+        self._add_piece(max(nbytes, _PIECE))
+        return self._take_slot(nbytes)
+
+    def _give_slot(self, slot: Slot) -> None:
+        self._pieces[slot.piece][1].give(slot.page, slot.pages)
+
+    def _add_piece(self, nbytes: int) -> None:
+        pages = -(-nbytes // self.page_bytes)
+        try:
+            with torch.inference_mode(False):  # it outlives whichever mode it is first asked for in
+                piece = self._streams.host(pages * self.page_bytes)
+        except MemoryError as error:
+            raise BudgetError(
+                f"the host has no {format_bytes(nbytes)} more beside the "
+                f"{format_bytes(self.taken_bytes())} that hold what is not on the accelerator: "
+                "pass host_budget= what it can spare, and the rest goes to a file"
+            ) from error
+        self._pieces.append((piece, Extents(pages)))
+
+    def _place(self, cell: DeviceRegion, *, wait: bool) -> bool:
         """Give a region a slot, if it has none.
 
         Args:
@@ -90,80 +120,83 @@ class HostTier:
             BudgetError: nothing leaves.
             SpillError: those that should leave cannot be written.
         """
-        while self._failed:  # what could not be written then may be written now
-            self._failed.pop().error = 0
+        for one in self._seen_over():
+            one.error = 0  # what could not be written then may be written now
         while cell.slot is None:
             self._drain()
-            cell.slot = self._pool.take(cell.padded)
+            cell.slot = self._take_slot(cell.padded)
             if cell.slot is not None:
                 return True
-            victim = self._victim(cell, any_time=wait)
+            victim = self._host_victim(cell, any_time=wait)
             if victim is not None:
-                self._send_out(victim)
+                self._send_below(victim)
             elif not wait:
                 return False
             elif not self._wait_for_any():
                 raise BudgetError(
                     f"no {format_bytes(cell.padded)} of host memory came free for "
-                    f"{called(self._names, cell.region, cell.nbytes)}: raise host_budget "
-                    f"({format_bytes(self._pool.nbytes)})"
+                    f"{called(self.names, cell.region, cell.nbytes)}: raise host_budget "
+                    f"({format_bytes(self.taken_bytes())})"
                 )
             if wait:
-                self.check()
+                self._check_file()
         return True
 
-    def give_away(self, cell: DeviceRegion) -> torch.UntypedStorage:
+    def _give_away(self, cell: DeviceRegion) -> torch.UntypedStorage:
         """Return what a region's slot holds as a storage that outlives this; the slot is gone, and
         no copy of it is under way."""
         assert cell.slot is not None
-        slot, cell.slot, cell.in_host = cell.slot, None, False
-        return self._pool.give_away(slot, cell.nbytes)
+        content = self._content(cell).numpy().data
+        self._given.add(cell.slot.piece)
+        cell.slot, cell.in_host = None, False
+        return torch.frombuffer(content, dtype=torch.uint8).untyped_storage()
 
-    def leave(self, cell: DeviceRegion) -> None:
+    def _leave_host(self, cell: DeviceRegion) -> None:
         """Take a region's slot from it; what it holds there is gone."""
-        self.settle(cell)
+        cell.finish()
         slot, cell.slot, cell.in_host = cell.slot, None, False
         if slot is not None and cell.copied is not None:
             self._draining.append((slot, cell.copied))
             cell.copied = None
         elif slot is not None:
-            self._pool.give(slot)
+            self._give_slot(slot)
 
     def _drain(self) -> None:
         draining, self._draining = self._draining, []
         for slot, copied in draining:
             if copied.reached():
-                self._pool.give(slot)
+                self._give_slot(slot)
             else:
                 self._draining.append((slot, copied))
 
-    def _victim(self, wanted: DeviceRegion, *, any_time: bool) -> DeviceRegion | None:
+    def _host_victim(self, wanted: DeviceRegion, *, any_time: bool) -> DeviceRegion | None:
         """Return who leaves host memory first for ``wanted``: whoever need not be written, then
         whoever is used last; not ``any_time``: if that is later than ``wanted`` is."""
         found: DeviceRegion | None = None
-        best = (False, -1 if any_time else self._next_use(wanted.region), 0)
+        best = (False, -1 if any_time else self._plan.next_use(wanted.region), 0)
         for cell in self._cells.values():
             if cell.slot is None or cell is wanted or not cell.slot_is_idle() or cell.error:
                 continue
             free = not cell.in_host or cell.in_file
             if not free and self._workers is None:
                 continue
-            rank = (free, self._next_use(cell.region), -cell.stamp)
+            rank = (free, self._plan.next_use(cell.region), -cell.stamp)
             if rank > best:
                 found, best = cell, rank
         return found
 
-    def _send_out(self, cell: DeviceRegion) -> None:
+    def _send_below(self, cell: DeviceRegion) -> None:
         """Let a region leave host memory: at once, or once the file has it."""
         if not cell.in_host or cell.in_file:
-            self.leave(cell)
+            self._leave_host(cell)
         else:
-            self._begin(cell, Traffic.WRITING)
+            self._begin(cell, reads=False)
 
     def _wait_for_any(self) -> bool:
         """Wait until a slot may have come free; return whether anything was under way."""
-        if any(cell.traffic is not Traffic.NONE for cell in self._cells.values()):
-            self._settled.wait(1.0)
+        under_way = [cell.io for cell in self._cells.values() if cell.io is not None]
+        if under_way:
+            wait_for(under_way, return_when=FIRST_COMPLETED)
             return True
         cells = sorted(self._cells.values(), key=lambda cell: cell.stamp)
         copies = [copied for _, copied in self._draining] + [cell.copied for cell in cells]
@@ -174,7 +207,7 @@ class HostTier:
 
     # The file
 
-    def fetch(self, cell: DeviceRegion, *, wait: bool) -> bool:
+    def _read(self, cell: DeviceRegion, *, wait: bool) -> bool:
         """Have a region's bytes brought from the file to its slot.
 
         Args:
@@ -190,73 +223,60 @@ class HostTier:
         """
         if cell.in_host:
             return True
-        if cell.traffic is Traffic.NONE:
-            if not self.place(cell, wait=wait):
+        if cell.io is not None and (wait or cell.io.done()):
+            cell.finish()
+        elif cell.io is None:
+            if not self._place(cell, wait=wait):
                 return False
             cell.error = 0
-            self._begin(cell, Traffic.READING)
-        if not wait:
-            return False
-        self.settle(cell)
-        if cell.error:
+            self._begin(cell, reads=True)
+            if wait:
+                cell.finish()
+        if wait and cell.error:
             self._fail(cell)
         return cell.in_host
 
-    def settle(self, cell: DeviceRegion) -> None:
-        """Wait until the file does nothing with a region's slot."""
-        while cell.traffic is not Traffic.NONE:
-            self._settled.wait(1.0)
-
-    def _begin(self, cell: DeviceRegion, traffic: Traffic) -> None:
+    def _begin(self, cell: DeviceRegion, *, reads: bool) -> None:
+        """Have the file take or give a slot's bytes, with their padding."""
         assert self._workers is not None
-        cell.traffic = traffic
-        self._workers.submit(self._carry, cell, self._in_pages(cell))
+        assert isinstance(self._spill, SpillFile)
+        content = self._content(cell, cell.padded)
+        cell.reads = reads
+        fd = self._spill.fd
+        cell.io = self._workers.submit(transfer, fd, content, cell.offset, reads=reads)
 
-    def _in_pages(self, cell: DeviceRegion) -> torch.Tensor:
-        """Return a slot's bytes with their padding, as the file takes them."""
-        assert cell.slot is not None
-        return self._pool.bytes_of(cell.slot, cell.padded)
-
-    def _carry(self, cell: DeviceRegion, content: torch.Tensor) -> None:
-        """Read or write one region; in a thread of its own."""
-        reads = cell.traffic is Traffic.READING
-        number = 0
-        try:
-            assert isinstance(self._spill, SpillFile)
-            transfer(self._spill.fd, content, cell.offset, reads=reads)
-        except OSError as error:
-            number = error.errno or 5
-        with self._settled:
-            cell.traffic, cell.error = Traffic.NONE, number
-            if not number and reads:
-                cell.in_host = True
-            elif not number:
-                cell.in_file = cell.in_host  # unless it was written on the accelerator meanwhile
-            else:
-                self._failed.append(cell)
-            self._settled.notify_all()
-
-    def check(self) -> None:
+    def _check_file(self) -> None:
         """Raise what the file did to a region since it was asked last.
 
         Raises:
             SpillError: it could not be read or written.
         """
-        if self._failed:
-            self._fail(self._failed[0])
+        for cell in self._seen_over():
+            self._fail(cell)
+
+    def _seen_over(self) -> list[DeviceRegion]:
+        """Note which transfers of the file are over; return the regions whose have failed."""
+        if self._workers is None:
+            return []
+        for cell in self._cells.values():
+            if cell.io is not None and cell.io.done():
+                cell.finish()
+        return [cell for cell in self._cells.values() if cell.error]
 
     def _fail(self, cell: DeviceRegion) -> NoReturn:
         assert isinstance(self._spill, SpillFile)
-        self._failed.remove(cell)
         number, cell.error = cell.error, 0
-        what, why = called(self._names, cell.region, cell.nbytes), reason(number)
+        what, why = called(self.names, cell.region, cell.nbytes), reason(number)
         if cell.in_file:
             raise failure(number, f"{self._spill.unreadable(what, why)}; {UNREAD}")
         raise failure(number, f"{self._spill.unwritable(what, why)}; {UNWRITTEN}")
 
-    def close(self) -> None:
+    def _close_host(self) -> None:
         """Give the memory back; no copy from or to it is under way."""
         if self._workers is not None:
             self._workers.shutdown()
         self._draining.clear()
-        self._pool.close()
+        while self._pieces:
+            piece, _ = self._pieces.pop()
+            self._streams.release(piece, held=len(self._pieces) in self._given)
+        self._spill.close()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,22 +21,22 @@ import torch
 from dynoffload.errors import BudgetError
 from dynoffload.memory.accelerator.host import HostTier
 from dynoffload.memory.accelerator.region import DeviceRegion, State
-from dynoffload.memory.accelerator.rows import Rows, bytes_of, unseen
-from dynoffload.memory.accelerator.run_ahead import RunAhead
-from dynoffload.memory.accelerator.streams import Streams, TimedEvent
+from dynoffload.memory.accelerator.rows import bytes_of, unseen
+from dynoffload.memory.accelerator.streams import StreamEvent, Streams, TimedEvent
 from dynoffload.memory.accelerator.workspace import WorkspaceEstimate
 from dynoffload.memory.device import Cause, EventKind, called
 from dynoffload.memory.spill import NoFile, SpillFile
-from dynoffload.memory.tally import Tally
-from dynoffload.planning.cursor import PlanCursor
 from dynoffload.units import KiB, format_bytes
 
 logger = logging.getLogger(__name__)
 
 PAGE = 4 * KiB
+UNKNOWN = -1
+"""The number of a use that nobody knows: work may still be given."""
+_AHEAD = 4  # uses
 
 
-class RegionPool(Rows):
+class RegionPool(HostTier):
     """The ground of an accelerator: the pool, and the ways in and out of it.
 
     All of it but what `Device` names is called with ``_mutex`` held.
@@ -75,49 +75,34 @@ class RegionPool(Rows):
         spill: SpillFile | NoFile = NoFile(spill_dir)
         if host_budget is not None:
             spill = SpillFile(spill_dir, need)
-        super().__init__(capacity // page_bytes * page_bytes, page_bytes, spill, 0)
-        self.name, self.device = f"accelerator {streams.name}", streams.device
-        self._streams = streams
-        self._mutex = threading.RLock()
-        self._cells: dict[int, DeviceRegion] = {}
-        self._plan = PlanCursor()
+        whole = capacity // page_bytes * page_bytes
         try:
-            self._host = HostTier(
-                streams,
-                page_bytes,
-                need,
-                host_budget,
-                spill,
-                self._cells,
-                self._mutex,
-                lambda region: self._plan.next_use(region),
-                self.names,
-                threads,
-            )
+            super().__init__(streams, whole, page_bytes, spill, need, host_budget, threads)
         except BaseException:
             spill.close()
             raise
-        self._tally, self._run_ahead = Tally(), RunAhead(streams)
+        self.name = f"accelerator {streams.name}"
+        self._uses: deque[tuple[int, StreamEvent]] = deque()  # an event after each of the last
+        self._now = 0  # the number of the use that is under way
         self._leaving: list[DeviceRegion] = []  # in order
-        self._clock = 0
-        self._used = self._peak = 0
         self._bare = self._bare_peak = 0  # the same without padding, as the allocator gives it
         self._workspace = WorkspaceEstimate(self.capacity, least, budget)
         self._budget = self.capacity if budget is None else budget
-        self._reserve = 0
         self._closed = self._said_full = False
         self._process = os.getpid()
         self._locked: set[int] = set()
         self.on_locked: Callable[[int], None] = self._locked.discard
         self._resize(self._workspace.capacity)
 
+    def _may_leave(self, cell: DeviceRegion) -> bool:
+        return cell.state is State.PRESENT and not cell.pins
+
+    def _may_come(self, cell: DeviceRegion) -> bool:
+        return cell.state is not State.PRESENT and cell.has_content
+
     def _use(self, cell: DeviceRegion) -> None:
         """Let the compute stream go on once a region that has entered is there."""
-        self._clock += 1
-        cell.stamp = self._clock
-        if cell.prefetched:
-            cell.prefetched = False
-            self._tally.used_bytes += cell.nbytes
+        super()._use(cell)
         if cell.ready is not None:
             late = not cell.ready.reached()
             wait = self._arrive(cell)
@@ -139,12 +124,12 @@ class RegionPool(Rows):
             Whether it was done.
         """
         must = cause is not Cause.PLAN
-        while cell.state is State.ABSENT:  # each may let go of the lock, and undo the other
-            if self.capacity - self._used < cell.padded:
+        while cell.state is State.ABSENT:  # each may undo another
+            if self._free < cell.padded:
                 if not self._make_room(cell.padded, must, wanted):
                     return False
             elif cell.in_file and not cell.in_host:
-                if not self._host.fetch(cell, wait=must) and not must:
+                if not self._read(cell, wait=must) and not must:
                     return False
             elif self._fill(cell, must):
                 self._give_content(cell, cause)
@@ -192,7 +177,7 @@ class RegionPool(Rows):
             elif cell.in_host or cell.in_file:
                 self._copy_in(cell, cause)
         except BaseException:  # nobody may take what lies there for the region's
-            self._free(cell)
+            self._empty(cell)
             raise
 
     @unseen
@@ -201,7 +186,7 @@ class RegionPool(Rows):
         cell.written()
 
     def _copy_in(self, cell: DeviceRegion, cause: Cause) -> None:
-        content, now = self._host.content(cell), self._streams.now()
+        content, now = self._content(cell), self._streams.now()
         cell.ready = cell.copied = copy = self._streams.copy_in(cell.storage, content, [now])
         cell.here = True
         self._tally.bytes_in += cell.nbytes
@@ -223,9 +208,9 @@ class RegionPool(Rows):
 
     def _make_room(self, need: int, must: bool, wanted: Sequence[DeviceRegion]) -> bool:
         """Have ``need`` bytes free; by a plan, only those that are free by now."""
-        while self.capacity - self._used < need:
+        while self._free < need:
             if self._reap() or not must:
-                if not must and self.capacity - self._used < need:
+                if not must and self._free < need:
                     return False
                 continue
             victim = self._victim(self._plan.position) or self._victim(-1)
@@ -238,17 +223,6 @@ class RegionPool(Rows):
             self._end(self._leaving[0])
         return True
 
-    def _victim(self, later_than: int) -> DeviceRegion | None:
-        """Return the region used latest among those used after ``later_than``; among equals what
-        was used longest ago."""
-        found, best = None, (later_than, 0)
-        for cell in self._cells.values():
-            if cell.state is State.PRESENT and not cell.pins:
-                next_use = self._plan.next_use(cell.region)
-                if next_use > later_than and (found is None or (next_use, -cell.stamp) > best):
-                    found, best = cell, (next_use, -cell.stamp)
-        return found
-
     def _leave(self, cell: DeviceRegion, cause: Cause) -> bool:
         """Send a region out: at once, or once host memory has its bytes.
 
@@ -257,22 +231,15 @@ class RegionPool(Rows):
         """
         if cell.ready is not None:  # nobody has used it
             self._arrive(cell)
-        if cell.prefetched:
-            cell.prefetched = False
-            self._tally.wasted_bytes += cell.nbytes
+        self._unused(cell)
         if not cell.is_dirty:
-            self._free(cell)
+            self._empty(cell)
             return True
-        while True:  # to wait lets go of the lock: others may take its slot from it meanwhile
-            if not self._host.place(cell, wait=cause is not Cause.PLAN):
-                return False
-            self._host.settle(cell)
-            if cell.slot is not None:
-                break
-        if cell.pins or cell.state is not State.PRESENT or not cell.is_dirty:
-            return True  # things have moved on while host memory was waited for
-        content = self._host.content(cell)
-        copy = self._streams.copy_out(content, cell.storage, [self._run_ahead.after(cell.tick)])
+        if not self._place(cell, wait=cause is not Cause.PLAN):
+            return False
+        cell.finish()
+        content = self._content(cell)
+        copy = self._streams.copy_out(content, cell.storage, [self._after(cell.tick)])
         cell.gone = cell.copied = copy
         cell.state, cell.in_host = State.LEAVING, True
         self._leaving.append(cell)
@@ -286,7 +253,7 @@ class RegionPool(Rows):
         self._streams.after(cell.gone)
         cell.gone = None
         self._leaving.remove(cell)
-        self._free(cell)
+        self._empty(cell)
 
     def _reap(self) -> bool:
         """Take the memory of what has left by now; return whether anything has."""
@@ -295,7 +262,7 @@ class RegionPool(Rows):
             self._end(cell)
         return bool(gone)
 
-    def _free(self, cell: DeviceRegion) -> None:
+    def _empty(self, cell: DeviceRegion) -> None:
         self._streams.empty(cell.storage)
         self._used -= cell.padded
         self._bare -= cell.nbytes
@@ -304,16 +271,29 @@ class RegionPool(Rows):
     @unseen
     def _forget(self, cell: DeviceRegion) -> None:
         """Let go of a region's memory everywhere, and of what it held."""
-        if cell.prefetched:
-            self._tally.wasted_bytes += cell.nbytes
+        self._unused(cell)
         if cell.ready is not None:
             self._arrive(cell)
         if cell.state is State.LEAVING:
             self._end(cell)
         elif cell.state is State.PRESENT:
-            self._free(cell)
-        self._host.leave(cell)
+            self._empty(cell)
+        self._leave_host(cell)
         cell.forget()
+
+    # How far the host is ahead; see [Note: ahead] in `accelerator`
+
+    def _next_use(self) -> StreamEvent | None:
+        """A use begins, and all work of those before was given; return what to wait for, so that
+        the host is not too far ahead."""
+        self._now += 1
+        self._uses.append((self._now, self._streams.now()))
+        return self._uses.popleft()[1] if len(self._uses) > _AHEAD else None
+
+    def _after(self, use: int) -> StreamEvent:
+        """Return an event after all work of ``use``."""
+        later = (event for number, event in self._uses if number > use != UNKNOWN)
+        return next(later, None) or self._streams.now()
 
     # The pool, and the end
 
@@ -378,4 +358,4 @@ class RegionPool(Rows):
         for event in (cell.ready, cell.gone, cell.copied):
             if event is not None:
                 event.wait()
-        self._host.settle(cell)
+        cell.finish()

@@ -8,12 +8,15 @@ bytes anywhere.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import errno
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
-from dynoffload.memory.accelerator.pinned_pool import Slot
 from dynoffload.memory.accelerator.storages import RegionStorage
 from dynoffload.memory.accelerator.streams import StreamEvent
+from dynoffload.memory.region_cache import CachedRegion
 
 
 class State(Enum):
@@ -24,25 +27,20 @@ class State(Enum):
     LEAVING = "leaving"
 
 
-class Traffic(Enum):
-    """What the file does with a region's slot."""
+class Slot(NamedTuple):
+    """A place in host memory: the number of the piece, the first page there, and the pages."""
 
-    NONE = "none"
-    READING = "reading"
-    WRITING = "writing"
+    piece: int
+    page: int
+    pages: int
 
 
 @dataclass(eq=False, slots=True)
-class DeviceRegion:
+class DeviceRegion(CachedRegion):
     """One region.
 
     Attributes:
-        region: its number.
-        nbytes: its content.
-        padded: the bytes that it takes in each tier.
-        offset: where it lies in the file.
         storage: its bytes on the accelerator; empty while it is absent.
-        stamp: last use, for LRU.
         state: whether it takes memory there.
         here: the accelerator has its newest bytes.
         in_host: its slot has them, once ``copied`` is reached.
@@ -52,19 +50,13 @@ class DeviceRegion:
         copied: the last copy from or to the slot, until somebody has seen that it is over.
         ready: the end of the copy in, for which the compute stream has not waited yet.
         gone: the end of the copy out, while it is leaving.
-        traffic: what the file does with the slot.
-        error: errno of a transfer of the file that somebody is to be told.
-        pins: holds it on the accelerator.
-        tick: the number of its last use; see `run_ahead`.
-        prefetched: brought by plan and not yet used.
+        io: a transfer between the slot and the file, until somebody has seen that it is over.
+        reads: into the slot, or out of it.
+        error: errno of such a transfer that somebody is to be told.
+        tick: the number of its last use, in whose order work is given to the compute stream.
     """
 
-    region: int
-    nbytes: int
-    padded: int
-    offset: int
-    storage: RegionStorage
-    stamp: int
+    storage: RegionStorage = field(kw_only=True)
     state: State = State.ABSENT
     here: bool = False
     in_host: bool = False
@@ -74,11 +66,10 @@ class DeviceRegion:
     copied: StreamEvent | None = None
     ready: StreamEvent | None = None
     gone: StreamEvent | None = None
-    traffic: Traffic = Traffic.NONE
+    io: Future[None] | None = None
+    reads: bool = False
     error: int = 0
-    pins: int = 0
     tick: int = 0
-    prefetched: bool = False
 
     @property
     def is_dirty(self) -> bool:
@@ -100,6 +91,22 @@ class DeviceRegion:
 
     def slot_is_idle(self) -> bool:
         """Return whether nothing is copied from or to the slot."""
+        if self.io is not None and self.io.done():
+            self.finish()
         if self.copied is not None and self.copied.reached():
             self.copied = None
-        return self.copied is None and self.traffic is Traffic.NONE
+        return self.copied is None and self.io is None
+
+    def finish(self) -> None:
+        """Wait until the file does nothing with the slot, and note what it has done."""
+        if self.io is None:
+            return
+        failed, self.io = self.io.exception(), None
+        if failed is not None:
+            if not isinstance(failed, OSError):
+                raise failed
+            self.error = failed.errno or errno.EIO
+        elif self.reads:
+            self.in_host = True
+        else:
+            self.in_file = self.in_host  # unless it was written on the accelerator meanwhile

@@ -17,9 +17,11 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from dynoffload.memory.accelerator.region import DeviceRegion
 from dynoffload.memory.accelerator.storages import RowStorage
 from dynoffload.memory.device import called
-from dynoffload.memory.region_allocator import RegionAllocator, users_of
+from dynoffload.memory.region_allocator import users_of
+from dynoffload.memory.region_cache import RegionCache
 from dynoffload.memory.spill import NoFile, SpillFile
 
 logger = logging.getLogger(__name__)
@@ -98,7 +100,7 @@ def tensors_over(storage: torch.UntypedStorage) -> Iterator[torch.Tensor]:
             yield one
 
 
-class Rows(RegionAllocator):
+class Rows(RegionCache[DeviceRegion]):
     """The ground of an accelerator: which storage is which region's, or which row's."""
 
     def __init__(
@@ -125,8 +127,8 @@ class Rows(RegionAllocator):
         row = Row(tuple(regions), nbytes, storage)
         storage.slice_bytes = nbytes
         storage.slices = [self.storage(region)._cdata for region in regions]
-        storage.read = functools.partial(self._read, row)
-        storage.write = functools.partial(self._write, row)
+        storage.read = functools.partial(self._copy_row, row)
+        storage.write = functools.partial(self._copy_row, row, writes=True)
         with self._placing:
             self._number -= 1
             self._by_number[self._number] = row
@@ -180,22 +182,14 @@ class Rows(RegionAllocator):
 
     @unseen
     @torch.no_grad()
-    def _read(self, row: Row, target: torch.UntypedStorage) -> None:
-        """Copy a row's bytes into an ordinary storage."""
+    def _copy_row(self, row: Row, other: torch.UntypedStorage, *, writes: bool = False) -> None:
+        """Copy a row's bytes into an ordinary storage, or give it those of one."""
         for number, region in enumerate(row.regions):
-            theirs = bytes_of(target, number * row.slice_bytes, row.slice_bytes)
-            self.use([region])
-            theirs.copy_(bytes_of(self.storage(region), 0, row.slice_bytes))
-            self.used([region])
-
-    @unseen
-    @torch.no_grad()
-    def _write(self, row: Row, source: torch.UntypedStorage) -> None:
-        """Give a row the bytes of an ordinary storage."""
-        for number, region in enumerate(row.regions):
-            theirs = bytes_of(source, number * row.slice_bytes, row.slice_bytes)
-            self.use([region], [region])
-            bytes_of(self.storage(region), 0, row.slice_bytes).copy_(theirs)
+            theirs = bytes_of(other, number * row.slice_bytes, row.slice_bytes)
+            self.use([region], [region] if writes else [])
+            ours = bytes_of(self.storage(region), 0, row.slice_bytes)
+            target, source = (ours, theirs) if writes else (theirs, ours)
+            target.copy_(source)
             self.used([region])
 
     @unseen

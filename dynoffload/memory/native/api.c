@@ -309,37 +309,24 @@ API void pager_hide(struct pager *p, uint32_t id, uint32_t page)
 }
 
 /* Follow a new plan from position 0. Uses are sorted by position. */
-API int pager_plan(struct pager *p, const int64_t *action_position, const uint8_t *action_kind,
-                   const uint32_t *action_region, uint32_t actions, const int64_t *use_position,
-                   const uint32_t *use_region, uint32_t uses)
+API int pager_plan(struct pager *p, const struct action *action, uint32_t actions,
+                   const struct use *use, uint32_t uses)
 {
-    uint32_t *last = malloc(sizeof *last * (p->region_capacity + 1));
-    if (!last)
-        return ENOMEM;
+    uint32_t *last = calloc(p->region_capacity + 1, sizeof *last); /* one past a region's last use */
     HOLD(p);
     plan_clear(p);
-#define COPY(field, count)                                                                          \
-    do {                                                                                            \
-        p->field = malloc(sizeof *p->field * (count + 1));                                          \
-        if (p->field)                                                                               \
-            memcpy(p->field, field, sizeof *p->field * count);                                      \
-    } while (0)
-    COPY(action_position, actions);
-    COPY(action_kind, actions);
-    COPY(action_region, actions);
-    COPY(use_position, uses);
-    COPY(use_region, uses);
-    p->use_next = malloc(sizeof *p->use_next * (uses + 1));
-    int whole = p->action_position && p->action_kind && p->action_region && p->use_position &&
-                p->use_region && p->use_next;
+    p->action = malloc(sizeof *action * (actions + 1));
+    p->use = malloc(sizeof *use * (uses + 1));
+    int whole = last && p->action && p->use;
     if (whole) {
+        memcpy(p->action, action, sizeof *action * actions);
+        memcpy(p->use, use, sizeof *use * uses);
         p->actions = actions;
         p->uses = uses;
-        memset(last, 0xff, sizeof *last * (p->region_capacity + 1));
         for (uint32_t i = uses; i-- > 0;) {
-            p->use_next[i] = last[use_region[i]];
-            last[use_region[i]] = i;
-            p->regions[use_region[i]].next_use = use_position[i];
+            p->use[i].next = (int64_t)last[use[i].region] - 1;
+            last[use[i].region] = i + 1;
+            p->regions[use[i].region].next_use = use[i].position;
         }
         for (uint32_t i = 0; i < p->region_high; i++)
             p->regions[i].busy = 0; /* what could not move then may move now */

@@ -13,38 +13,20 @@
 
 #define SECTOR 512u
 
-static uint64_t sum_bytes(uint64_t sum, const void *bytes, uint64_t nbytes)
-{
-    const uint64_t *words = bytes;
-    uint64_t lane[4] = {sum, sum + 1, sum + 2, sum + 3};
-    for (uint64_t i = 0; i + 4 <= nbytes / 8; i += 4)
-        for (int j = 0; j < 4; j++) {
-            uint64_t h = (lane[j] ^ words[i + j]) * 0x9e3779b97f4a7c15ull;
-            lane[j] = h ^ (h >> 29);
-        }
-    for (int j = 0; j < 4; j++)
-        sum = (sum ^ lane[j]) * 0xff51afd7ed558ccdull, sum ^= sum >> 32;
-    return sum;
-}
-
-static uint64_t sample(uint64_t sum, const void *bytes, uint64_t nbytes)
-{
-    const uint64_t *words = bytes;
-    for (uint64_t i = 0; i < nbytes / 8; i += SECTOR / 8) {
-        uint64_t h = (sum ^ words[i]) * 0x9e3779b97f4a7c15ull;
-        sum = h ^ (h >> 29);
-    }
-    return sum;
-}
-
 /* The checksum of a region whose pages are in slots. See [Note: checksums]. */
 static uint64_t sum_of(const struct pager *p, const struct region *r)
 {
-    uint64_t sum = 0;
+    uint64_t lane[4] = {0, 1, 2, 3}, step = p->debug ? 1 : SECTOR / 8, sum = 0;
     for (uint32_t i = 0; i < r->pages; i++) {
-        const char *slot = p->base + (uint64_t)(p->arena_pages + r->slots[i]) * p->page_bytes;
-        sum = (p->debug ? sum_bytes : sample)(sum, slot, p->page_bytes);
+        const uint64_t *words = (const uint64_t *)slot_address(p, r->slots[i]);
+        for (uint64_t at = 0; at < p->page_bytes / 8; at += 4 * step)
+            for (int j = 0; j < 4; j++) {
+                uint64_t h = (lane[j] ^ words[at + j * step]) * 0x9e3779b97f4a7c15ull;
+                lane[j] = h ^ (h >> 29);
+            }
     }
+    for (int j = 0; j < 4; j++)
+        sum = (sum ^ lane[j]) * 0xff51afd7ed558ccdull, sum ^= sum >> 32;
     return sum;
 }
 
@@ -61,37 +43,21 @@ static int compare(struct pager *p, struct region *r, int write)
 int file_transfer(struct pager *p, struct region *r, int write)
 {
     struct iovec iov[IOV];
-    uint64_t page = p->page_bytes;
-    for (uint32_t first = 0; first < r->pages;) {
+    uint64_t page = p->page_bytes, end = r->pages * page;
+    for (uint64_t at = 0; at < end;) {
         int n = 0;
-        for (uint32_t i = first; i < r->pages && n < IOV; i++, n++) {
-            char *slot = p->base + (uint64_t)(p->arena_pages + r->slots[i]) * page;
-            iov[n] = (struct iovec){slot, page};
-        }
-        uint64_t want = (uint64_t)n * page, done = 0;
-        int64_t offset = r->offset + (int64_t)((uint64_t)first * page);
-        struct iovec *next = iov;
-        while (done < want) {
-            int left = n - (int)(next - iov);
-            ssize_t got = write ? pwritev(p->fd, next, left, offset + (int64_t)done)
-                                : preadv(p->fd, next, left, offset + (int64_t)done);
-            if (got < 0 && errno == EINTR)
-                continue;
-            if (got < 0)
-                return errno;
-            if (got == 0)
-                return EIO; /* past the end of a file that was allocated whole: it was truncated */
-            done += (uint64_t)got;
-            for (uint64_t rest = (uint64_t)got; rest;) {
-                uint64_t step = rest < next->iov_len ? rest : next->iov_len;
-                next->iov_base = (char *)next->iov_base + step;
-                next->iov_len -= step;
-                rest -= step;
-                if (!next->iov_len)
-                    next++;
-            }
-        }
-        first += (uint32_t)n;
+        uint64_t skip = at % page; /* of a page that was moved in part */
+        for (uint64_t i = at / page; i < r->pages && n < IOV; i++, skip = 0)
+            iov[n++] = (struct iovec){slot_address(p, r->slots[i]) + skip, page - skip};
+        ssize_t got = write ? pwritev(p->fd, iov, n, r->offset + (int64_t)at)
+                            : preadv(p->fd, iov, n, r->offset + (int64_t)at);
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got < 0)
+            return errno;
+        if (got == 0)
+            return EIO; /* past the end of a file that was allocated whole: it was truncated */
+        at += (uint64_t)got;
     }
     return compare(p, r, write);
 }

@@ -128,12 +128,20 @@ struct event {
     uint16_t kind, cause;
 };
 
+struct action { /* of a plan, as Python gives it */
+    int64_t position, kind, region;
+};
+
+struct use {
+    int64_t position, region, next; /* the region's next use: its index, or -1 */
+};
+
 struct counters {
     uint64_t bytes_in, bytes_out;
     uint64_t prefetched_bytes, used_bytes, wasted_bytes;
-    uint64_t faults, stalls;
+    uint64_t faults, stalls, events_lost;
     double stall_s;
-    uint64_t pages_in_use, pages_taken, peak_pages, events_lost; /* taken: in use or empty */
+    uint64_t pages_in_use, pages_taken, peak_pages; /* taken: in use or empty */
     int32_t error;          /* errno of the last failed transfer, 0 if none */
     uint32_t error_region;
     int32_t error_is_write;
@@ -180,13 +188,9 @@ struct pager {
 
     /* the plan */
     int64_t position;
-    uint32_t actions, next_action;
-    int64_t *action_position;
-    uint8_t *action_kind;
-    uint32_t *action_region;
-    uint32_t uses, next_used;
-    int64_t *use_position;
-    uint32_t *use_region, *use_next;
+    struct action *action;
+    struct use *use;
+    uint32_t actions, next_action, uses, next_used;
 
     struct event *events;
     uint32_t event_count;
@@ -216,7 +220,14 @@ static inline int fail(struct failure *failure, int kind, int error, uint32_t id
     *failure = (struct failure){kind, error, id};
     return 1;
 }
-char *arena_address(struct pager *, const struct region *);
+static inline char *arena_address(const struct pager *p, const struct region *r)
+{
+    return p->base + (uint64_t)r->page * p->page_bytes;
+}
+static inline char *slot_address(const struct pager *p, uint32_t slot)
+{
+    return p->base + (uint64_t)(p->arena_pages + slot) * p->page_bytes;
+}
 
 /* pool.c: 0 or an errno; what fails has moved nothing */
 int pool_map(struct pager *);

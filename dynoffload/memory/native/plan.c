@@ -7,16 +7,11 @@
 void plan_clear(struct pager *p)
 {
     for (uint32_t i = 0; i < p->uses; i++)
-        p->regions[p->use_region[i]].next_use = NEVER;
-    free(p->action_position);
-    free(p->action_kind);
-    free(p->action_region);
-    free(p->use_position);
-    free(p->use_region);
-    free(p->use_next);
-    p->action_position = p->use_position = NULL;
-    p->action_kind = NULL;
-    p->action_region = p->use_region = p->use_next = NULL;
+        p->regions[p->use[i].region].next_use = NEVER;
+    free(p->action);
+    free(p->use);
+    p->action = NULL;
+    p->use = NULL;
     p->actions = p->next_action = p->uses = p->next_used = 0;
     p->position = 0;
 }
@@ -26,22 +21,18 @@ void plan_advance(struct pager *p, int64_t position)
 {
     if (position < p->position) { /* anchored again, further back: count from the start */
         for (uint32_t i = p->uses; i-- > 0;)
-            if (p->use_position[i] >= position)
-                p->regions[p->use_region[i]].next_use = p->use_position[i];
-        p->next_used = 0;
-        while (p->next_used < p->uses && p->use_position[p->next_used] < position)
-            p->next_used++;
-        p->next_action = 0;
-        while (p->next_action < p->actions && p->action_position[p->next_action] < position)
+            if (p->use[i].position >= position)
+                p->regions[p->use[i].region].next_use = p->use[i].position;
+        p->next_used = p->next_action = 0;
+        while (p->next_action < p->actions && p->action[p->next_action].position < position)
             p->next_action++;
-        p->position = position;
-        return;
     }
+    int back = position < p->position;
     p->position = position;
-    while (p->next_used < p->uses && p->use_position[p->next_used] < position) {
-        uint32_t i = p->next_used++;
-        struct region *r = &p->regions[p->use_region[i]];
-        r->next_use = p->use_next[i] == NO_REGION ? NEVER : p->use_position[p->use_next[i]];
+    for (; p->next_used < p->uses && p->use[p->next_used].position < position; p->next_used++) {
+        const struct use *use = &p->use[p->next_used];
+        if (!back)
+            p->regions[use->region].next_use = use->next < 0 ? NEVER : p->use[use->next].position;
     }
 }
 
@@ -84,11 +75,11 @@ uint32_t plan_victim(struct pager *p, int64_t later_than)
  * What reality has overtaken is skipped. */
 int plan_next(struct pager *p, uint32_t *region)
 {
-    while (p->next_action < p->actions && p->action_position[p->next_action] <= p->position) {
-        uint32_t id = p->action_region[p->next_action];
+    while (p->next_action < p->actions && p->action[p->next_action].position <= p->position) {
+        uint32_t id = (uint32_t)p->action[p->next_action].region;
         struct region *r = &p->regions[id];
         *region = id;
-        if (p->action_kind[p->next_action] == ACTION_EVICT) {
+        if (p->action[p->next_action].kind == ACTION_EVICT) {
             p->next_action++;
             if ((r->state == RESIDENT || r->state == STAGED) && !r->pins && !r->waited && !r->busy &&
                 r->next_use > p->position)

@@ -33,16 +33,6 @@ struct uffdio_move {
 #define HALF "the kernel has moved half of a region and refuses to move it on or back: %s"
 #define POISON 0xff /* a NaN in every format of floats */
 
-char *arena_address(struct pager *p, const struct region *r)
-{
-    return p->base + (uint64_t)r->page * p->page_bytes;
-}
-
-static char *slot_address(struct pager *p, uint32_t slot)
-{
-    return p->base + (uint64_t)(p->arena_pages + slot) * p->page_bytes;
-}
-
 /* In debug mode nobody mistakes what lies in a free slot for content. */
 static void poison(struct pager *p, uint32_t slot)
 {

@@ -56,7 +56,7 @@ static int can_lend(const struct region *r, const struct region *twin)
 
 /* Give the pages of each region to its twin, which must be empty; the region itself keeps its
  * content in the file. 1, or 0 if one of them is not at hand unmodified: then nothing is done. */
-API int pager_lend(struct pager *p, const uint32_t *ids, const uint32_t *twins, uint32_t count)
+API int pager_lend(struct pager *p, const uint32_t *ids, uint32_t count, const uint32_t *twins)
 {
     int all = 1;
     HOLD(p);
@@ -80,7 +80,7 @@ API int pager_lend(struct pager *p, const uint32_t *ids, const uint32_t *twins, 
 }
 
 /* Let each region and its twin trade contents. 0, or 1 with `*failure`: then none have. */
-API int pager_exchange(struct pager *p, const uint32_t *ids, const uint32_t *twins, uint32_t count,
+API int pager_exchange(struct pager *p, const uint32_t *ids, uint32_t count, const uint32_t *twins,
                        struct failure *failure)
 {
     int failed = 0;

@@ -113,20 +113,40 @@ static void leave(struct pager *p, struct region *r)
     p->progress++;
 }
 
+/* The pages are in slots: whoever waits for them gets them; else they leave, if they may. */
+static void rest(struct pager *p, uint32_t id, int may_leave)
+{
+    struct region *r = &p->regions[id];
+    r->state = STAGED;
+    if ((r->waited || r->asleep) && !r->locked)
+        transfer_install(p, id);
+    else if (may_leave && !r->pins)
+        leave(p, r);
+    pthread_cond_broadcast(&p->done);
+    pthread_cond_broadcast(&p->work);
+}
+
+/* Take a region to slots, if it is at its address; 0 or an errno. */
+static int withdraw(struct pager *p, struct region *r)
+{
+    int error = r->state == RESIDENT ? pool_withdraw(p, r, MOVE_SOON_S) : 0;
+    if (!error && r->state == RESIDENT)
+        r->state = STAGED;
+    return error;
+}
+
 /* Forget the pages of a region that is not in flight. */
 void transfer_drop(struct pager *p, uint32_t id)
 {
     struct region *r = &p->regions[id];
-    if (r->state == RESIDENT) {
-        if (pool_withdraw(p, r, MOVE_SOON_S) && pool_replace(p, r))
+    if (withdraw(p, r)) {
+        if (pool_replace(p, r))
             pager_end("the kernel cannot take the pages of region %u back: %s", id, strerror(errno));
         r->state = STAGED;
     }
     if (r->state == STAGED)
         leave(p, r);
-    r->dirty = 0;
-    r->has_copy = 0;
-    r->clear = r->cleared = 0;
+    r->dirty = r->has_copy = r->clear = r->cleared = 0;
     pthread_cond_signal(&p->work);
 }
 
@@ -141,65 +161,62 @@ static void failed(struct pager *p, uint32_t id, int error, int is_write)
 static int holds_zeros(struct pager *p, const struct region *r)
 {
     for (uint32_t i = 0; i < r->pages; i++) {
-        const char *slot = p->base + (uint64_t)(p->arena_pages + r->slots[i]) * p->page_bytes;
+        const char *slot = slot_address(p, r->slots[i]);
         if (*slot || memcmp(slot, slot + 1, p->page_bytes - 1))
             return 0;
     }
     return 1;
 }
 
-static void become_clear(struct region *r)
+/* Look through a region that is in slots and was cleared, and write it if `writes`, unless it holds
+ * zeros only; then it is clear again. Drops the mutex. Returns whether it does; `*error` of the
+ * write. */
+static int look(struct pager *p, struct region *r, int writes, int *error)
 {
-    r->clear = 1;
-    r->dirty = r->has_copy = 0;
+    r->state = WRITING;
+    p->moving++;
+    pthread_mutex_unlock(&p->mutex);
+    int zeros = r->cleared && holds_zeros(p, r);
+    *error = zeros || !writes ? 0 : file_transfer(p, r, 1);
+    pthread_mutex_lock(&p->mutex);
+    p->moving--;
+    if (zeros) {
+        r->clear = 1;
+        r->dirty = r->has_copy = 0;
+    }
+    return zeros;
 }
 
 /* Evict a region that is resident or staged. Drops the mutex while it writes. */
 static void evict(struct pager *p, uint32_t id, int cause)
 {
     struct region *r = &p->regions[id];
-    if (r->state == RESIDENT) {
-        if (pool_withdraw(p, r, MOVE_SOON_S)) {
-            r->busy = 1;
-            return;
-        }
-        r->state = STAGED;
+    if (withdraw(p, r)) {
+        r->busy = 1;
+        return;
     }
     if (r->dirty || !(r->has_copy || r->clear)) {
         double start = pager_now();
-        r->state = WRITING;
+        int error;
         r->clear = 0;
         p->writing += r->pages;
-        p->moving++;
-        pthread_mutex_unlock(&p->mutex);
-        int zeros = r->cleared && holds_zeros(p, r);
-        int error = zeros ? 0 : file_transfer(p, r, 1);
-        pthread_mutex_lock(&p->mutex);
+        int zeros = look(p, r, 1, &error);
         p->writing -= r->pages;
-        p->moving--;
-        r->state = STAGED;
         if (!zeros) {
             p->write_error = error;
             p->write_region = id;
         }
-        if (zeros) {
-            become_clear(r);
-        } else if (error) { /* what could not be written stays; the owner is told */
+        if (error) { /* what could not be written stays; the owner is told */
             r->busy = 1;
             failed(p, id, error, 1);
-        } else {
+        } else if (!zeros) {
             r->dirty = 0;
             r->has_copy = 1;
             p->counters.bytes_out += r->bytes;
             transfer_record(p, EVENT_EVICT, cause, id, start, r->bytes);
         }
     }
-    if ((r->waited || r->asleep) && !r->locked)
-        transfer_install(p, id);
-    else if (!r->busy && !r->pins)
-        leave(p, r);
-    pthread_cond_broadcast(&p->done);
-    pthread_cond_broadcast(&p->work);
+    rest(p, id, !r->busy);
 }
 
 /* Does the region hold zeros only, as far as that is told without reading the file? Drops the mutex
@@ -207,32 +224,15 @@ static void evict(struct pager *p, uint32_t id, int cause)
 int transfer_is_clear(struct pager *p, uint32_t id)
 {
     struct region *r = &p->regions[id];
+    int error;
     while (r->state == READING || r->state == WRITING)
         pthread_cond_wait(&p->done, &p->mutex);
     if (r->clear && !r->dirty)
         return 1;
-    if (!r->cleared || r->locked || r->pins || r->shown || r->state == ABSENT)
+    if (!r->cleared || r->locked || r->pins || r->shown || r->state == ABSENT || withdraw(p, r))
         return 0;
-    if (r->state == RESIDENT) {
-        if (pool_withdraw(p, r, MOVE_SOON_S))
-            return 0;
-        r->state = STAGED;
-    }
-    r->state = WRITING;
-    p->moving++;
-    pthread_mutex_unlock(&p->mutex);
-    int zeros = holds_zeros(p, r);
-    pthread_mutex_lock(&p->mutex);
-    p->moving--;
-    r->state = STAGED;
-    if (zeros)
-        become_clear(r);
-    if ((r->waited || r->asleep) && !r->locked)
-        transfer_install(p, id);
-    else if (zeros && !r->pins)
-        leave(p, r);
-    pthread_cond_broadcast(&p->done);
-    pthread_cond_broadcast(&p->work);
+    int zeros = look(p, r, 0, &error);
+    rest(p, id, zeros);
     return zeros;
 }
 
@@ -247,8 +247,7 @@ void transfer_fill(struct pager *p, uint32_t id)
         p->moving++;
         pthread_mutex_unlock(&p->mutex);
         for (uint32_t i = 0; i < r->pages; i++)
-            memset(p->base + (uint64_t)(p->arena_pages + r->slots[i]) * p->page_bytes, 0,
-                   p->page_bytes);
+            memset(slot_address(p, r->slots[i]), 0, p->page_bytes);
         pthread_mutex_lock(&p->mutex);
         p->moving--;
         pthread_cond_broadcast(&p->done);
@@ -281,7 +280,6 @@ static void fetch(struct pager *p, uint32_t id, int cause)
                       error == EBADMSG ? "its bytes are not those that were written"
                                        : strerror(error));
         if (error) {
-            r->state = STAGED;
             leave(p, r);
             if (r->waited)
                 refuse(p, id, FAILED_READ, error, id);
@@ -296,14 +294,10 @@ static void fetch(struct pager *p, uint32_t id, int cause)
             p->counters.prefetched_bytes += r->bytes;
         }
     }
-    r->state = STAGED;
     r->dirty = 0;
     r->stamp = ++p->clock;
     p->progress++;
-    if ((r->waited || r->asleep) && !r->locked)
-        transfer_install(p, id);
-    pthread_cond_broadcast(&p->done);
-    pthread_cond_broadcast(&p->work);
+    rest(p, id, 0);
 }
 
 static int serve_urgent(struct pager *p)

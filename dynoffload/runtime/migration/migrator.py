@@ -38,14 +38,7 @@ class Phase(Enum):
 
 
 class Migrator:
-    """Plans and follows one session's samples.
-
-    Args:
-        device: moves the regions.
-        updates: knows which updates are pending, or None without an optimizer.
-        activations: knows the chunks.
-        reserve_bytes: part of the pool that plans leave free.
-    """
+    """Plans and follows one session's samples."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from time import perf_counter
 
-from dynoffload.pilot.features import BlockHint, Floats
+from dynoffload.pilot.features import BlockHint
 from dynoffload.pilot.tracking import StepTracker
 from dynoffload.runtime.migration.gates import likely
 
@@ -20,24 +20,18 @@ SHARE = 0.2
 
 
 class Step:
-    """One forward pass.
-
-    Args:
-        following: observes, and predicts; None: hints are only kept.
-        expected: the order predicted before it.
-        chosen: what of that is fetched ahead.
+    """One forward pass, ``expected`` in this order, of which ``chosen`` is fetched ahead.
 
     Attributes:
         hints: what the network hinted, for pilots to learn from.
         foreseen: how many blocks were expected as the one before them ran.
-        revisions: how often the rest was predicted anew.
     """
 
     def __init__(
         self, following: StepTracker | None, expected: Sequence[int], chosen: Sequence[int] = ()
     ) -> None:
         self.hints: list[BlockHint] = []
-        self.foreseen = self.revisions = 0
+        self.foreseen = 0
         self._following = following
         self._expected, self._at = list(expected), 0
         self._chosen, self._planned = list(chosen), 0  # the blocks that had begun as it was chosen
@@ -68,32 +62,19 @@ class Step:
             self._following.hint(hint.blocks, hint.values)
             self._departed |= self._following.decided
 
-    def revise(self) -> tuple[list[int], Floats] | None:
-        """Return what to expect from here on, and the chance of each block, if that may have
-        changed; None if not, or if asking has taken its share of the time."""
-        following = self._following
-        if following is None or not self._departed:
-            return None
+    def choose(self, ran: Sequence[int]) -> list[int] | None:
+        """Return what to fetch ahead after the blocks that ``ran``, if that may have changed, is
+        other than before, and asking has not taken its share of the time."""
         begun = perf_counter()
+        if self._following is None or not self._departed:
+            return None
         if self._spent > SHARE * (begun - self._begun):
             return None
         self._departed = False
-        rest, chances = following.expect()
-        self._expected, self._at = rest, 0
-        self.revisions += 1
+        self._expected, chances = self._following.expect()
+        self._at = 0
         self.account(begun)
-        return rest, chances
-
-    def choose(self, ran: Sequence[int]) -> list[int] | None:
-        """Return what of the rest to fetch ahead, if that is another than what was chosen before.
-
-        Args:
-            ran: the blocks that have begun.
-        """
-        revised = self.revise()
-        if revised is None:
-            return None
-        chosen = likely(*revised)
+        chosen = likely(self._expected, chances)
         if chosen == _less(self._chosen, ran[self._planned :]):
             return None
         self._chosen, self._planned = chosen, len(ran)

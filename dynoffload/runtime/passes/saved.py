@@ -24,7 +24,6 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dynoffload.memory.region_allocator import users_of
-from dynoffload.runtime.adoption.store import offset_of
 from dynoffload.runtime.counting import parts_of
 from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.unseen import unseen
@@ -61,7 +60,6 @@ class Entry:
         "chunk",
         "offset",
         "source",
-        "spread",
         "version",
         "witness",
     )
@@ -75,7 +73,6 @@ class Entry:
     ) -> None:
         self.chunk, self.offset = chunk, offset
         self.source, self.version = weakref.ref(source), tensor._version
-        self.spread: weakref.ref[torch.UntypedStorage] | None = None  # made by `Columns`
         self.witness = witness_of(tensor)
 
     def stands_for(self, tensor: torch.Tensor) -> bool:
@@ -124,39 +121,25 @@ class Packed:
 class Columns(Packed):
     """A saved tensor with gaps, such as some columns of a table, which lies in a chunk without.
 
-    Backward gets the strides that it had, as kernels go by them: over its own storage while anybody
-    holds that, else over memory that is as large with the gaps and lives as long as the use.
+    Backward gets the strides and the alignment that it had, as kernels go by them, over memory that
+    is as large with the gaps and lives as long as the use.
     """
 
-    __slots__ = ("nbytes", "place", "skew", "strides")
+    __slots__ = ("skew", "strides")
 
     def __init__(self, tensor: torch.Tensor, entry: Entry, offset: int) -> None:
         super().__init__(tensor, entry, offset)
         self.strides, self.stride = self.stride, ()  # in order
-        self.place, self.nbytes = offset_of(tensor), tensor.untyped_storage().nbytes()
         self.skew = tensor.data_ptr() % ALIGNMENT // tensor.element_size()
 
     def _spread(self, lying: torch.Tensor) -> torch.Tensor:
-        source = self.entry.source()
-        if source is not None and source.nbytes() == self.nbytes:
-            return self._over(source, self.place)
-        known = None if self.entry.spread is None else self.entry.spread()
-        if known is not None:  # for another use of the same
-            return self._over(known, self.skew)
         steps = list(zip(self.size, self.strides, strict=True))
         span = 1 + sum((size - 1) * stride for size, stride in steps)
         made = torch.empty(self.skew + span, dtype=self.dtype, device=lying.device)
-        spread = made.untyped_storage()
-        del made  # the storage lives as long as what is used of it
-        self.entry.spread = weakref.ref(spread)
-        gapped = self._over(spread, self.skew)
+        gapped = made.as_strided(self.size, self.strides, self.skew)
         once = tuple(slice(None if stride else 1) for _, stride in steps)  # of what is expanded
         gapped[once].copy_(lying[once])
         return gapped
-
-    def _over(self, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
-        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, offset, self.size, self.strides)
 
 
 class InPlace:

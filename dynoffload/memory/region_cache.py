@@ -1,0 +1,227 @@
+"""The ground of a device written in Python: its regions, their plan, and who leaves first.
+
+What only one of them does stands in `mapped` and `accelerator`. The mutex is held in all but what
+`Device` names.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from dynoffload.memory.device import Cause, Counters, Event, EventKind
+from dynoffload.memory.region_allocator import RegionAllocator
+from dynoffload.memory.spill import NoFile, SpillFile
+from dynoffload.planning.cursor import NEVER, PlanCursor
+from dynoffload.planning.schedule import Kind
+
+Span = Callable[[], tuple[float, float] | None]
+"""Returns begin and end on `time.perf_counter`'s clock; None until it is over."""
+_EVENTS = 65536  # kept between two calls of `Device.events`; those beyond are counted
+_TOTALS = (
+    *("bytes_in", "bytes_out", "prefetched_bytes", "used_bytes", "wasted_bytes"),
+    *("faults", "stalls", "stall_s", "events_lost"),
+)
+
+
+class Tally:
+    """Totals and events of one device."""
+
+    def __init__(self) -> None:
+        self.bytes_in = self.bytes_out = 0
+        self.prefetched_bytes = self.used_bytes = self.wasted_bytes = 0
+        self.faults = self.stalls = self.events_lost = 0
+        self.stall_s = 0.0
+        self._events: list[Event] = []
+        self._pending: list[tuple[Span, EventKind, Cause, int, int]] = []
+
+    def begun(self, span: Span, kind: EventKind, cause: Cause, region: int, nbytes: int) -> None:
+        """A copy, or a wait of the compute stream, was given to a stream."""
+        self._pending.append((span, kind, cause, region, nbytes))
+
+    def _drain(self) -> None:
+        pending, self._pending = self._pending, []
+        for one in pending:
+            span, kind, cause, region, nbytes = one
+            if (found := span()) is None:
+                self._pending.append(one)
+                continue
+            self.note(kind, cause, region, found[0], nbytes, found[1])
+            if kind is EventKind.STALL:
+                self.stall_s += found[1] - found[0]
+
+    def note(
+        self,
+        kind: EventKind,
+        cause: Cause,
+        region: int,
+        start: float,
+        nbytes: int,
+        end: float | None = None,
+    ) -> None:
+        """Keep an event; it ends now, if ``end`` is not said."""
+        if len(self._events) == _EVENTS:
+            self.events_lost += 1
+            return
+        end = time.perf_counter() if end is None else end
+        self._events.append(Event(start, end, nbytes, region, kind, cause))
+
+    def take_events(self) -> list[Event]:
+        """Return and forget the events."""
+        self._drain()
+        events, self._events = self._events, []
+        return events
+
+    def counters(self, resident_bytes: int, peak_bytes: int) -> Counters:
+        """Return the totals."""
+        self._drain()
+        totals = {name: getattr(self, name) for name in _TOTALS}
+        return Counters(**totals, resident_bytes=resident_bytes, peak_bytes=peak_bytes)
+
+
+@dataclass(eq=False, slots=True)
+class CachedRegion:
+    """One region.
+
+    Attributes:
+        region: its number.
+        offset: where it lies in the file, and in the arena of addresses.
+        padded: the bytes that it takes in each tier.
+        nbytes: bytes of content.
+        stamp: last use, for LRU.
+        pins: holds it in fast memory.
+        prefetched: fetched by plan and not yet used.
+    """
+
+    region: int
+    offset: int
+    padded: int
+    nbytes: int
+    stamp: int = 0
+    pins: int = 0
+    prefetched: bool = False
+
+
+Cell = TypeVar("Cell", bound=CachedRegion)
+
+
+class RegionCache(RegionAllocator, Generic[Cell]):
+    """Counts the bytes of a pool, and knows its regions by number."""
+
+    def __init__(
+        self, capacity: int, page_bytes: int, spill: SpillFile | NoFile, base: int
+    ) -> None:
+        super().__init__(capacity, page_bytes, spill, base)
+        self._cells: dict[int, Cell] = {}
+        self._mutex = threading.RLock()
+        self._plan, self._tally = PlanCursor(), Tally()
+        self._used = self._peak = self._reserve = self._clock = 0
+
+    @abstractmethod
+    def _bring(self, regions: Sequence[int], *, pin: bool, patient: bool = True) -> None:
+        """Make regions present, together; the impatient may leave out what finds no room."""
+
+    @abstractmethod
+    def _forget(self, cell: Cell) -> None:
+        """Let go of a region's memory everywhere, and of what it held."""
+
+    @abstractmethod
+    def _may_leave(self, cell: Cell) -> bool:
+        """Return whether a region can be evicted now."""
+
+    @abstractmethod
+    def _may_come(self, cell: Cell) -> bool:
+        """Return whether a region is absent, and has something to fetch."""
+
+    def _all(self, regions: Iterable[int]) -> list[Cell]:
+        return [self._cells[region] for region in regions]
+
+    @property
+    def _free(self) -> int:
+        """Bytes that can be had without an eviction."""
+        return self.capacity - self._used
+
+    @property
+    def _unpinned_bytes(self) -> int:
+        """Bytes of the pool beside what pins hold."""
+        return self.capacity - sum(cell.padded for cell in self._cells.values() if cell.pins)
+
+    def _use(self, cell: Cell) -> None:
+        """The region is used now."""
+        self._clock += 1
+        cell.stamp = self._clock
+        if cell.prefetched:
+            cell.prefetched = False
+            self._tally.used_bytes += cell.nbytes
+
+    def _unused(self, cell: Cell) -> None:
+        """The region leaves, perhaps before it was used."""
+        if cell.prefetched:
+            cell.prefetched = False
+            self._tally.wasted_bytes += cell.nbytes
+
+    def _victim(self, later_than: int) -> Cell | None:
+        """Return the region used latest among those that may leave and are used after
+        ``later_than``; among equals the least recently used."""
+        found, best = None, (later_than, 0)
+        for cell in self._cells.values():
+            if self._may_leave(cell):
+                next_use = self._plan.next_use(cell.region)
+                if next_use > later_than and (found is None or (next_use, -cell.stamp) > best):
+                    found, best = cell, (next_use, -cell.stamp)
+        return found
+
+    def _due(self) -> tuple[Kind, Cell] | None:
+        """Return the planned transfer that is due, past those that reality has overtaken."""
+        while (action := self._plan.due()) is not None:
+            cell = self._cells.get(action.region)
+            if cell is not None:
+                next_use = self._plan.next_use(cell.region)
+                if action.kind is Kind.EVICT:
+                    overtaken = next_use <= self._plan.position or not self._may_leave(cell)
+                else:
+                    overtaken = next_use == NEVER or not self._may_come(cell)
+                if not overtaken:
+                    return action.kind, cell
+            self._plan.done()
+        return None
+
+    def touch(self, regions: Sequence[int]) -> None:
+        """See `Device.touch`."""
+        with self._mutex:
+            room, fitting = self._unpinned_bytes, []
+            for cell in self._all(dict.fromkeys(regions)):
+                need = 0 if cell.pins else cell.padded
+                if need <= room:
+                    room -= need
+                    fitting.append(cell.region)
+            self._bring(fitting, pin=False, patient=False)
+
+    def discard(self, region: int) -> None:
+        """See `Device.discard`."""
+        with self._mutex:
+            self._forget(self._cells[region])
+
+    def reserve(self, nbytes: int) -> None:
+        """See `Device.reserve`."""
+        with self._mutex:
+            self._reserve = self.padded(nbytes) if nbytes else 0
+
+    def resident_bytes(self) -> int:
+        """See `Device.resident_bytes`."""
+        return self._used
+
+    def counters(self) -> Counters:
+        """See `Device.counters`."""
+        with self._mutex:
+            peak, self._peak = self._peak, self._used
+            return self._tally.counters(self._used, peak)
+
+    def events(self) -> list[Event]:
+        """See `Device.events`."""
+        with self._mutex:
+            return self._tally.take_events()

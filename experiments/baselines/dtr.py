@@ -1,0 +1,386 @@
+"""DTR: a block that keeps its budget by dropping activations and making them again.
+
+Parameters, gradients and optimizer state stay in memory, as published, so a budget that does not
+hold them is refused; nothing moves. Counted are the model's tensors and every tensor that an
+operator makes in the thread of the block; temporaries inside of an operator and of the optimizer's
+step are headroom. Dropped is what autograd saves in the model's forward and nobody else holds.
+
+[Note: writes]  An operator that writes in place is not recorded, and what it has written is a root
+(see [Note: contents] in ``recomputation``). What was made by an operator can be made again with the
+content before. A root cannot: before it is written, what was made from it is made to stay.
+
+[Note: sizes]  An operator's own meta kernel says what it will make, once for each set of shapes.
+Where shapes depend on values, the bytes of the first argument are taken. What has no meta kernel is
+known from its first call on. What comes out larger has room made after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dynoffload.errors import BudgetError
+from dynoffload.experiments.baselines.recomputation import (
+    Ledger,
+    Making,
+    Operator,
+    Record,
+    Saved,
+    View,
+)
+from dynoffload.runtime import counting
+from dynoffload.runtime.operators import effects_of, replaced, tensors_of
+from dynoffload.runtime.passes.saved import is_of_a_subclass, is_plain, memory_of
+from dynoffload.telemetry import RunLog, StepStats
+from dynoffload.units import format_bytes
+
+_CPU = "cpu"
+Handle = tuple[Saved, View]
+"""What autograd holds in place of a saved tensor."""
+
+
+class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every ATen call below autograd and autocast: records and counts.
+
+    Args:
+        ledger: counts what is live.
+        making: makes room, and makes again.
+
+    Attributes:
+        records: whether what runs may be made again: inside a forward of the model.
+        counts: whether what runs is counted: not inside ``step()``.
+    """
+
+    def __init__(self, ledger: Ledger, making: Making) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ledger, self._making = ledger, making
+        self._sizes: dict[Any, int] = {}
+        self.records = False
+        self.counts = True
+        self._ours = False  # what runs now was called by us
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """See `TorchDispatchMode`."""
+        kwargs = kwargs or {}
+        if self._ours:
+            return func(*args, **kwargs)
+        with self._own():
+            return self._run(func, args, kwargs)
+
+    @contextlib.contextmanager
+    def _own(self) -> Iterator[None]:
+        ours, self._ours = self._ours, True
+        try:
+            yield
+        finally:
+            self._ours = ours
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        written = _written(func, args, kwargs)
+        if not self.counts:
+            self._before_write(written)
+            return func(*args, **kwargs)
+        makes, key = _makes(func), (func, *_described((*args, *kwargs.items())))
+        need = self._need(func, args, kwargs, key) if makes else 0
+        self._making.room(need)
+        operator = None
+        if self.records and makes and not written:
+            operator = self._begin(func, args, kwargs, need)
+        self._before_write(written)
+        began = time.perf_counter()
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            ended = time.perf_counter()
+            self._after_write(written)  # half of it may be written, if it fails
+        if operator is not None:
+            operator.seconds = ended - began
+        made = self._count(result, operator, ended) if makes or written else 0
+        if made > need:
+            self._sizes[key] = made
+            if operator is not None:
+                operator.need = made
+        del args, kwargs
+        self._making.room(0)
+        return result
+
+    def _need(self, func: Any, args: Any, kwargs: Any, key: Any) -> int:
+        """Return the bytes that a call will make; see [Note: sizes]."""
+        if torch.Tag.dynamic_output_shape in func.tags or func is torch.ops.aten.index.Tensor:
+            return int(args[0].nbytes)
+        if key not in self._sizes:
+            self._sizes[key] = _asked(func, args, kwargs)
+        return self._sizes[key]
+
+    def _begin(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], need: int
+    ) -> Operator | None:
+        """Return the record of a call, None if it cannot be followed."""
+        effects = effects_of(func)
+        tensors = [*tensors_of(args), *tensors_of(kwargs)]
+        if not effects.known or not all(map(_is_simple, tensors)):
+            return None
+        inputs: dict[Record, None] = {}
+
+        def view(tensor: Tensor) -> View:
+            record = self._record_of(tensor)
+            inputs.setdefault(record)
+            return View.of(tensor, record)
+
+        state = None
+        if effects.draws:
+            given = (one for one in (*kwargs.values(), *args) if isinstance(one, torch.Generator))
+            generator = next(given, torch.default_generator)
+            state = generator, generator.get_state()
+        args, kwargs = (replaced(given, view, Tensor) for given in (args, kwargs))
+        operator = Operator(func, args, kwargs, tuple(inputs), state, need)
+        now = time.perf_counter()
+        for record in inputs:
+            record.used_at = now
+            record.users.add(operator)
+            if record.operator is None and record.kept is None:
+                record.kept = record.here()
+        return operator
+
+    def _record_of(self, tensor: Tensor) -> Record:
+        """Return the record of what a tensor's storage holds now."""
+        storage = tensor.untyped_storage()
+        record = self._ledger.know(storage).record
+        return self._ledger.holds(storage, Record(storage, None)) if record is None else record
+
+    def _known(self, written: list[Tensor]) -> Iterator[tuple[Tensor, Record]]:
+        """Yield those of the tensors whose contents have a record, each with that."""
+        for tensor in written:
+            if is_plain(tensor, _CPU):
+                known = self._ledger.find(tensor.untyped_storage())
+                if known is not None and known.record is not None:
+                    yield tensor, known.record
+
+    def _before_write(self, written: list[Tensor]) -> None:
+        """See [Note: writes]."""
+        for _, record in self._known(written):
+            if record.operator is None and len(record.users):
+                self._making.secure(record)
+
+    def _after_write(self, written: list[Tensor]) -> None:
+        """What a call has written is a root from now on."""
+        for tensor, before in self._known(written):
+            if before.operator is not None:
+                storage = tensor.untyped_storage()
+                before.become(self._ledger.holds(storage, Record(storage, None)))
+
+    def _count(self, result: Any, operator: Operator | None, now: float) -> int:
+        """Count what a call has made, and return its bytes."""
+        ledger = self._ledger
+        made = 0
+        for number, tensor in enumerate(tensors_of(result)):
+            if not is_plain(tensor, _CPU):
+                for storage in memory_of(tensor, _CPU)[0]:
+                    ledger.count(storage)
+                continue
+            storage = tensor.untyped_storage()
+            known = ledger.find(storage)
+            if known is not None:
+                if known.nbytes:
+                    ledger.count(storage)  # by its size now
+                continue
+            made += ledger.count(storage).nbytes
+            if operator is not None:
+                record = ledger.holds(storage, Record(storage, operator))
+                record.used_at = now
+                operator.outputs[number] = weakref.ref(record)
+        return made
+
+    # What autograd saves
+
+    def pack(self, tensor: Tensor) -> Handle | Tensor:
+        """Take over a tensor that autograd saves; one that cannot be followed stays."""
+        with self._own():
+            if not _is_simple(tensor) or is_of_a_subclass(tensor):
+                return tensor.detach()
+            record = self._record_of(tensor)
+            saved = record.save(tensor.untyped_storage())
+            self._making.savers.add(saved)
+            return saved, View.of(tensor, record)
+
+    def unpack(self, handle: Handle | Tensor) -> Tensor:
+        """Give a saved tensor back to backward, made again if it was dropped.
+
+        Raises:
+            BudgetError: what it takes to make it again does not fit.
+        """
+        if isinstance(handle, Tensor):
+            return handle
+        saved, view = handle
+        with self._own():
+            return view.over(self._making.bring(saved.record))
+
+
+@functools.cache
+def _makes(func: Any) -> bool:
+    """Return whether an overload can return memory of its own."""
+    returns = [one for one in func._schema.returns if "Tensor" in str(one.type)]
+    return any(one.alias_info is None for one in returns)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that a call writes into."""
+    found: list[Tensor] = []
+    for name, place in effects_of(func).written:
+        found += tensors_of(args[place] if place < len(args) else kwargs.get(name))
+    return found
+
+
+def _is_simple(tensor: Tensor) -> bool:
+    """Return whether a tensor is said by its storage and how it lies there, and by no more."""
+    return is_plain(tensor, _CPU) and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _described(values: Any) -> tuple[Any, ...]:
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append((value.dtype, value.size(), value.stride()))
+        elif isinstance(value, list | tuple):
+            found.append(_described(value))
+        else:
+            found.append((type(value), str(value)))
+    return tuple(found)
+
+
+def _asked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the bytes that the meta kernel makes, 0 if there is none."""
+    given: set[int] = set()
+
+    def meta(one: Any) -> Any:
+        if isinstance(one, torch.Generator):
+            return None
+        if isinstance(one, torch.device):
+            return torch.device("meta")
+        twin = torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device="meta")
+        given.add(twin.untyped_storage()._cdata)
+        return twin
+
+    with contextlib.suppress(Exception), torch.no_grad():
+        for kind in (Tensor, torch.device, torch.Generator):
+            args, kwargs = (replaced(one, meta, kind) for one in (args, kwargs))
+        made = list(tensors_of(func(*args, **kwargs)))
+        storages = {one.untyped_storage()._cdata: one.untyped_storage() for one in made}
+        return sum(one.nbytes() for address, one in storages.items() if address not in given)
+    return 0
+
+
+class Recomputation:
+    """A model whose activations are dropped where the budget is too small for them.
+
+    Attributes:
+        log: seconds and peak of each step.
+        backend: ``"recompute"``.
+        paging: False.
+        sizing: None, as nothing is divided.
+        ledger, making: what is live, and what was made again.
+    """
+
+    backend = "recompute"
+    paging = False
+    sizing = None
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, budget: int) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.log = RunLog(type(model).__name__, self.backend, "dtr", budget=budget, headroom=0)
+        self.ledger = Ledger()
+        self.making = Making(self.ledger, budget)
+        self._mode = Recompute(self.ledger, self.making)
+        self._saving = torch.autograd.graph.saved_tensors_hooks(self._mode.pack, self._mode.unpack)
+        self._began = time.perf_counter()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch operators, forwards of the model and steps of the optimizer."""
+        self._count_states()
+        model, optimizer = self.model, self.optimizer
+        handles = [
+            model.register_forward_pre_hook(self._before_forward),
+            model.register_forward_hook(self._after_forward, always_call=True),
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+        try:
+            with self._mode:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _before_forward(self, *_: Any) -> None:
+        self._mode.records = torch.is_grad_enabled()
+        self._saving.__enter__()
+
+    def _after_forward(self, *_: Any) -> None:
+        self._saving.__exit__(None, None, None)
+        self._mode.records = False
+        self.ledger.end_forward()
+
+    def _before_step(self, *_: Any) -> None:
+        """Make room for the state that the optimizer makes."""
+        both = self.model, self.optimizer
+        need = counting.whole_bytes(*both) - counting.ordinary_bytes(*both)
+        absent = sum(
+            p.nbytes for p in self.model.parameters() if p.requires_grad and p.grad is None
+        )
+        self.making.room(max(0, need - absent))
+        self._mode.counts = False
+
+    def _after_step(self, *_: Any) -> None:
+        self._mode.counts = True
+        self._count_states()
+        now = time.perf_counter()
+        none = dict.fromkeys(("stalls", "bytes_in", "bytes_out", "prefetched_bytes"), 0)
+        self.log.steps.append(
+            StepStats(
+                step=len(self.log.steps),
+                seconds=now - self._began,
+                stall_s=0.0,
+                used_bytes=0,
+                wasted_bytes=0,
+                accuracy=math.nan,
+                peak_fast_bytes=self.ledger.take_peak(),
+                **none,
+            )
+        )
+        self._began = now
+
+    def _count_states(self) -> None:
+        for tensor in counting.tensors_of(self.model, self.optimizer):
+            self.ledger.count(tensor.untyped_storage())
+
+
+@contextlib.contextmanager
+def recomputing(model: nn.Module, optimizer: Optimizer, budget: int) -> Iterator[Recomputation]:
+    """Train ``model`` under ``budget`` by recomputation.
+
+    Raises:
+        BudgetError: parameters, gradients, optimizer state and buffers alone do not fit.
+    """
+    need = counting.whole_bytes(model, optimizer)
+    if need > budget:
+        raise BudgetError(
+            "dtr moves nothing: parameters, gradients, optimizer state and buffers of this "
+            f"{type(model).__name__} take {format_bytes(need)}, and the budget is "
+            f"{format_bytes(budget)}"
+        )
+    session = Recomputation(model, optimizer, budget)
+    with session.watching():
+        yield session
