@@ -25,9 +25,8 @@ DEFERRALS = ("auto", "never")
 LEAST_PAGE = 4 * KiB
 
 
-def _check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r} is neither True nor False: pass one of them")
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _flag(name: str) -> bool:
@@ -128,9 +127,10 @@ class OffloadConfig:
                 raise ConfigError(
                     f"{name}={value!r} is not an option: known are {', '.join(known)}"
                 )
-        for field in dataclasses.fields(self):
-            if field.type == "bool":
-                _check_flag(field.name, getattr(self, field.name))
+        for name in [field.name for field in dataclasses.fields(self) if field.type == "bool"]:
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name}={value!r} is neither True nor False: pass one of them")
         for name in ("page_bytes", "min_paged_bytes", "heap_slack_bytes"):
             value = getattr(self, name)
             if value is not None or name == "heap_slack_bytes":
@@ -140,13 +140,10 @@ class OffloadConfig:
             raise ConfigError(f"page_bytes={page} is not a power of two between 4096 and {2 * MiB}")
         if self.min_paged_bytes is not None and self.min_paged_bytes < 1:
             raise ConfigError(f"min_paged_bytes={self.min_paged_bytes} must be at least 1")
-        share = self.draft_share
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        share, wait = self.draft_share, self.rank_timeout
+        if not _is_number(share) or not 0 <= share <= 1:
             raise ConfigError(f"draft_share={share!r} is not a share between 0 and 1")
-        wait = self.rank_timeout
-        if wait is not None and (
-            isinstance(wait, bool) or not isinstance(wait, int | float) or not 0 < wait < 1e6
-        ):
+        if wait is not None and (not _is_number(wait) or not 0 < wait < 1e6):
             raise ConfigError(f"rank_timeout={wait!r} is not a number of seconds: pass one above 0")
         if self.features is not None and not callable(self.features):
             raise ConfigError(f"features={self.features!r} is not callable")

@@ -59,23 +59,15 @@ def parse_bytes(quantity: int | str, argument: str = "") -> int:
         ConfigError: if the quantity is negative, not a whole number of bytes, unreadable, or a text
             with a small number and no unit.
     """
-    try:
-        return _parsed(quantity)
-    except ConfigError as error:
-        if argument:
-            raise ConfigError(f"{argument}={quantity!r}: {error}") from None
-        raise
-
-
-def _parsed(quantity: int | str) -> int:
+    where = f"{argument}={quantity!r}: " if argument else ""
     if isinstance(quantity, bool) or not isinstance(quantity, int | str):
         remedy = ": make it whole with int()" if isinstance(quantity, float) else ""
         raise ConfigError(
-            f"a quantity of bytes is an int or a text like '8GiB', not {quantity!r}{remedy}"
+            f"{where}a quantity of bytes is an int or a text like '8GiB', not {quantity!r}{remedy}"
         )
     if isinstance(quantity, int):
         if quantity < 0:
-            raise ConfigError(f"a quantity of bytes cannot be negative: {quantity}")
+            raise ConfigError(f"{where}a quantity of bytes cannot be negative: {quantity}")
         return quantity
     match = _QUANTITY.fullmatch(quantity)
     if match and not match.group(2):
@@ -84,19 +76,19 @@ def _parsed(quantity: int | str) -> int:
             return int(number)  # so many cannot be meant as anything else
         whole = "" if "." in number else f", or '{number}B' if bytes are meant"
         raise ConfigError(
-            f"{quantity!r} has no unit to read it as bytes: write '{number}GiB' or "
+            f"{where}{quantity!r} has no unit to read it as bytes: write '{number}GiB' or "
             f"'{number}MB'{whole}"
         )
     factor = _FACTORS.get(match.group(2).lower()) if match else None
     if match is None or factor is None:
         raise ConfigError(
-            f"cannot read {quantity!r} as bytes: write a number and a unit, such as '8GiB' or "
-            "'500MB'"
+            f"{where}cannot read {quantity!r} as bytes: write a number and a unit, such as '8GiB' "
+            "or '500MB'"
         )
     count = float(match.group(1)) * factor
     if factor == 1 and not count.is_integer():
         raise ConfigError(
-            f"{quantity!r} is no whole number of bytes: name its unit, as in '1.5GiB'"
+            f"{where}{quantity!r} is no whole number of bytes: name its unit, as in '1.5GiB'"
         )
     return Quantity(int(count), quantity.strip())
 

@@ -14,6 +14,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations
 from typing import Any
 
@@ -46,12 +47,15 @@ class Rule:
     Attributes:
         columns: the columns of the elements that decide.
         table: the blocks made, by the values of those columns.
-        nearest: for values never seen: the table's keys as an array ``[keys, columns]``.
     """
 
     columns: tuple[int, ...]
     table: Mapping[tuple[int, ...], Run]
-    nearest: Codes
+
+    @cached_property
+    def keys(self) -> Codes:
+        """The table's keys, ``[keys, columns]``; a value never seen is taken for the nearest."""
+        return np.array(sorted(self.table), np.int64).reshape(len(self.table), len(self.columns))
 
     def apply(self, codes: Codes) -> list[int]:
         """Return the blocks that elements with these codes ``[n, columns]`` make, in order."""
@@ -62,10 +66,10 @@ class Rule:
         for key in map(tuple, codes[:, self.columns].tolist()):
             run = table.get(key)
             if run is None:
-                far = np.abs(self.nearest - np.array(key, dtype=np.int64)).astype(np.float64)
+                far = np.abs(self.keys - np.array(key, dtype=np.int64)).astype(np.float64)
                 agree = (far == 0).sum(axis=1)
                 best = int(np.lexsort((far.sum(axis=1), -agree))[0])
-                run = table[tuple(self.nearest[best].tolist())]
+                run = table[tuple(self.keys[best].tolist())]
             result.extend(run)
             if len(result) > MAX_RUN:
                 return result[:MAX_RUN]
@@ -115,7 +119,7 @@ class LoopModel:
             raise ValueError("an empty rule")
         if any(len(key) != len(columns) for key in table):
             raise ValueError("a key of another length than the columns")
-        return cls(_rule(columns, table), fidelity)
+        return cls(Rule(columns, table), fidelity)
 
 
 def learn_loop(
@@ -188,7 +192,7 @@ def _learn_rule(codes: list[Codes], runs: Sequence[Run], lengths: list[Codes]) -
         if best >= 1 - 1e-3:
             break
     table = {key: max(count, key=lambda r: (count[r], r)) for key, count in sorted(votes.items())}
-    return _rule(columns, table)
+    return Rule(columns, table)
 
 
 def _completed(rule: Rule, blocks: Sequence[Block]) -> Rule:
@@ -226,7 +230,7 @@ def _completed(rule: Rule, blocks: Sequence[Block]) -> Rule:
                 if len(which) == len(how) and min(made, default=-1) >= 0 and len(table) < MAX_KEYS:
                     table.setdefault(key, tuple(made))
         break
-    return _rule(rule.columns, table)
+    return Rule(rule.columns, table)
 
 
 def _votes(
@@ -243,11 +247,6 @@ def _left_out_hits(count: Counter[Run]) -> int:
     """Return how many of some elements the others of them foretell."""
     (_, most), (_, second) = (*count.most_common(2), ((), 0))[:2]
     return most if most > second + 1 else 0
-
-
-def _rule(columns: tuple[int, ...], table: dict[tuple[int, ...], Run]) -> Rule:
-    nearest = np.array(sorted(table), dtype=np.int64).reshape(len(table), len(columns))
-    return Rule(columns, table, nearest)
 
 
 def _run(values: Any, blocks: int) -> Run:

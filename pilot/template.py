@@ -137,12 +137,10 @@ def _families(orders: Sequence[Order], blocks: Sequence[Block]) -> tuple[frozens
         outside: set[int] = set()
         inside: set[int] = set()
         for order in orders:
-            for place, block in enumerate(order):
-                if block < 0 or block in looping or presence[block] == len(orders):
-                    continue
-                beside = [*order[max(place - 1, 0) : place], *order[place + 1 : place + 2]]
-                enclosed = len(beside) == 2 and all(other in looping for other in beside)
-                (inside if enclosed else outside).add(block)
+            for before, block, after in zip((-1, *order), order, (*order[1:], -1), strict=False):
+                if block >= 0 and block not in looping and presence[block] < len(orders):
+                    enclosed = before in looping and after in looping
+                    (inside if enclosed else outside).add(block)
         if not inside - outside:
             break
         looping |= inside - outside

@@ -106,10 +106,8 @@ class StepTracker:
         rest, confidence = self._pilot.decode(
             self._sample, self.chances, self._pilot.threshold, start=self._slot + 1
         )
-        if order:
-            here = np.full(len(order), fidelity, dtype=np.float32)
-            confidence = np.concatenate((here, confidence))
-        return order + rest, confidence
+        here = np.full(len(order), fidelity, dtype=np.float32)
+        return order + rest, np.concatenate((here, confidence))
 
     @property
     def chances(self) -> Floats:

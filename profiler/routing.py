@@ -92,7 +92,6 @@ def probes_of(model: nn.Module) -> dict[str, tuple[RoutingProbe, ...]]:
     return {here.path: tuple(found[place : place + 2]) for place, here in enumerate(found)}
 
 
-@torch.no_grad()
 def hints_of(probe: RoutingProbe, args: Sequence[Any]) -> tuple[float, ...] | None:
     """Return what a probe foretells from arguments, its own or of the probe before it.
 
@@ -102,25 +101,20 @@ def hints_of(probe: RoutingProbe, args: Sequence[Any]) -> tuple[float, ...] | No
         TraceError: it wrote into an argument: the forward would go on with other values.
     """
     with advising(f"the probe of {probe.path!r}", args):
-        return _told_by(probe, args)
-
-
-def _told_by(probe: RoutingProbe, args: Sequence[Any]) -> tuple[float, ...] | None:
-    try:
-        values = probe.foretell(*args)
-        if values is None:
+        try:
+            values = probe.foretell(*args)
+            if values is None:
+                return None
+            flat = torch.as_tensor(values).detach().float().cpu().reshape(-1)
+        except Exception as error:
+            _say_once(probe.path, type(error).__name__, str(error))
             return None
-        flat = torch.as_tensor(values).detach().float().cpu().reshape(-1)
+        if len(flat) != len(probe.blocks):
+            _say_once(probe.path, "length", f"{len(flat)} values for {len(probe.blocks)} blocks")
+            return None
         if not ((flat >= -_SLACK) & (flat <= 1 + _SLACK)).all():
             _say_once(probe.path, "range", "values that are no chances, 0 to 1; they are cut off")
-        told = tuple(flat.nan_to_num(0.5).clamp(0, 1).tolist())
-    except Exception as error:
-        _say_once(probe.path, type(error).__name__, str(error))
-        return None
-    if len(told) != len(probe.blocks):
-        _say_once(probe.path, "length", f"{len(told)} values for {len(probe.blocks)} blocks")
-        return None
-    return told
+        return tuple(flat.nan_to_num(0.5).clamp(0, 1).tolist())
 
 
 def hinted(

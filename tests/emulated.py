@@ -103,7 +103,7 @@ class Emulated:
         self.races: list[str] = []
         self.full_for: set[str] = set()
         self.given = self.peak = self.host_bytes = 0
-        self.copies = self.trims = 0
+        self.copies = 0
         self._clocks: list[Clock] = [(1, 0, 0), (0, 1, 0), (0, 0, 1)]
         self._seen: dict[int, Seen] = {}  # by the storage's object
         self._mutex = threading.RLock()
@@ -226,33 +226,18 @@ class Emulated:
         return self._memory - self.given
 
     def trim(self, limit: int) -> None:
-        self.trims += 1
+        pass
 
     # Copies
 
-    def copy_in(
-        self,
-        target: torch.UntypedStorage | torch.Tensor,
-        source: torch.Tensor,
-        after: Sequence[Any],
-    ) -> Reached:
+    def copy_in(self, target: Any, source: Any, after: Sequence[Any]) -> Reached:
         return self._copy(IN, target, source, _storage_of(target), after)
 
-    def copy_out(
-        self,
-        target: torch.Tensor,
-        source: torch.UntypedStorage | torch.Tensor,
-        after: Sequence[Any],
-    ) -> Reached:
+    def copy_out(self, target: Any, source: Any, after: Sequence[Any]) -> Reached:
         return self._copy(OUT, target, source, _storage_of(source), after)
 
     def _copy(
-        self,
-        of: int,
-        target: torch.Tensor | torch.UntypedStorage,
-        source: torch.Tensor | torch.UntypedStorage,
-        storage: torch.UntypedStorage,
-        after: Sequence[Any],
+        self, of: int, target: Any, source: Any, storage: torch.UntypedStorage, after: Sequence[Any]
     ) -> Reached:
         for one in (target, source):  # in the caller's modes, as the streams of an accelerator
             if isinstance(one, torch.UntypedStorage):

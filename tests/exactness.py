@@ -354,3 +354,33 @@ class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 def only(batch: list[Any]) -> Any:
     """Return the one sample of a batch."""
     return batch[0]
+
+
+class Mlp(nn.Module):
+    """Linear layers with residuals: each weight takes four small pages."""
+
+    def __init__(self, width: int = 64, depth: int = 5, classes: int = 10) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits ``[rows, classes]`` for ``[rows, width]``."""
+        for layer in self.layers:
+            x = x + F.gelu(layer(x))
+        return self.head(x)
+
+
+def batch(step: int, rows: int = 8, width: int = 64, classes: int = 10) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets that follow from ``step``, drawn from no shared generator."""
+    generator = torch.Generator().manual_seed(step)
+    return (
+        torch.randn(rows, width, generator=generator),
+        torch.randint(0, classes, (rows,), generator=generator),
+    )
+
+
+def loss_of(model: nn.Module, step: int, **sizes: int) -> Tensor:
+    """Return the cross-entropy of ``model`` on `batch`."""
+    x, y = batch(step, **sizes)
+    return F.cross_entropy(model(x).float(), y)

@@ -29,9 +29,17 @@ import pytest
 import torch
 from devices import KINDS, NO_PAGER, needs_pager
 from emulated import DEVICE, accelerated
-from exactness import SMALL_PAGES, assert_ordinary, assert_same, footprint_of, least_budget
+from exactness import (
+    SMALL_PAGES,
+    Mlp,
+    assert_ordinary,
+    assert_same,
+    footprint_of,
+    least_budget,
+    loss_of,
+)
+from exactness import batch as batch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
 import dynoffload
@@ -79,13 +87,13 @@ class Side:
         backend: None for the plain run.
         notes: what the program has seen, in order.
         sessions: of the blocks that it opened, with their budgets.
-        aside: of those, the ones that have stepped aside.
+        aside: how many of them had stepped aside when they ended.
     """
 
     backend: str | None = None
     notes: list[tuple[str, Any]] = field(default_factory=list)
     sessions: list[tuple[Session, int]] = field(default_factory=list)
-    aside: list[Session] = field(default_factory=list)
+    aside: int = 0
 
     @contextmanager
     def offload(
@@ -119,8 +127,8 @@ class Side:
                     model, optimizer, budget=budget, pilot=None, device=device, config=options
                 ) as session:
                     self.sessions.append((session, budget))
-                    self._watch(session)
                     yield session
+                    self.aside += not session.paging
                 assert_ordinary(model, optimizer, hooks=False, held=True)
         self.see_state(model, optimizer)
 
@@ -143,16 +151,6 @@ class Side:
         """Make the usual steps."""
         for step in steps:
             self.step(loss_of(model, step), optimizer)
-
-    def _watch(self, session: Session) -> None:
-        leave = session._step_aside
-
-        def watched() -> None:
-            leave()
-            if not session.paging:
-                self.aside.append(session)
-
-        session._step_aside = watched  # type: ignore[method-assign]
 
     def see(self, what: str, value: Any) -> None:
         """Note a value, or a nest of them, as it is now."""
@@ -253,36 +251,6 @@ def _frozen(value: Any) -> Any:
     return value
 
 
-class Mlp(nn.Module):
-    """Linear layers with residuals: each weight takes four small pages."""
-
-    def __init__(self, width: int = 64, depth: int = 5, classes: int = 10) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
-        self.head = nn.Linear(width, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return logits ``[rows, classes]`` for ``[rows, width]``."""
-        for layer in self.layers:
-            x = x + F.gelu(layer(x))
-        return self.head(x)
-
-
-def batch(step: int, rows: int = 8, width: int = 64, classes: int = 10) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets that follow from ``step``, drawn from no shared generator."""
-    generator = torch.Generator().manual_seed(step)
-    return (
-        torch.randn(rows, width, generator=generator),
-        torch.randint(0, classes, (rows,), generator=generator),
-    )
-
-
-def loss_of(model: nn.Module, step: int, **sizes: int) -> Tensor:
-    """Return the cross-entropy of ``model`` on `batch`."""
-    x, y = batch(step, **sizes)
-    return F.cross_entropy(model(x).float(), y)
-
-
 _ADAMW = partial(AdamW, lr=1e-2)
 
 
@@ -301,8 +269,8 @@ def trained(
 
     Args:
         make: returns the network.
-        each: makes a step, and takes what it names of ``side``, ``model``, ``optimizer`` and
-            ``step``; by default it is the usual one, of ``loss``.
+        each: makes a step, and takes what it names of ``side``, ``model``, ``optimizer`` and the
+            case; other names are those of the four that are left. By default the usual one.
         loss: of a model and the number of a step.
         after: called after each step.
         optimizer: returns the one for parameters.
@@ -320,18 +288,16 @@ def trained(
                     side.step(_call(loss, case, model, step), its)
                 else:
                     there = {"side": side, "model": model, "optimizer": its, "step": step}
-                    _call(each, {**there, **case})
+                    known = {**there, **case}
+                    names = inspect.signature(each).parameters
+                    left = (one for name, one in there.items() if name not in names)
+                    each(**{name: known[name] if name in known else next(left) for name in names})
                 after(step, model)
 
     return program
 
 
-def trains(
-    backend: str,
-    each: Callable[..., None],
-    network: Callable[[], nn.Module] = Mlp,
-    **options: Any,
-) -> Side:
+def trains(backend: str, each: Any, network: Any = Mlp, **options: Any) -> Side:
     """Run, as `hazard` does, the program that makes each step by ``each``; see `trained`."""
     return hazard(backend, trained(network, each, **options))
 
@@ -386,32 +352,31 @@ def stepwise(
 
 
 def prepared(
-    backends: pytest.MarkDecorator, make: Callable[[], nn.Module] = Mlp
+    backends: pytest.MarkDecorator,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test of a function that prepares a model or its optimizer for the usual steps: as the
+    """Make a test of a function that prepares an `Mlp` or its optimizer for the usual steps: as the
     block begins, or before."""
 
     def decorate(prepare: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(prepare)
         def program(side: Side, when: str) -> None:
-            model = make()
+            model = Mlp()
             optimizer = _ADAMW(model.parameters())
-            there = {"side": side, "model": model, "optimizer": optimizer}
+            do = partial(_call, prepare, {"side": side, "model": model, "optimizer": optimizer})
             if when == "before":
-                _call(prepare, there)
+                do()
             with side.offload(model, optimizer):
                 if when == "inside":
-                    _call(prepare, there)
+                    do()
                 side.train(model, optimizer, range(4))
 
         program.__signature__ = inspect.signature(lambda side, when: None)  # type: ignore[attr-defined]
-        test = compared(backends)(program)
-        return pytest.mark.parametrize("when", ["before", "inside"])(test)
+        return pytest.mark.parametrize("when", ["before", "inside"])(compared(backends)(program))
 
     return decorate
 
 
-_OF_A_STEP = {"side", "model", "optimizer", "step"}
+_OF_A_STEP = {"side", "model", "optimizer", "step", "number"}
 
 
 def _test(

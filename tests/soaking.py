@@ -1,17 +1,13 @@
-"""A long run of a dynamic network, and what the process takes along the way; not a test.
-
-python soaking.py NETWORK BACKEND STEPS [OPTIONS]    # prints a JSON row for each tenth of the run
-"""
+"""A long run of a dynamic network, and what the process takes along the way; not a test."""
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -26,7 +22,6 @@ from dynoffload.memory.limits import resident_bytes
 from dynoffload.runtime import recording
 from dynoffload.telemetry import RunLog
 
-NETWORKS = ("small", "tree")
 SAMPLES = 40
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda kept: 0)  # of glibc alone
 
@@ -55,16 +50,16 @@ def network(
     return zoo.build("tree", "tiny-untied"), samples, lambda model, s: model(*s.args).loss
 
 
-def soak(name: str, backend: str, steps: int, *, layers: int, **options: Any) -> Iterator[Taken]:
-    """Train for ``steps`` steps under a third of the footprint, or the least that will do.
-
-    By default one single record of transfers is kept (see `main`), as those take more from step to
-    step until there are enough of them; the totals of each step are one object more.
-    """
+def soak(
+    name: str, backend: str, steps: int, *, layers: int = 2, records: int = 1, **options: Any
+) -> None:
+    """Train for ``steps`` steps under a third of the footprint, or the least that will do, and
+    print a JSON row for each tenth of the run; the log keeps so many single ``records``."""
+    torch.set_num_threads(1)
+    recording.MOST_RECORDS = records
     model, samples, loss_of = network(name, layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = {**SMALL_PAGES, "backend": backend, "step_aside": False}
-    config |= options
+    config = {**SMALL_PAGES, "backend": backend, "step_aside": False, **options}
     budget, _ = least_budget(model, optimizer, footprint_of(model) // 3, config)
     with dynoffload.offload(model, optimizer, budget=budget, config=config) as session:
         for step in range(1, steps + 1):
@@ -75,7 +70,7 @@ def soak(name: str, backend: str, steps: int, *, layers: int, **options: Any) ->
                 found = os.fstat(paging_of(session).device._spill.fd)  # type: ignore[attr-defined]
                 gc.collect()
                 _trim(0)
-                yield Taken(
+                row = Taken(
                     step,
                     resident_bytes(),
                     len(os.listdir("/proc/self/fd")),
@@ -85,27 +80,9 @@ def soak(name: str, backend: str, steps: int, *, layers: int, **options: Any) ->
                     len(gc.get_objects()),
                     records_of(session.log),
                 )
+                sys.stdout.write(json.dumps(row) + "\n")
 
 
 def records_of(log: RunLog) -> int:
     """Return how many single records ``log`` keeps."""
     return sum(map(len, (log.transfers, log.stalls, log.phases, log.memory, log.blocks)))
-
-
-if __name__ == "__main__":
-    asked = argparse.ArgumentParser()
-    asked.add_argument("network", choices=NETWORKS)
-    asked.add_argument("backend")
-    asked.add_argument("steps", type=int)
-    asked.add_argument("--layers", type=int, default=2)
-    asked.add_argument("--policy")
-    asked.add_argument("--records", type=int, help="keep so many single records, as by default")
-    given = asked.parse_args()
-    torch.set_num_threads(1)
-    options = {"policy": given.policy} if given.policy else {}
-    if given.records:
-        options |= {"step_aside": True}
-    recording.MOST_RECORDS = given.records or 1
-    for row in soak(given.network, given.backend, given.steps, layers=given.layers, **options):
-        sys.stdout.write(json.dumps(row) + "\n")
-        sys.stdout.flush()

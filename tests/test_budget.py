@@ -8,21 +8,16 @@ computed from the budget, none is copied from a run.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from devices import script
 from exactness import (
     SMALL_PAGES,
     Loop,
     Twin,
     compare_runs,
-    footprint_of,
     least_budget,
     needs_pager,
 )
@@ -105,37 +100,6 @@ def test_many_tiny_activations_are_counted_too() -> None:
     assert budget // 2 < 600 * 24 * 4
     samples = [torch.randn(1, 24) for _ in range(3)]
     compare_runs(Twin(Tiny(), adamw), Loop(steps=3), samples, chain_loss, budget)
-
-
-def test_a_module_with_more_than_the_pool_trains_on_demand() -> None:
-    """All parameters of one module, their gradients and state, need not fit at once."""
-
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = nn.ParameterList(torch.randn(64, 64) * 0.1 for _ in range(12))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for part in self.parts:
-                x = torch.tanh(x @ part)
-            return x
-
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.wide = Wide()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.wide(x)
-
-    torch.manual_seed(0)
-    model = Root()
-    budget, _ = least_budget(
-        model, adamw(model.parameters()), footprint_of(model) // 6, SMALL_PAGES
-    )
-    assert budget < footprint_of(model) // 2
-    samples = [torch.randn(8, 64) for _ in range(5)]
-    compare_runs(Twin(model, adamw), Loop(steps=5), samples, chain_loss, budget)
 
 
 # What is counted outside of the pool
@@ -272,21 +236,14 @@ CHILD = """
 @pytest.mark.parametrize("backend", [pytest.param("pager", marks=needs_pager), "mapped"])
 @pytest.mark.parametrize("network", ["layers", "chain"])
 def test_the_process_takes_no_more_than_before_budget_and_headroom(
-    tmp_path: Path, network: str, backend: str
+    network: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """96 MB of weights, 400 MB with gradients and state, or 400 MB of activations of operators that
     no module stands between, under 64 MB: the resident set says so."""
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(CHILD))
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     budget, headroom = 64 * MiB, SLACK + 48 * MiB
-    done = subprocess.run(
-        [sys.executable, str(script), str(budget), backend, str(SLACK), network],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env={**os.environ, "MALLOC_ARENA_MAX": "2", "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    done = script(CHILD, budget, backend, SLACK, network, seconds=200)
     assert done.returncode == 0, done.stderr[-2000:]
     answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     assert answer["footprint"] >= 6 * budget

@@ -11,16 +11,19 @@ import copy
 import io
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from exactness import small, small_loss, small_samples
-from hazards import Side, guarded, hazard, stepwise, trained
+from exactness import SMALL_PAGES, small, small_loss, small_samples
+from hazards import Side, compared, guarded, hazard, stepwise, trained
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+import dynoffload
+from dynoffload.errors import BudgetError, StepLostError
 from dynoffload.runtime.session import Session
 
 pytestmark = pytest.mark.timeout(120)
@@ -35,7 +38,7 @@ def pending(session: Session) -> int:
     return len(session._paging.updates.pending.by_slot)
 
 
-def step(side: Side, model: nn.Module, optimizer: Optimizer, number: int, **how: Any) -> None:
+def train_step(side: Side, model: nn.Module, optimizer: Optimizer, number: int, **how: Any) -> None:
     """Make a training step without a look at anything."""
     torch.manual_seed(number)
     loss = small_loss(model, SAMPLES[number])
@@ -56,7 +59,7 @@ def while_updates_wait(
         optimizer = AdamW(model.parameters(), lr=1e-2, fused=True)
         with side.offload(model, optimizer, share=0.33) as session:
             for number in range(6):
-                step(side, model, optimizer, number, zero=zero)
+                train_step(side, model, optimizer, number, zero=zero)
                 if 2 <= number < 4:
                     assert session is None or pending(session) > 2, "this shows nothing"
                     do(side, model, optimizer)
@@ -66,22 +69,18 @@ def while_updates_wait(
 
 
 @pytest.mark.parametrize("defer", ["auto", "never"])
-@guarded
-def test_updates_wait_after_the_step(backend: str, defer: str) -> None:
+@compared(guarded)
+def test_updates_wait_after_the_step(side: Side, defer: str) -> None:
     """Most parameters have not been updated yet, until somebody flushes them."""
-
-    def program(side: Side) -> None:
-        model = small()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, defer_updates=defer) as session:
-            for number in range(4):
-                step(side, model, optimizer, number)
-                if session is not None:
-                    assert (pending(session) > 0) == (defer == "auto" and number > 0)
-                    session.flush()
-                    assert not pending(session)
-
-    hazard(backend, program)
+    model = small()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with side.offload(model, optimizer, defer_updates=defer) as session:
+        for number in range(4):
+            train_step(side, model, optimizer, number)
+            if session is not None:
+                assert (pending(session) > 0) == (defer == "auto" and number > 0)
+                session.flush()
+                assert not pending(session)
 
 
 def saved(value: Any) -> bytes:
@@ -126,32 +125,28 @@ def test_what_is_read_has_its_new_value(backend: str, read: str) -> None:
     while_updates_wait(backend, lambda side, m, o: side.see(read, READS[read](m, o)))
 
 
-@guarded
-def test_a_thread_that_reads_while_another_trains(backend: str) -> None:
+@compared(guarded)
+def test_a_thread_that_reads_while_another_trains(side: Side) -> None:
     """Under the interpreter's lock."""
+    model = small()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    stop = threading.Event()
 
-    def program(side: Side) -> None:
-        model = small()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        stop = threading.Event()
+    def watch() -> None:
+        while not stop.is_set():
+            for parameter in model.parameters():
+                assert parameter.detach().numpy().tobytes()
 
-        def watch() -> None:
-            while not stop.is_set():
-                for parameter in model.parameters():
-                    assert parameter.detach().numpy().tobytes()
-
-        with side.offload(model, optimizer):
-            watcher = threading.Thread(target=watch)
-            watcher.start()
-            try:
-                for number in range(10):
-                    step(side, model, optimizer, number)
-            finally:
-                stop.set()
-                watcher.join(100)
-            assert not watcher.is_alive()
-
-    hazard(backend, program)
+    with side.offload(model, optimizer):
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            for number in range(10):
+                train_step(side, model, optimizer, number)
+        finally:
+            stop.set()
+            watcher.join(100)
+        assert not watcher.is_alive()
 
 
 GRADIENTS: dict[str, Callable[[Any], Any]] = {
@@ -197,34 +192,34 @@ def clear_state(model: nn.Module, optimizer: Optimizer) -> None:
     optimizer.state.clear()
 
 
-@guarded
 @pytest.mark.parametrize(
     "write", [clamp, replace_unread, change_state, clear_state], ids=lambda w: w.__name__
 )
+@stepwise(guarded, small, steps=6, share=0.33, budgeted=False)
 def test_what_is_written_comes_after_the_update(
-    backend: str, write: Callable[[nn.Module, Optimizer], None]
+    side: Side,
+    model: nn.Module,
+    optimizer: Optimizer,
+    step: int,
+    write: Callable[[nn.Module, Optimizer], None],
 ) -> None:
     """What the user puts in the place of a tensor is not reached by the update of the old one."""
-
-    def each(side: Side, model: nn.Module, optimizer: Optimizer, number: int) -> None:
-        step(side, model, optimizer, number)
-        if number % 2:
-            write(model, optimizer)
-        if number % 4 == 1:
-            side.see("norms", [p.norm() for p in model.parameters()])
-
-    hazard(backend, trained(small, each, steps=6, share=0.33), budgeted=False)
+    train_step(side, model, optimizer, step)
+    if step % 2:
+        write(model, optimizer)
+    if step % 4 == 1:
+        side.see("norms", [p.norm() for p in model.parameters()])
 
 
 @stepwise(guarded, small, steps=6)
 def test_a_parameter_that_is_not_used_waits_for_many_steps(
-    side: Side, model: Any, optimizer: Any, number: int
+    side: Side, model: Any, optimizer: Any, step: int
 ) -> None:
     """Its update is made with the learning rate of its own step, however late."""
-    step(side, model, optimizer, number)
+    train_step(side, model, optimizer, step)
     for layer in model.layers:
         # Whoever calls them by turns leaves the others waiting.
-        layer.experts.requires_grad_(not 1 <= number < 4)
+        layer.experts.requires_grad_(not 1 <= step < 4)
     optimizer.param_groups[0]["lr"] *= 0.5
 
 
@@ -239,19 +234,19 @@ def test_an_update_behind_the_back_leaves_the_optimizer_alone(
         optimizer = AdamW(model.parameters(), lr=1e-2)
         groups = [list(group["params"]) for group in optimizer.param_groups]
         with side.offload(model, optimizer) as session:
-            step(side, model, optimizer, 0)
-            step(side, model, optimizer, 1, zero=False)
+            train_step(side, model, optimizer, 0)
+            train_step(side, model, optimizer, 1, zero=False)
             if session is not None:
                 look(session, model, optimizer, groups)
             optimizer.zero_grad()
             for number in range(2, 6):
-                step(side, model, optimizer, number)
+                train_step(side, model, optimizer, number)
 
     def look(session: Session, model: nn.Module, optimizer: Optimizer, groups: Any) -> None:
         begun, go_on = threading.Event(), threading.Event()
         assert session._paging is not None
         assert session._paging.updates is not None
-        runner = session._paging.updates.runner
+        runner = session._paging.updates.pending
         plain = runner.step
 
         def slow(shadow: Optimizer) -> None:
@@ -296,8 +291,8 @@ class Prompt(nn.Module):
 def test_a_gradient_without_a_forward_of_its_module(backend: str) -> None:
     """The second backward comes while the first one's update waits."""
 
-    def each(side: Side, model: nn.Module, optimizer: Optimizer, number: int) -> None:
-        losses = [model(torch.full((64, 32), float(i + number))) for i in range(3)]
+    def each(side: Side, model: nn.Module, optimizer: Optimizer, step: int) -> None:
+        losses = [model(torch.full((64, 32), float(i + step))) for i in range(3)]
         for loss in losses:
             loss.backward()
             optimizer.step()
@@ -308,3 +303,66 @@ def test_a_gradient_without_a_forward_of_its_module(backend: str) -> None:
         return SGD([next(iter(parameters))], lr=0.5, momentum=0.9)
 
     hazard(backend, trained(Prompt, each, optimizer=sgd, share=1.5), moves=False)
+
+
+# Updates that fail behind the back
+
+
+class Reading(nn.Module):
+    """Reads a weight of a module that it does not call, so nobody announces the use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.read.weight
+
+
+@contextmanager
+def reading(backend: str) -> Iterator[tuple[Any, nn.Module, Optimizer]]:
+    """Yield a block in which a module's weight is read behind the back, and its third gradient."""
+    model = Reading()
+    optimizer = AdamW(model.parameters(), lr=1e-2, foreach=False)
+    config = {**SMALL_PAGES, "backend": backend, "draft_share": 0.0, "step_aside": False}
+    with dynoffload.offload(model, optimizer, budget="128KiB", config=config) as session:
+        for step in range(3):
+            model(torch.ones(2, 64)).sum().backward()
+            if step < 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        yield session, model, optimizer
+
+
+@guarded
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_forward_on_a_value_that_lacks_its_update_raises(backend: str, trains: bool) -> None:
+    """The update fails behind its back; it ends on the old value, and must not return it."""
+    with reading(backend) as (_, model, optimizer):
+        optimizer.param_groups[0]["eps"] = "no number"
+        optimizer.step()
+        told = "a step, an update that it had put off, or a load was cut off.* is lost"
+        with torch.set_grad_enabled(trains), pytest.raises(StepLostError, match=told):
+            model(torch.ones(2, 64))
+
+
+@guarded
+def test_an_update_that_cannot_begin_is_lost_where_somebody_may_write(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever sleeps on the access goes on, and may write: made later, it would be of that."""
+
+    def show(regions: Any) -> Any:
+        raise BudgetError("no room")
+
+    with reading(backend) as (session, model, optimizer):
+        weight: Any = model.read.weight  # type: ignore[union-attr]
+        old = weight.detach().clone()
+        optimizer.step()
+        with monkeypatch.context() as patch, torch.no_grad():
+            patch.setattr(session._paging.device, "show", show)
+            weight.mul_(2)
+        assert torch.equal(weight, 2 * old)
+        with pytest.raises(StepLostError) as caught:
+            model(torch.ones(2, 64))
+        assert isinstance(caught.value.__cause__, BudgetError)

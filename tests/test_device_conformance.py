@@ -199,9 +199,11 @@ def test_without_a_plan_the_least_recently_used_leaves(device: Device, page: int
     regions = [device.allocate(2 * page) for _ in range(5)]
     filled(device, regions[:4])
     device.acquire([regions[0]])  # used again: the second is now the oldest
+    before = device.counters().bytes_out
     device.acquire([regions[4]])
     assert regions[1] not in device.resident()
     assert regions[0] in device.resident()
+    assert device.counters().bytes_out - before == 2 * page  # and no more is written than that
 
 
 @each_device()

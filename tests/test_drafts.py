@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from dynoffload.errors import SpillError, StepLostError
 from dynoffload.memory.pager import Pager
-from dynoffload.runtime.updates.runner import UpdateRunner
+from dynoffload.runtime.updates.pending import PendingUpdates
 from dynoffload.runtime.updates.speculative import SpeculativeUpdates
 
 pytestmark = [needs_pager, pytest.mark.timeout(60)]
@@ -333,7 +333,7 @@ def test_memory_of_a_parameter_whose_update_waits_can_be_given_to_another() -> N
     hazard("pager", program, moves=False)
 
 
-@pytest.mark.parametrize(("owner", "name"), [(Pager, "acquire"), (UpdateRunner, "run_on")])
+@pytest.mark.parametrize(("owner", "name"), [(Pager, "acquire"), (PendingUpdates, "run_on")])
 def test_a_draft_that_fails_leaves_its_twins_empty(
     owner: type, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from exactness import SMALL_PAGES, assert_same, least_budget
+from exactness import assert_same, is_paged
 from hazards import (
     Mlp,
     Side,
@@ -30,7 +30,6 @@ from hazards import (
 from torch import nn
 from torch.optim import AdamW
 
-import dynoffload
 from dynoffload.errors import BudgetError
 
 FROZEN = {"trunk": "layers", "middle": r"layers\.[12]", "biases": r".*bias"}
@@ -115,9 +114,8 @@ def test_thawing_what_does_not_fit_is_refused_before_the_sample(backend: str, se
     model[2].requires_grad_(False)
     model[3].weight.requires_grad_(not second)
     optimizer = AdamW(model.parameters(), lr=1e-2)
-    config = {**SMALL_PAGES, "backend": backend, "step_aside": False}
-    budget, _ = least_budget(model, optimizer, 1000, config)
-    with dynoffload.offload(model, optimizer, budget=budget, pilot=None, config=config):
+    side = Side(backend)
+    with side.offload(model, optimizer, share=0.0):
         for step in range(4):
             if step == 1:
                 model[3].weight.requires_grad_(True)
@@ -128,37 +126,33 @@ def test_thawing_what_does_not_fit_is_refused_before_the_sample(backend: str, se
                     model(torch.ones(2, 64))
                 assert_same(dict(model.named_parameters()), before, "the model")
                 model[0].requires_grad_(False)
-            model(torch.ones(2, 64)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            side.step(model(torch.ones(2, 64)).square().mean(), optimizer)
     assert not torch.equal(model[3].bias, before["3.bias"])
 
 
-@each_paged
+def frozen_at_first() -> nn.Module:
+    model = Mlp()
+    for layer in list(model.layers)[:3]:
+        layer.requires_grad_(False)
+    return model
+
+
+@stepwise(each_paged, frozen_at_first)
 @pytest.mark.parametrize("one_by_one", [False, True])
-def test_what_is_thawed_is_paged(backend: str, one_by_one: bool) -> None:
+def test_what_is_thawed_is_paged(
+    side: Side, model: Any, optimizer: Any, step: int, one_by_one: bool
+) -> None:
     """From its first backward on, its gradient lies where all gradients do, and so does its
     state."""
-    side = Side(backend)
-    model = Mlp()
     layers = list(model.layers)[:3]  # a slice of the ModuleList would be a module that is new
-    for layer in layers:
-        layer.requires_grad_(False)
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with side.offload(model, optimizer) as session:
-        assert session is not None
-        assert session._paging is not None
-        owner = session._paging.device.owner
-        for step in range(4):
-            thawed = layers[:step] if one_by_one or not step else layers
-            for layer in thawed:
-                layer.requires_grad_(True)
-            loss_of(model, step).backward()
-            gradients = [layer.weight.grad for layer in layers if layer.weight.grad is not None]
-            assert len(gradients) == len(thawed)
-            assert all(owner(gradient) >= 0 for gradient in gradients)
-            del gradients
-            optimizer.step()
-            optimizer.zero_grad()
-            states = [optimizer.state[layer.weight]["exp_avg"] for layer in thawed]
-            assert all(owner(state) >= 0 for state in states)
+    thawed = [layer.requires_grad_(True) for layer in layers[: step if one_by_one else 5 * step]]
+    loss_of(model, step).backward()
+    assert [layer.weight.grad is not None for layer in layers].count(True) == len(thawed)
+    sessions = [session for session, _ in side.sessions]
+    for session in sessions:
+        assert all(is_paged(session, layer.weight.grad) for layer in thawed)
+    optimizer.step()
+    optimizer.zero_grad()
+    for session in sessions:
+        states = [optimizer.state[layer.weight]["exp_avg"] for layer in thawed]
+        assert all(is_paged(session, state) for state in states)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fused_networks import Chosen
-from hazards import Side, each_with_slices_in_time, hazard, trained
+from hazards import Side, compared, each_with_slices_in_time, hazard, trained
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
@@ -87,19 +87,15 @@ def test_converted_and_back(backend: str, change: str, when: str) -> None:
     hazard(backend, program, budgeted=when == "before a sample")
 
 
-@each_with_slices_in_time
-def test_a_block_that_is_left_converted(backend: str) -> None:
+@compared(each_with_slices_in_time)
+def test_a_block_that_is_left_converted(side: Side) -> None:
     """What was converted stays so, with the bits that it had."""
-
-    def program(side: Side) -> None:
-        model = Casting(count=24)
-        optimizer = adamw(model.parameters())
-        with side.offload(model, optimizer):
-            for step in range(3):
-                side.step(loss_of(model, step), optimizer)
-            model.bfloat16()
-        side.see("converted", dict(model.named_parameters()))
-        optimizer.state.clear()
-        side.step(loss_of(model, 3), optimizer)
-
-    hazard(backend, program)
+    model = Casting(count=24)
+    optimizer = adamw(model.parameters())
+    with side.offload(model, optimizer):
+        for step in range(3):
+            side.step(loss_of(model, step), optimizer)
+        model.bfloat16()
+    side.see("converted", dict(model.named_parameters()))
+    optimizer.state.clear()
+    side.step(loss_of(model, 3), optimizer)

@@ -17,7 +17,17 @@ from typing import Any
 import pytest
 import torch
 from fused_networks import PAGES, Chosen, chosen_loss
-from hazards import Mlp, Side, each_backend, each_paged, hazard, loss_of, stepwise, trained
+from hazards import (
+    Mlp,
+    Side,
+    compared,
+    each_backend,
+    each_paged,
+    hazard,
+    loss_of,
+    stepwise,
+    trained,
+)
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -58,22 +68,18 @@ def test_unlisted_parameters_join(side: Side, model: Any, optimizer: Any, step: 
     optimizer.zero_grad()
 
 
-@each_backend
-def test_parameters_outside_of_the_model_join(backend: str) -> None:
+@compared(each_backend)
+def test_parameters_outside_of_the_model_join(side: Side) -> None:
     """They stay where they are, and are stepped with the others."""
+    outside = nn.Linear(64, 64)
 
-    def program(side: Side) -> None:
-        outside = nn.Linear(64, 64)
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        if step == 2:
+            optimizer.add_param_group({"params": outside.parameters()})
+        side.step(loss_of(lambda x: model(torch.tanh(outside(x))), step), optimizer)
 
-        def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
-            if step == 2:
-                optimizer.add_param_group({"params": outside.parameters()})
-            side.step(loss_of(lambda x: model(torch.tanh(outside(x))), step), optimizer)
-
-        trained(Mlp, each, steps=5)(side)
-        side.see_state(outside)
-
-    hazard(backend, program)
+    trained(Mlp, each, steps=5)(side)
+    side.see_state(outside)
 
 
 def two_groups(parameters: Any) -> Optimizer:
@@ -97,49 +103,42 @@ def test_parameters_leave_and_change_group(
     second["betas"] = (0.8, 0.9)
 
 
-@each_backend
-def test_schedulers_change_rates_while_updates_wait(backend: str) -> None:
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=torch.tensor(1e-2))
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-2, total_steps=20)
-        with side.offload(model, optimizer):
-            for step in range(6):
-                side.step(loss_of(model, step), optimizer)
-                scheduler.step()
-
-    hazard(backend, program)
+@compared(each_backend)
+def test_schedulers_change_rates_while_updates_wait(side: Side) -> None:
+    model = Mlp()
+    optimizer = AdamW(model.parameters(), lr=torch.tensor(1e-2))
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-2, total_steps=20)
+    with side.offload(model, optimizer):
+        for step in range(6):
+            side.step(loss_of(model, step), optimizer)
+            scheduler.step()
 
 
 # Hooks
 
 
-@each_backend
 @pytest.mark.parametrize("defer", ["auto", "never"])
-def test_a_hook_registered_right_before_a_step_comes_before_it(backend: str, defer: str) -> None:
+@compared(each_backend)
+def test_a_hook_registered_right_before_a_step_comes_before_it(side: Side, defer: str) -> None:
     """After backward, in the first step and in a later one; removed, it is not called again."""
+    handles: list[Any] = []
 
-    def program(side: Side) -> None:
-        handles: list[Any] = []
+    def halve(its: Optimizer, args: Any, kwargs: Any) -> None:
+        parameters = [p for group in its.param_groups for p in group["params"]]
+        side.see("parameters", len(parameters))
+        for parameter in parameters:
+            parameter.grad.mul_(0.5)
 
-        def halve(its: Optimizer, args: Any, kwargs: Any) -> None:
-            parameters = [p for group in its.param_groups for p in group["params"]]
-            side.see("parameters", len(parameters))
-            for parameter in parameters:
-                parameter.grad.mul_(0.5)
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        loss_of(model, step).backward()
+        if step in (0, 3):
+            handles.append(optimizer.register_step_pre_hook(halve))
+        if step == 4:
+            handles.pop(0).remove()
+        optimizer.step()
+        optimizer.zero_grad()
 
-        def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
-            loss_of(model, step).backward()
-            if step in (0, 3):
-                handles.append(optimizer.register_step_pre_hook(halve))
-            if step == 4:
-                handles.pop(0).remove()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        trained(Mlp, each, steps=6, defer_updates=defer)(side)
-
-    hazard(backend, program)
+    trained(Mlp, each, steps=6, defer_updates=defer)(side)
 
 
 @stepwise(each_paged, steps=3)

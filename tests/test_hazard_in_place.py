@@ -8,11 +8,12 @@ scaled and initialised anew between steps; buffers that forward writes.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hazards import Mlp, Side, compared, each_backend, hazard, loss_of, trained
+from hazards import Mlp, Side, compared, each_backend, loss_of, stepwise
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim import AdamW
@@ -56,29 +57,8 @@ def test_the_average_trades_places_with_the_weights(side: Side) -> None:
             trade()
 
 
-def weight_normed(old: bool) -> nn.Module:
-    norm = torch.nn.utils.weight_norm if old else parametrizations.weight_norm
+def normed(norm: Callable[[nn.Module], nn.Module]) -> nn.Module:
     return nn.Sequential(*(norm(nn.Linear(64, 64)) for _ in range(4)), nn.Linear(64, 10))
-
-
-@each_backend
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
-@pytest.mark.parametrize("old", [True, False], ids=["hook", "parametrization"])
-def test_weight_norm(backend: str, old: bool) -> None:
-    """The weight is made in forward, of two parameters; as a hook, before ours."""
-    hazard(backend, trained(lambda: weight_normed(old), steps=5))
-
-
-@each_backend
-@pytest.mark.parametrize("old", [True, False], ids=["hook", "parametrization"])
-def test_spectral_norm(backend: str, old: bool) -> None:
-    """Its power iteration writes buffers in forward, which backward must not see changed."""
-    norm = torch.nn.utils.spectral_norm if old else parametrizations.spectral_norm
-
-    def make() -> nn.Module:
-        return nn.Sequential(*(norm(nn.Linear(64, 64)) for _ in range(4)), nn.Linear(64, 10))
-
-    hazard(backend, trained(make, steps=5))
 
 
 class Symmetric(nn.Module):
@@ -88,38 +68,67 @@ class Symmetric(nn.Module):
         return weight.triu() + weight.triu(1).t()
 
 
-@each_backend
-@pytest.mark.parametrize("cached", [True, False])
-def test_a_parametrization_of_the_users(backend: str, cached: bool) -> None:
-    def make() -> nn.Module:
-        model = Mlp()
-        for layer in model.layers:
-            parametrize.register_parametrization(layer, "weight", Symmetric())
-        return model
-
-    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
-        if cached:
-            with parametrize.cached():
-                loss = loss_of(model, step) + loss_of(model, step + 50)
-        else:
-            loss = loss_of(model, step)
-        side.step(loss, optimizer)
-
-    hazard(backend, trained(make, each))
+def symmetric() -> nn.Module:
+    model = Mlp()
+    for layer in model.layers:
+        parametrize.register_parametrization(layer, "weight", Symmetric())
+    return model
 
 
-@each_backend
-def test_a_parametrization_added_and_removed_in_mid_run(backend: str) -> None:
+class Counting(nn.Module):
+    """Writes a large buffer in forward, and reads it there, and replaces another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Mlp()
+        self.register_buffer("memory", torch.zeros(8, 64))
+        self.register_buffer("last", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.memory.mul_(0.9).add_(x, alpha=0.1)
+        self.last = x.detach().clone()
+        return self.inner(x + self.memory.clone())
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    # The weight is made in forward, of two parameters; as a hook, before ours.
+    "weight norm, by a hook": lambda: normed(torch.nn.utils.weight_norm),
+    "weight norm": lambda: normed(parametrizations.weight_norm),
+    # Their power iteration writes buffers in forward, which backward must not see changed.
+    "spectral norm, by a hook": lambda: normed(torch.nn.utils.spectral_norm),
+    "spectral norm": lambda: normed(parametrizations.spectral_norm),
+    "a parametrization": symmetric,
+    "buffers": Counting,
+}
+
+
+@stepwise(each_backend, lambda network: NETWORKS[network](), steps=5)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("network", NETWORKS)
+def test_what_forward_makes_and_writes(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    side.step(loss_of(model, step), optimizer)
+
+
+@stepwise(each_backend, symmetric)
+def test_a_parametrization_that_is_cached(
+    side: Side, model: Any, optimizer: Any, step: int
+) -> None:
+    with parametrize.cached():
+        loss = loss_of(model, step) + loss_of(model, step + 50)
+    side.step(loss, optimizer)
+
+
+@stepwise(each_backend, steps=5)
+def test_a_parametrization_added_and_removed_in_mid_run(
+    side: Side, model: Any, optimizer: Any, step: int
+) -> None:
     """Removing one writes the made weight into the parameter, by ``set_``."""
-
-    def after(step: int, model: nn.Module) -> None:
-        layer = model.layers[1]
-        if step == 1:
-            parametrize.register_parametrization(layer, "weight", Symmetric())
-        if step == 3:
-            parametrize.remove_parametrizations(layer, "weight")
-
-    hazard(backend, trained(after=after, steps=5))
+    side.step(loss_of(model, step), optimizer)
+    if step == 1:
+        parametrize.register_parametrization(model.layers[1], "weight", Symmetric())
+    if step == 3:
+        parametrize.remove_parametrizations(model.layers[1], "weight")
 
 
 @compared(each_backend)
@@ -139,39 +148,15 @@ def test_batch_norm(side: Side, momentum: float | None) -> None:
         side.step(loss_of(model, 9), optimizer)
 
 
-@each_backend
-def test_weights_written_between_steps(backend: str) -> None:
+@stepwise(each_backend, steps=5)
+def test_weights_written_between_steps(side: Side, model: Any, optimizer: Any, step: int) -> None:
     """Clamped, scaled, and one layer initialised anew; each after the update that waits."""
-
-    def after(step: int, model: nn.Module) -> None:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.clamp_(-0.1, 0.1)
-            model.layers[0].weight.div_(model.layers[0].weight.norm(dim=1, keepdim=True))
-            torch._foreach_mul_([layer.weight for layer in model.layers[1:]], 0.999)
-        if step == 2:
-            model.layers[3].reset_parameters()
-            nn.init.orthogonal_(model.layers[2].weight)
-
-    hazard(backend, trained(after=after, steps=5))
-
-
-class Counting(nn.Module):
-    """Writes a large buffer in forward, and reads it there, and replaces another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Mlp()
-        self.register_buffer("memory", torch.zeros(8, 64))
-        self.register_buffer("last", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.memory.mul_(0.9).add_(x, alpha=0.1)
-        self.last = x.detach().clone()
-        return self.inner(x + self.memory.clone())
-
-
-@each_backend
-def test_buffers_that_forward_writes(backend: str) -> None:
-    hazard(backend, trained(Counting, steps=5))
+    side.step(loss_of(model, step), optimizer)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-0.1, 0.1)
+        model.layers[0].weight.div_(model.layers[0].weight.norm(dim=1, keepdim=True))
+        torch._foreach_mul_([layer.weight for layer in model.layers[1:]], 0.999)
+    if step == 2:
+        model.layers[3].reset_parameters()
+        nn.init.orthogonal_(model.layers[2].weight)

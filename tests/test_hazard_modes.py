@@ -205,7 +205,7 @@ def test_the_guard_leaves_settings_of_the_process_alone(
         twin.train(loss_of, range(3))
         updates = paging_of(session).updates
         assert updates is not None
-        step_of = updates.runner.step
+        step_of = updates.pending.step
 
         def slow(optimizer: Any) -> None:
             if threading.current_thread().name == "dynoffload-guard":
@@ -213,7 +213,7 @@ def test_the_guard_leaves_settings_of_the_process_alone(
                 assert go_on.wait(100)
             step_of(optimizer)
 
-        monkeypatch.setattr(updates.runner, "step", slow)
+        monkeypatch.setattr(updates.pending, "step", slow)
         before = value()
         watcher = threading.Thread(target=lambda: twin.model.layers[1].weight.norm())
         try:

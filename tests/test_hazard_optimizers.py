@@ -4,26 +4,24 @@ The graph: a few linear layers, with every optimizer of `torch.optim` in each of
 (for-loop, foreach, fused, capturable, differentiable, amsgrad, maximize, centered, nesterov, and
 rates that are tensors), over an odd-sized and a small parameter too, and for Muon, which takes
 matrices only, wide and tall ones without biases; transformers' Adafactor, whose state is factored;
-the user's own optimizers; those that are refused; and state that is reset, put away and copied.
+the user's own optimizers, and those that are refused.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from hazards import (
-    Mlp,
     Side,
+    compared,
     each_backend,
     each_backend_in_time,
-    each_paged,
     guarded,
     hazard,
     loss_of,
@@ -153,16 +151,6 @@ def test_what_cannot_be_split_is_refused(name: str) -> None:
         with dynoffload.offload(model, optimizer, budget="10MB"):
             raise AssertionError("it was accepted")
     assert model.weight.data_ptr() == address
-
-
-def test_no_optimizer_of_torch_is_forgotten() -> None:
-    """What a new release of torch adds must be looked at, and be here or in the refusals."""
-    known = {
-        *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam"),
-        *("Muon", "RAdam", "RMSprop", "Rprop", "SGD"),
-        *REFUSED,
-    }
-    assert {kind.__name__ for kind in _stock()} == known
 
 
 @stepwise(
@@ -311,28 +299,24 @@ def test_operands_between_backward_and_step_stay_together(backend: str) -> None:
     _moved_little(hazard(backend, program, aside=False))
 
 
-@each_backend
-def test_a_step_of_the_instance(backend: str) -> None:
+@compared(each_backend)
+def test_a_step_of_the_instance(side: Side) -> None:
     """``optimizer.step`` wrapped by an attribute of the instance, as schedulers do."""
+    calls = []
 
-    def program(side: Side) -> None:
-        calls = []
+    def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        optimizer = SGD(parameters, lr=1e-2, momentum=0.9)
+        plain = optimizer.step
 
-        def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
-            optimizer = SGD(parameters, lr=1e-2, momentum=0.9)
-            plain = optimizer.step
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            return plain(*args, **kwargs)
 
-            def counted(*args: Any, **kwargs: Any) -> Any:
-                calls.append(1)
-                return plain(*args, **kwargs)
+        optimizer.step = counted  # type: ignore[method-assign]
+        return optimizer
 
-            optimizer.step = counted  # type: ignore[method-assign]
-            return optimizer
-
-        trained(optimizer=make)(side)
-        side.see("calls", len(calls))
-
-    hazard(backend, program)
+    trained(optimizer=make)(side)
+    side.see("calls", len(calls))
 
 
 @stepwise(guarded)
@@ -350,237 +334,3 @@ def test_a_closure_that_runs_the_model_twice(
         return loss
 
     side.see("loss", optimizer.step(closure))
-
-
-@each_backend
-def test_state_in_a_buffer_of_the_users(backend: str) -> None:
-    """It stays where it is: the buffer shows every update."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        weights = [layer.weight for layer in model.layers]
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        side.step(loss_of(model, 0), optimizer)
-        flat = torch.cat([optimizer.state[w]["exp_avg"].flatten() for w in weights])
-        for number, part in enumerate(flat.split(64 * 64)):
-            optimizer.state[weights[number]]["exp_avg"] = part.view(64, 64)
-        with side.offload(model, optimizer):
-            for step in range(1, 4):
-                side.step(loss_of(model, step), optimizer)
-                side.see("buffer", flat)
-            flat.zero_()
-            side.step(loss_of(model, 4), optimizer)
-
-    hazard(backend, program, budgeted=False)
-
-
-def _assign(optimizer: Optimizer) -> None:
-    optimizer.state = defaultdict(dict)
-
-
-def _set_state(optimizer: Optimizer) -> None:
-    optimizer.__setstate__({"state": defaultdict(dict)})
-
-
-def _set_entries(optimizer: Optimizer) -> None:
-    for parameter in _of(optimizer):
-        optimizer.state[parameter] = {}
-
-
-def _merge(optimizer: Optimizer) -> None:
-    optimizer.state |= {parameter: {} for parameter in _of(optimizer)}
-
-
-def _of(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-@each_paged
-@pytest.mark.parametrize(
-    "reset",
-    [_assign, _set_state, _set_entries, _merge],
-    ids=lambda reset: reset.__name__,
-)
-def test_state_that_is_reset(backend: str, reset: Callable[[Optimizer], None]) -> None:
-    """After the first step, whose state is still to come where its updates wait; and after
-    another."""
-
-    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
-        side.step(loss_of(model, step), optimizer)
-        if step in (0, 2):
-            reset(optimizer)
-
-    hazard(backend, trained(partial(Mlp, depth=2), each, share=0.5))
-
-
-@guarded
-@pytest.mark.parametrize("before", [False, True], ids=["of the block", "of before the block"])
-def test_state_that_is_put_away_and_back(backend: str, before: bool) -> None:
-    """What waited when it was put away is there when it comes back."""
-
-    def program(side: Side) -> None:
-        model = Mlp(depth=2)
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        kept = optimizer.state
-        with side.offload(model, optimizer, share=0.5):
-            for step in range(4):
-                side.step(loss_of(model, step), optimizer)
-                if step == 0:
-                    kept = kept if before else optimizer.state
-                    optimizer.state = kept if before else defaultdict(dict)
-                    optimizer.step()  # without a gradient
-                if step == 2:
-                    optimizer.state = kept
-
-    hazard(backend, program)
-
-
-LOOKS: dict[str, Callable[[Any], Any]] = {
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-    "reversed": reversed,
-    "ne": lambda state: (state != {}) and dict.keys(state),
-    "repr": lambda state: repr(state) and dict.keys(state),
-}
-
-
-@guarded
-@pytest.mark.parametrize("look", LOOKS)
-def test_copies_of_the_state_and_looks_at_it(backend: str, look: str) -> None:
-    """Whatever looks at the whole sees all entries; a copy is a plain mapping of the same ones."""
-
-    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
-        side.step(loss_of(model, step), optimizer)
-        if step == 0:
-            found = LOOKS[look](optimizer.state)
-            side.see("entries", len(list(found)))
-            if look == "copy":
-                side.see("type", type(found) is defaultdict)
-                side.see("values", [found[parameter] for parameter in model.parameters()])
-
-    hazard(backend, trained(partial(Mlp, depth=2), each, share=0.5, steps=2))
-
-
-@each_backend
-@pytest.mark.parametrize("kind", [AdamW, SGD], ids=lambda kind: kind.__name__)
-def test_the_order_of_the_entries(backend: str, kind: type[Optimizer]) -> None:
-    """That of a whole step, also where a gradient comes late and an entry is made anew."""
-
-    def program(side: Side) -> None:
-        model = Mlp(depth=2)
-        options = {"lr": 1e-2} if kind is AdamW else {"lr": 1e-2, "momentum": 0.9}
-        optimizer = kind(model.parameters(), **options)
-        parameters = list(model.parameters())
-        numbers = {parameter: number for number, parameter in enumerate(parameters)}
-        with side.offload(model, optimizer, share=0.5):
-            for step in range(5):
-                optimizer.zero_grad()
-                loss_of(model, step).backward()
-                if step == 0:
-                    parameters[1].grad = parameters[2].grad = None
-                optimizer.step()
-                if step in (0, 3):
-                    side.see("entries", [numbers[parameter] for parameter in optimizer.state])
-                if step == 1:
-                    del optimizer.state[parameters[3]]
-        side.see("entries", [numbers[parameter] for parameter in optimizer.state])
-        side.see("saved", list(optimizer.state_dict()["state"]))
-
-    hazard(backend, program)
-
-
-class Wrapper(Optimizer):
-    """An optimizer by type, as Opacus' is: torch's `__init__` has never run."""
-
-    def __init__(self, inner: Optimizer) -> None:
-        self.original = inner
-
-    param_groups = property(lambda self: self.original.param_groups)  # type: ignore[assignment]
-    state = property(lambda self: self.original.state)  # type: ignore[assignment]
-    defaults = property(lambda self: self.original.defaults)  # type: ignore[assignment]
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(0.5)
-        return self.original.step(closure)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.original.zero_grad(set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.original.state_dict()
-
-
-class Ahead(Wrapper):
-    """As timm's Lookahead: hooks that are never called, and slow weights of its own."""
-
-    def __init__(self, inner: Optimizer) -> None:
-        super().__init__(inner)
-        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
-        self.slow = {p: p.detach().clone() for g in self.param_groups for p in g["params"]}
-
-    state: ClassVar[dict[Any, Any]] = {}  # type: ignore[assignment, misc]
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        loss = super().step(closure)
-        for parameter, slow in self.slow.items():
-            slow.lerp_(parameter.data, 0.5)
-            parameter.data.copy_(slow)
-        return loss
-
-
-class Slow(Optimizer):
-    """A Lookahead that is an optimizer in full, and names the one it wraps as accelerate's does."""
-
-    def __init__(self, inner: Optimizer) -> None:
-        super().__init__(inner.param_groups, inner.defaults)
-        self.optimizer, self.param_groups = inner, inner.param_groups
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        loss = self.optimizer.step(closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                slow = state.setdefault("slow", parameter.detach().clone())
-                parameter.data.copy_(slow.lerp_(parameter.data, 0.5))
-        return loss
-
-
-@each_backend
-@pytest.mark.parametrize("kind", [Wrapper, Ahead, Slow])
-def test_an_optimizer_that_wraps_one_of_torch(
-    backend: str, kind: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """What it wraps is paged; of what it keeps itself it is said that nobody counts it."""
-
-    def program(side: Side) -> None:
-        model = Mlp(depth=2)
-        optimizer = kind(AdamW(model.parameters(), lr=1e-2))
-        with side.offload(model, optimizer, share=0.5) as session:
-            for step in range(4):
-                side.step(loss_of(model, step), optimizer)
-            assert session is None or len(session.log.steps) == 4
-
-    hazard(backend, program, budgeted=kind is Wrapper)
-    told = f"{kind.__name__} wraps the AdamW that is paged: what it keeps" in caplog.text
-    assert told == (kind is not Wrapper)
-
-
-class Headless(Optimizer):
-    """Torch's `__init__` has never run, and there is nothing else in it."""
-
-    def __init__(self, parameters: Any) -> None:
-        self.param_groups, self.state = [{"params": list(parameters)}], defaultdict(dict)
-        self.defaults = {}
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        raise AssertionError("it must be refused")
-
-
-def test_an_optimizer_that_leaves_torchs_init_out_is_told_the_remedy() -> None:
-    model = Mlp(depth=2)
-    with pytest.raises(ConfigError, match=r"Headless leaves out the __init__ of torch\.optim\.Opt"):
-        with dynoffload.offload(model, Headless(model.parameters()), budget="4MB"):
-            pytest.fail("the block must not begin")

@@ -21,10 +21,8 @@ from hazards import (
     batch,
     each_backend,
     each_backend_in_time,
-    hazard,
     loss_of,
     stepwise,
-    trained,
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -43,61 +41,64 @@ class Heads(nn.Module):
         return self.heads[head](torch.tanh(self.trunk(x)))
 
 
-@each_backend_in_time
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "adamw": partial(AdamW, lr=1e-2, weight_decay=0.1),
+    "momentum": partial(SGD, lr=1e-2, momentum=0.9, weight_decay=0.1),
+    "adagrad": partial(Adagrad, lr=1e-2, lr_decay=0.1),
+}
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda p: AdamW(p, lr=1e-2, weight_decay=0.1),
-        lambda p: SGD(p, lr=1e-2, momentum=0.9, weight_decay=0.1),
-        lambda p: Adagrad(p, lr=1e-2, lr_decay=0.1),
-    ],
-    ids=["adamw", "momentum", "adagrad"],
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@stepwise(
+    each_backend_in_time,
+    Heads,
+    optimizer=lambda parameters, name: OPTIMIZERS[name](parameters),
+    steps=7,
 )
 def test_one_head_at_a_time(
-    backend: str, make: Callable[[Any], Optimizer], set_to_none: bool
+    side: Side, model: Any, optimizer: Any, step: int, name: str, set_to_none: bool
 ) -> None:
-    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
-        out = model(batch(step)[0], [0, 1, 0, 0, 2, 1, 0][step])
-        side.step(out.square().mean(), optimizer, set_to_none=set_to_none)
-
-    hazard(backend, trained(Heads, each, optimizer=make, steps=7))
+    out = model(batch(step)[0], [0, 1, 0, 0, 2, 1, 0][step])
+    side.step(out.square().mean(), optimizer, set_to_none=set_to_none)
 
 
-@each_backend
-def test_a_branch_that_never_reaches_the_loss(backend: str) -> None:
-    """It saves activations that no backward asks for, and its parameters get no gradient."""
+class Branching(nn.Module):
+    """Saves activations that no backward asks for."""
 
-    class Branching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.taken, self.lost = Mlp(depth=2), Mlp(depth=3)
-            self.score: Tensor | None = None
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken, self.lost = Mlp(depth=2), Mlp(depth=3)
+        self.score: Tensor | None = None
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.score = self.lost(x).detach().mean()
-            unused = self.lost(x * 2)
-            return self.taken(x) + 0 * unused.detach()
-
-    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
-        side.step(loss_of(model, step), optimizer)
-        side.see("score", model.score)
-
-    hazard(backend, trained(Branching, each, steps=5))
+    def forward(self, x: Tensor) -> Tensor:
+        self.score = self.lost(x).detach().mean()
+        unused = self.lost(x * 2)
+        return self.taken(x) + 0 * unused.detach()
 
 
-@each_backend
-def test_layers_dropped_at_random(backend: str) -> None:
-    """By numbers from the shared generator, whose state must not be moved by the session."""
+@stepwise(each_backend, Branching, steps=5)
+def test_a_branch_that_never_reaches_the_loss(
+    side: Side, model: Any, optimizer: Any, step: int
+) -> None:
+    """Its parameters get no gradient."""
+    side.step(loss_of(model, step), optimizer)
+    side.see("score", model.score)
 
-    class Dropping(Mlp):
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                if torch.rand(()) < 0.6:
-                    x = x + F.gelu(layer(x))
-            return self.head(F.dropout(x, 0.1))
 
-    hazard(backend, trained(Dropping, steps=8))
+class Dropping(Mlp):
+    """Drops layers by numbers from the shared generator, whose state the session must not move."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if torch.rand(()) < 0.6:
+                x = x + F.gelu(layer(x))
+        return self.head(F.dropout(x, 0.1))
+
+
+@stepwise(each_backend, Dropping, steps=8)
+def test_layers_dropped_at_random(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    side.step(loss_of(model, step), optimizer)
 
 
 @stepwise(each_backend, optimizer=partial(AdamW, lr=1e-2, weight_decay=0.1), steps=5)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import Samples, only, small, small_loss
-from hazards import Mlp, Side, batch, compared, each_backend, each_paged, loss_of, trains
+from hazards import Mlp, Side, batch, compared, each_backend, each_paged, loss_of, stepwise
 from torch import nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, Dataset
@@ -81,23 +81,21 @@ def loader_of(rows: Rows) -> DataLoader[torch.Tensor]:
     return DataLoader(rows, num_workers=1, multiprocessing_context="fork", generator=generator)
 
 
-@each_paged
+@stepwise(each_paged)
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_worker_that_reads_the_model_is_told(backend: str) -> None:
+def test_a_worker_that_reads_the_model_is_told(
+    side: Side, model: Any, optimizer: Any, step: int
+) -> None:
     """Training goes on: a clone that is made before the worker starts is what it can read."""
-
-    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
-        side.step(loss_of(model, step), optimizer)
-        rows = Rows(model)
-        if step == 1 and side.backend is not None:
-            loader = loader_of(rows)
-            with pytest.raises(BackendError, match="clone what a worker reads before"):
-                next(iter(loader))
-        if step == 2:
-            rows.model = copy.deepcopy(model)
-            side.see("rows", list(loader_of(rows)))
-
-    trains(backend, each)
+    side.step(loss_of(model, step), optimizer)
+    rows = Rows(model)
+    if step == 1 and side.backend is not None:
+        loader = loader_of(rows)
+        with pytest.raises(BackendError, match="clone what a worker reads before"):
+            next(iter(loader))
+    if step == 2:
+        rows.model = copy.deepcopy(model)
+        side.see("rows", list(loader_of(rows)))
 
 
 ACCESSES: dict[str, Callable[[nn.Module, AdamW], Any]] = {

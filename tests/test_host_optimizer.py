@@ -22,7 +22,6 @@ from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
 
-from dynoffload.errors import StepLostError
 from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.host_optimizer.update_rule import UpdateRule
 from dynoffload.host_optimizer.update_runner import StepUpdate, open_workers
@@ -339,41 +338,7 @@ def test_staging_is_as_large_as_four_tiles(tmp_path: Path) -> None:
             optimizer.close()
 
 
-# Interruptions
-
-
-@pytest.mark.parametrize("delayed", [False, True])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_an_upload_that_is_cut_off(error: type[BaseException], delayed: bool) -> None:
-    """By Ctrl-C, or by an error: it is repeated, so the step is made as a whole."""
-    pair = Pair(delayed=delayed)
-    pair.train(words(2))
-    pair.backward(words(1)[0])
-    plain, calls = StepUpdate.upload, []
-
-    def upload(*args: Any) -> None:
-        calls.append(args)
-        if len(calls) == 3:
-            raise error("no room")
-        plain(*args)
-
-    with mock.patch.object(StepUpdate, "upload", upload), pytest.raises(error, match="no room"):
-        pair.ours.step()
-    if delayed:
-        pair.ours.step()  # it was the upload of the step before that was cut off
-    pair.theirs.step()
-    pair.train(words(2, seed=1))
-    pair.finish()
-
-
-def test_an_upload_that_fails_again_loses_the_step() -> None:
-    pair = Pair()
-    pair.backward(words(1)[0])
-    with mock.patch.object(StepUpdate, "upload", side_effect=RuntimeError("no room")):
-        with pytest.raises(StepLostError, match="no room"):
-            pair.ours.step()
-    with pytest.raises(StepLostError, match="was cut off"):
-        pair.ours.step()
+# The end
 
 
 def test_a_forked_process_gives_nothing_back() -> None:

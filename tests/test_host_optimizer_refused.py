@@ -21,6 +21,7 @@ from dynoffload.errors import BackendError, BudgetError, ConfigError, SpillError
 from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.host_optimizer.link import CpuLink
 from dynoffload.host_optimizer.update_rule import UpdateRule
+from dynoffload.host_optimizer.update_runner import StepUpdate
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"kind": Adagrad}, "classes Adam, AdamW, SGD"),
@@ -246,3 +247,37 @@ def test_a_disk_that_fails_loses_the_step_and_says_so(
     pair.ours.load_state_dict(state)
     pair.train(words(2, seed=1))
     pair.finish()
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_upload_that_is_cut_off(error: type[BaseException], delayed: bool) -> None:
+    """By Ctrl-C, or by an error: it is repeated, so the step is made as a whole."""
+    pair = Pair(delayed=delayed)
+    pair.train(words(2))
+    pair.backward(words(1)[0])
+    plain, calls = StepUpdate.upload, []
+
+    def upload(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 3:
+            raise error("no room")
+        plain(*args)
+
+    with mock.patch.object(StepUpdate, "upload", upload), pytest.raises(error, match="no room"):
+        pair.ours.step()
+    if delayed:
+        pair.ours.step()  # it was the upload of the step before that was cut off
+    pair.theirs.step()
+    pair.train(words(2, seed=1))
+    pair.finish()
+
+
+def test_an_upload_that_fails_again_loses_the_step() -> None:
+    pair = Pair()
+    pair.backward(words(1)[0])
+    with mock.patch.object(StepUpdate, "upload", side_effect=RuntimeError("no room")):
+        with pytest.raises(StepLostError, match="no room"):
+            pair.ours.step()
+    with pytest.raises(StepLostError, match="was cut off"):
+        pair.ours.step()

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from hazards import Mlp, Side, each_backend, each_paged, hazard, loss_of, trained
+from hazards import Mlp, Side, compared, each_backend, each_paged, hazard, loss_of, trained
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
@@ -80,32 +80,28 @@ def _assert_paged(session: Session | None, optimizer: Optimizer) -> None:
         assert not outside
 
 
-@each_backend
-def test_state_in_containers_and_larger_than_its_parameter(backend: str) -> None:
+@compared(each_backend, aside=False)
+def test_state_in_containers_and_larger_than_its_parameter(side: Side) -> None:
     """Also after a load; the containers hold the same objects after the block."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = Nested(model.parameters())
-        side.step(loss_of(model, 0), optimizer)
-        tensors = dict(tensors_within(optimizer.state[model.layers[0].weight], ""))
-        counted = {id(one) for one in tensors_of(model, optimizer)}
-        assert {id(one) for _, one in state_of(optimizer)} <= counted
-        kept = copy.deepcopy(optimizer.state_dict())
-        with side.offload(model, optimizer, share=0.5) as session:
+    model = Mlp()
+    optimizer = Nested(model.parameters())
+    side.step(loss_of(model, 0), optimizer)
+    tensors = dict(tensors_within(optimizer.state[model.layers[0].weight], ""))
+    counted = {id(one) for one in tensors_of(model, optimizer)}
+    assert {id(one) for _, one in state_of(optimizer)} <= counted
+    kept = copy.deepcopy(optimizer.state_dict())
+    with side.offload(model, optimizer, share=0.5) as session:
+        _assert_paged(session, optimizer)
+        for step in range(1, 5):
+            side.step(loss_of(model, step), optimizer)
             _assert_paged(session, optimizer)
-            for step in range(1, 5):
-                side.step(loss_of(model, step), optimizer)
-                _assert_paged(session, optimizer)
-        first = optimizer.state[model.layers[0].weight]["nest"]["pair"][0].first
-        side.see("same object", first is tensors[".nest.pair.0.first"])
-        with side.offload(model, optimizer, share=0.5) as session:
-            optimizer.load_state_dict(kept)
-            side.step(loss_of(model, 5), optimizer)
-            _assert_paged(session, optimizer)
-        _see(side, optimizer)
-
-    hazard(backend, program, aside=False)
+    first = optimizer.state[model.layers[0].weight]["nest"]["pair"][0].first
+    side.see("same object", first is tensors[".nest.pair.0.first"])
+    with side.offload(model, optimizer, share=0.5) as session:
+        optimizer.load_state_dict(kept)
+        side.step(loss_of(model, 5), optimizer)
+        _assert_paged(session, optimizer)
+    _see(side, optimizer)
 
 
 @each_paged
@@ -150,34 +146,30 @@ class Historic(Optimizer):
             parameter.add_(part.view_as(parameter), alpha=-1e-2)
 
 
-@each_paged
 @pytest.mark.parametrize("holder", ["nobody", "weak reference", "graph"])
-def test_a_queue_of_gradients_is_paged(backend: str, holder: str) -> None:
+@compared(each_paged, budgeted=False)
+def test_a_queue_of_gradients_is_paged(side: Side, holder: str) -> None:
     """And a view that torch cannot swap, as somebody holds it, stays where it is."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = Historic(model.parameters())
-        with side.offload(model, optimizer, share=0.5, states=3) as session:
-            view = optimizer.fixed = torch.arange(64.0 * 64).view(64, 64)
-            kept: Any = weakref.ref(view) if holder == "weak reference" else None
-            if holder == "graph":
-                kept = torch.ones(64, 64, requires_grad=True) * view
-            places = []
-            for step in range(6):
-                side.step(loss_of(model, step), optimizer)
-                if session is not None:
-                    device: Any = session._paging.device  # type: ignore[union-attr]
-                    assert all(device.owner(one) >= 0 for one in optimizer.history)
-                    assert (device.owner(view) < 0) == (holder != "nobody")
-                    places.append(len(device._places))
-            assert session is None or places[-1] == places[-2], "a region is left"
-            assert id(view) in {id(one) for one in tensors_of(model, optimizer)}
-            side.see("view", view)
-            del kept
-        side.see("history", list(optimizer.history))
-
-    hazard(backend, program, budgeted=False)
+    model = Mlp()
+    optimizer = Historic(model.parameters())
+    with side.offload(model, optimizer, share=0.5, states=3) as session:
+        view = optimizer.fixed = torch.arange(64.0 * 64).view(64, 64)
+        kept: Any = weakref.ref(view) if holder == "weak reference" else None
+        if holder == "graph":
+            kept = torch.ones(64, 64, requires_grad=True) * view
+        places = []
+        for step in range(6):
+            side.step(loss_of(model, step), optimizer)
+            if session is not None:
+                device: Any = session._paging.device  # type: ignore[union-attr]
+                assert all(device.owner(one) >= 0 for one in optimizer.history)
+                assert (device.owner(view) < 0) == (holder != "nobody")
+                places.append(len(device._places))
+        assert session is None or places[-1] == places[-2], "a region is left"
+        assert id(view) in {id(one) for one in tensors_of(model, optimizer)}
+        side.see("view", view)
+        del kept
+    side.see("history", list(optimizer.history))
 
 
 class Twice(Optimizer):
@@ -336,13 +328,14 @@ def test_steps_of_optimizers_that_wrap_others(backend: str, how: str) -> None:
 def test_an_optimizer_that_the_block_was_not_given_is_named(
     backend: str, known: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def each(side: Side, model: Any, first: Any, step: int) -> None:
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
         if step == 0:
-            model.other = first if known else AdamW(model.layers[1].parameters(), lr=1e-2)
+            other = AdamW(model.layers[1].parameters(), lr=1e-2)
+            model.other = optimizer if known else other
         loss_of(model, step).backward()
-        for optimizer in (first, model.other):
-            optimizer.step()
-            optimizer.zero_grad()
+        for one in (optimizer, model.other):
+            one.step()
+            one.zero_grad()
 
     def of_the_first(parameters: Iterable[nn.Parameter]) -> Optimizer:
         return AdamW(list(parameters)[:2], lr=1e-2)

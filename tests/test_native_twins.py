@@ -69,16 +69,6 @@ def test_lent_pages_carry_the_content_and_leave_it_in_the_file(pager: Pager) -> 
     assert holds(pager, region, 1)
 
 
-def test_what_was_visited_is_not_lent(pager: Pager) -> None:
-    region = pager.allocate(4 * PAGE)
-    fill(pager, region, 1)
-    twin = pager.twin(region)
-    assert not pager.lend([region], [twin])
-    pager.withdraw([region])
-    assert not pager.lend([region], [twin]), "its file is older than its pages"
-    assert holds(pager, region, 1)
-
-
 @pytest.mark.parametrize("pushed_out", [False, True])
 def test_an_exchange_trades_contents_wherever_they_are(pager: Pager, pushed_out: bool) -> None:
     region = pager.allocate(4 * PAGE)
@@ -95,18 +85,6 @@ def test_an_exchange_trades_contents_wherever_they_are(pager: Pager, pushed_out:
     crowd(pager)
     assert holds(pager, region, 2)
     assert holds(pager, twin, 1)
-
-
-def test_visits_tell_of_every_access(pager: Pager) -> None:
-    region = pager.allocate(4 * PAGE)
-    fill(pager, region, 1)
-    before = pager.withdraw([region])
-    assert pager.visits([region]) == before
-    assert int(view(pager, region)[0]) == 1
-    assert pager.visits([region]) != before
-    again = pager.withdraw([region])
-    crowd(pager)
-    assert pager.visits([region]) == again, "to be pushed out is no visit"
 
 
 def test_places_in_the_file_are_not_mixed_up_when_a_pair_ends(pager: Pager) -> None:

@@ -21,28 +21,6 @@ def _learned(chances: np.ndarray, ran: np.ndarray, sites: np.ndarray, *more: Any
     return learn_correction(chances, ran, sites, np.arange(len(ran)) % 4, *more)[0]
 
 
-def _echo(steps: int, seed: int = 0, flip: float = 0.0) -> np.ndarray:
-    """Return steps in which the first site is drawn, and each later one repeats it but for
-    flips."""
-    rng = np.random.default_rng(seed)
-    first = rng.random((steps, 3)) < 0.5
-    ran = np.tile(first, 4)
-    return ran ^ ((rng.random(ran.shape) < flip) & (SITES > 0))
-
-
-def test_what_the_first_site_ran_tells_what_the_others_will() -> None:
-    ran = _echo(300)
-    correction = _learned(np.full(ran.shape, 0.5, np.float32), ran, SITES)
-    for step in _echo(20, seed=1):
-        posterior = correction.start(np.full(12, 0.5, np.float32))
-        assert posterior.chances == pytest.approx(0.5, abs=0.15)
-        for block in range(3):
-            posterior.observe(bool(step[block]))
-        assert posterior.known == 3
-        assert ((posterior.chances > 0.5) == step).all()
-        assert np.abs(posterior.chances - 0.5).min() > 0.4
-
-
 def test_overconfident_chances_are_calibrated() -> None:
     rng = np.random.default_rng(0)
     truth = rng.uniform(0.2, 0.8, size=(500, 12))

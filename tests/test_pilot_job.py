@@ -1,4 +1,4 @@
-"""`pilot train` as a job: on a cluster, the same bytes by any processes, no worker left behind."""
+"""`pilot train`: its scores, what a directory can lack, and the job with its workers."""
 
 from __future__ import annotations
 
@@ -12,41 +12,67 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import joblib
 import psutil
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from dynoffload.cli import app
 from dynoffload.datasets.trees import trees
-from dynoffload.errors import ConfigError, TraceError
+from dynoffload.errors import ConfigError, PilotError, TraceError
 from dynoffload.experiments import zoo
 from dynoffload.pilot.labels import FEW, make_label
-from dynoffload.pilot.train import train_pilot
+from dynoffload.pilot.pilot import Pilot
+from dynoffload.pilot.train import TrainResult, evaluate_pilot, train_pilot
 from dynoffload.pilot.workers import run_tasks
+from dynoffload.profiler.network import fingerprint
 from dynoffload.profiler.profiling import profile
 
 COUNT = 40
 assert COUNT > FEW  # else no worker would be started
 
 
-def silent(doing: str, done: int | None = None, total: int | None = None) -> None:
-    """Report to nobody."""
+class Tokens:
+    """A batch of tokens from one of a few sources."""
+
+    def __init__(self, step: int) -> None:
+        generator = torch.Generator().manual_seed(step)
+        self.args = (torch.randint(40, 60, (1, 6), generator=generator),) * 2
+        self.source = "abcd"[step % 4]
+
+
+def recorded(folder: Path, count: int = COUNT, seed: int = 0) -> Path:
+    """Record a Tree-LSTM on some real syntax trees."""
+    model = zoo.build("tree", "tiny", embedding=8, hidden=8)
+    drawn = [
+        SimpleNamespace(args=(tree,), source=tree.source)
+        for tree in islice(trees(max_nodes=40, seed=seed), count)
+    ]
+    profile(model, drawn, out=folder, progress=False)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Traces of a Tree-LSTM on real syntax trees."""
-    folder = tmp_path_factory.mktemp("traces")
-    model = zoo.build("tree", "tiny", embedding=8, hidden=8)
-    drawn = [
-        type("Batch", (), {"args": (tree,), "source": tree.source})()
-        for tree in islice(trees(max_nodes=40, seed=0), COUNT)
-    ]
-    profile(model, drawn, out=folder, progress=False)
+    return recorded(tmp_path_factory.mktemp("traces"))
+
+
+@pytest.fixture(scope="module")
+def moe_traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Traces of a small routed network at a few tokens per step, its weights at rest."""
+    folder = tmp_path_factory.mktemp("moe")
+    model = zoo.build("moe", "tiny", experts=16, width=8)
+    profile(model, [Tokens(step) for step in range(48)], out=folder, progress=False)
     return folder
+
+
+@pytest.fixture(scope="module")
+def moe(moe_traces: Path) -> TrainResult:
+    return train_pilot(moe_traces, progress=False)
 
 
 @pytest.fixture
@@ -108,11 +134,7 @@ def test_scores_on_what_a_pilot_was_trained_on_say_so(traces: Path, tmp_path: Pa
     some.mkdir()
     for number, trace in enumerate(sorted(traces.glob("*.trace"))[::2]):
         shutil.copyfile(trace, some / f"step-{number:06}.trace")
-    drawn = [
-        type("Batch", (), {"args": (tree,), "source": tree.source})()
-        for tree in islice(trees(max_nodes=40, seed=9), 6)
-    ]
-    profile(zoo.build("tree", "tiny", embedding=8, hidden=8), drawn, out=others, progress=False)
+    recorded(others, 6, seed=9)
 
     def told(folder: Path) -> tuple[str, int]:
         words = ["pilot", "eval", str(pilot), str(folder), "--jobs", "1"]
@@ -130,6 +152,62 @@ def test_scores_on_what_a_pilot_was_trained_on_say_so(traces: Path, tmp_path: Pa
     text, count = told(others)
     assert count == 0
     assert "used to train" not in text
+
+
+def test_the_tree_lstm_is_foretold_on_files_held_out(traces: Path) -> None:
+    result = train_pilot(traces, progress=False)
+    held_out = result.evaluation
+    assert held_out.pilot.block_order_accuracy >= 0.95
+    assert held_out.last_order.block_order_accuracy < 0.8
+    assert held_out.most_frequent.block_order_accuracy < 0.8
+
+
+def test_the_moe_is_foretold_better_than_by_the_baselines(moe: TrainResult) -> None:
+    found = moe.evaluation
+    rows = {name: scores.block_order_accuracy for name, scores in found.rows().items()}
+    assert rows["pilot"] > rows["last order"] + 0.03
+    assert rows["pilot"] > rows["most frequent"] + 0.03
+    assert found.pilot.varying_order > found.last_order.varying_order
+    assert moe.train_samples + found.pilot.samples == 48
+
+
+def test_the_saved_pilot_scores_the_same_and_knows_its_network(
+    moe: TrainResult, moe_traces: Path, traces: Path, tmp_path: Path
+) -> None:
+    moe.pilot.save(tmp_path / "moe.pilot")
+    pilot = Pilot.load(tmp_path / "moe.pilot")
+    pilot.check(fingerprint(zoo.build("moe", "tiny", experts=16, width=8)))
+    with pytest.raises(PilotError, match=r"trained for network.*Train a pilot"):
+        pilot.check(fingerprint(zoo.build("moe", "tiny")))
+    with pytest.raises(PilotError, match="trained for network"):
+        evaluate_pilot(pilot, traces, progress=False)
+    one = evaluate_pilot(pilot, moe_traces, progress=False)
+    assert one.rows() == evaluate_pilot(moe.pilot, moe_traces, progress=False).rows()
+
+
+def test_a_directory_without_traces_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"holds no trace.*dynoffload profile"):
+        train_pilot(tmp_path)
+    with pytest.raises(TraceError, match="not a directory"):
+        train_pilot(tmp_path / "missing")
+
+
+def test_mixed_networks_are_refused_with_both_files(
+    moe_traces: Path, traces: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "a.trace").write_bytes(sorted(moe_traces.iterdir())[0].read_bytes())
+    (tmp_path / "b.trace").write_bytes(sorted(traces.iterdir())[0].read_bytes())
+    with pytest.raises(TraceError, match=r"a\.trace is of network.*b\.trace.*own directory"):
+        train_pilot(tmp_path, progress=False)
+
+
+def test_too_few_traces_and_impossible_shares_are_refused(moe_traces: Path, tmp_path: Path) -> None:
+    for path in sorted(moe_traces.iterdir())[:3]:
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(PilotError, match="too few"):
+        train_pilot(tmp_path, progress=False)
+    with pytest.raises(PilotError, match="share between 0 and 1"):
+        train_pilot(moe_traces, holdout=1.0)
 
 
 @pytest.fixture(scope="module")

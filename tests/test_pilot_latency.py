@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from reference_work import times_reference
-from synthetic_pilot import routed, trees
+from synthetic_pilot import routed
 
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import fit_pilot
@@ -40,10 +40,3 @@ def test_384_experts_at_64_tokens(tmp_path: Path) -> None:
 
     assert times_reference(watch, ROUNDS) < 2
     assert learner.predict(examples[0].sample) is not None
-
-
-def test_trees_of_200_nodes() -> None:
-    vocabulary, examples = trees(30, largest=200)
-    pilot = fit_pilot(vocabulary, examples)
-    stream = cycle(examples)
-    assert times_reference(lambda: pilot.predict(next(stream).sample), ROUNDS) < 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic_pilot import trees, vocabulary
 
@@ -106,6 +106,7 @@ def test_pairs_of_codes_that_never_met_follow_from_each(
 
 
 @given(st.integers(0, 50))
+@settings(max_examples=20, deadline=None)
 def test_a_model_is_the_same_after_json(seed: int) -> None:
     _, examples = trees(8, seed=seed)
     samples = [e.sample for e in examples]

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from synthetic_pilot import routed
+from synthetic_pilot import routed, trees
 
 from dynoffload.errors import PilotError
 from dynoffload.pilot.association import learn_association
 from dynoffload.pilot.boosting import TrainingSet, train_tables
 from dynoffload.pilot.evaluate import score
+from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import fit_pilot
+from dynoffload.pilot.pilot import Pilot
 from dynoffload.profiler.input_features import InputFeatures
 
 
@@ -40,8 +46,6 @@ def test_a_model_learns_from_the_numbers_of_samples_without_elements() -> None:
     # An early exit: as many stages run as the number says.
     vocabulary, _ = routed(1)
     rng = np.random.default_rng(0)
-    _, some = routed(1)
-    Example = type(some[0])
     examples = []
     for step in range(300):
         depth = int(rng.integers(1, 8))
@@ -100,3 +104,23 @@ def test_what_cannot_be_learned_from_is_refused() -> None:
     _, wide = routed(10, experts=99)
     with pytest.raises(PilotError, match="do not fit the vocabulary"):
         fit_pilot(vocabulary, wide)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: routed(60, noise=0.1), lambda: trees(40)], ids=["model", "rule"]
+)
+def test_a_pilot_predicts_the_same_after_the_file(make: Callable[[], Any], tmp_path: Path) -> None:
+    vocabulary, examples = make()
+    pilot = fit_pilot(vocabulary, examples)
+    path = tmp_path / "x.pilot"
+    pilot.save(path)
+    again = Pilot.load(path)
+    assert again.vocabulary == vocabulary
+    assert (again.template, again.threshold) == (pilot.template, pilot.threshold)
+    assert (again.varying, again.most_frequent) == (pilot.varying, pilot.most_frequent)
+    for example in examples:
+        np.testing.assert_array_equal(pilot.chances(example.sample), again.chances(example.sample))
+        assert pilot.predict(example.sample).blocks == again.predict(example.sample).blocks
+    again.save(tmp_path / "y.pilot")
+    assert (tmp_path / "y.pilot").read_bytes() == path.read_bytes()
+    assert json.loads(json.dumps(again.card)) == pilot.card

@@ -46,9 +46,8 @@ def _flops(operators: list[Operator], name: str = "") -> int:
     return sum(op.flops or 0 for op in operators if name in op.name)
 
 
-@given(m=_sizes, k=_sizes, n=_sizes, b=_sizes)
-@settings(max_examples=10, deadline=None)
-def test_products_have_two_operations_for_each_triple(m: int, k: int, n: int, b: int) -> None:
+def test_products_have_two_operations_for_each_triple() -> None:
+    m, k, n, b = 3, 5, 7, 2
     left, right = torch.rand(m, k), torch.rand(k, n)
     lefts, rights = torch.rand(b, m, k), torch.rand(b, k, n)
     counted: list[tuple[Callable[[], Tensor], int]] = [

@@ -63,45 +63,39 @@ _bytes = st.integers(0, 1 << 50)
 
 @st.composite
 def _traces(draw: st.DrawFn) -> Trace:
-    regions = draw(
-        st.lists(
-            st.builds(RegionInfo, _names, st.sampled_from(KINDS), _bytes, st.just(-1), st.just(0)),
-            max_size=5,
-        )
-    )
-    indices = st.lists(st.integers(0, len(regions) - 1), max_size=4) if regions else st.just([])
+    region = st.builds(RegionInfo, _names, st.sampled_from(KINDS), _bytes, st.just(-1), st.just(0))
+    regions = draw(st.lists(region, max_size=5))
+    used = st.lists(st.integers(0, len(regions) - 1), max_size=4) if regions else st.just([])
     count = draw(st.integers(0, 5))
     calls = [
         ModuleCall(draw(_names), draw(_names), draw(st.integers(-1, i - 1)), 0, count)
         for i in range(draw(st.integers(0, 4)))
     ]
-    operators = [
-        Operator(
-            name=draw(_names),
-            phase=draw(st.sampled_from(Phase)),
-            site=draw(_names),
-            call=draw(st.integers(-1, len(calls) - 1)),
-            idioms=Idioms(*draw(st.tuples(*[st.integers(0, 99)] * 6))),
-            bytes_read=draw(_bytes),
-            bytes_written=draw(_bytes),
-            seconds=draw(st.floats(0, 1e6)),
-            reads=tuple(draw(indices)),
-            writes=tuple(draw(indices)),
-            memory=draw(_bytes),
-            flops=draw(st.none() | _bytes),
-            dtype=draw(_names),
-        )
-        for _ in range(count)
-    ]
-    codes = draw(st.lists(st.integers(-(1 << 62), 1 << 62), max_size=6))
-    elements = np.array(codes, np.int64)
-    if len(codes) % 2 == 0 and codes and draw(st.booleans()):
-        elements = elements.reshape(-1, 2)
+    operator = st.builds(
+        Operator,
+        name=_names,
+        phase=st.sampled_from(Phase),
+        site=_names,
+        call=st.integers(-1, len(calls) - 1),
+        idioms=st.builds(Idioms, *[st.integers(0, 99)] * 6),
+        bytes_read=_bytes,
+        bytes_written=_bytes,
+        seconds=st.floats(0, 1e6),
+        reads=used.map(tuple),
+        writes=used.map(tuple),
+        memory=_bytes,
+        flops=st.none() | _bytes,
+        dtype=_names,
+    )
+    operators = draw(st.lists(operator, min_size=count, max_size=count))
+    rows = draw(st.integers(0, 3))
+    shape = (rows, 2) if draw(st.booleans()) else (rows,)
+    elements = np.full(shape, draw(st.integers(-(1 << 62), 1 << 62)), np.int64)
     values = draw(st.dictionaries(_names, st.floats(allow_nan=False), max_size=4))
-    return Trace(
-        draw(_names), draw(_names), draw(st.integers(0, 1 << 40)), draw(_names),
-        InputFeatures(values, elements), regions, calls, operators,
-    )  # fmt: skip
+    sample = InputFeatures(values, elements)
+    step = draw(st.integers(0, 1 << 40))
+    named = [draw(_names) for _ in range(3)]
+    return Trace(*named[:2], step, named[2], sample, regions, calls, operators)
 
 
 @given(made=_traces())

@@ -30,7 +30,7 @@ from torch.optim import AdamW, Optimizer
 
 import dynoffload
 from dynoffload.checkpoint.reading import Opened
-from dynoffload.errors import BudgetError, CheckpointError, SpillError, StepLostError
+from dynoffload.errors import CheckpointError, SpillError, StepLostError
 from dynoffload.runtime.adopting import Adoption
 from dynoffload.units import MiB
 
@@ -370,63 +370,3 @@ def test_a_checkpoint_makes_up_for_it(backend: str, inside: bool, tmp_path: Path
         dynoffload.load_checkpoint(twin.model, twin.optimizer, tmp_path / "run")
         go_on(twin, 4)
     assert_ordinary(twin.model, twin.optimizer)
-
-
-class Reading(nn.Module):
-    """Reads a weight of a module that it does not call, so nobody announces the use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.read = nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.read.weight
-
-
-@contextmanager
-def reading(backend: str) -> Iterator[tuple[Any, nn.Module, Optimizer]]:
-    """Yield a block in which a module's weight is read behind the back, and its third gradient."""
-    model = Reading()
-    optimizer = AdamW(model.parameters(), lr=1e-2, foreach=False)
-    config = {**SMALL_PAGES, "backend": backend, "draft_share": 0.0, "step_aside": False}
-    with dynoffload.offload(model, optimizer, budget="128KiB", config=config) as session:
-        for step in range(3):
-            model(torch.ones(2, 64)).sum().backward()
-            if step < 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        yield session, model, optimizer
-
-
-@guarded
-@pytest.mark.parametrize("trains", [True, False])
-def test_a_forward_on_a_value_that_lacks_its_update_raises(backend: str, trains: bool) -> None:
-    """The update fails behind its back; it ends on the old value, and must not return it."""
-    with reading(backend) as (_, model, optimizer):
-        optimizer.param_groups[0]["eps"] = "no number"
-        optimizer.step()
-        told = "a step, an update that it had put off, or a load was cut off.* is lost"
-        with torch.set_grad_enabled(trains), pytest.raises(StepLostError, match=told):
-            model(torch.ones(2, 64))
-
-
-@guarded
-def test_an_update_that_cannot_begin_is_lost_where_somebody_may_write(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever sleeps on the access goes on, and may write: made later, it would be of that."""
-
-    def show(regions: Any) -> Any:
-        raise BudgetError("no room")
-
-    with reading(backend) as (session, model, optimizer):
-        weight: Any = model.read.weight  # type: ignore[union-attr]
-        old = weight.detach().clone()
-        optimizer.step()
-        with monkeypatch.context() as patch, torch.no_grad():
-            patch.setattr(session._paging.device, "show", show)
-            weight.mul_(2)
-        assert torch.equal(weight, 2 * old)
-        with pytest.raises(StepLostError) as caught:
-            model(torch.ones(2, 64))
-        assert isinstance(caught.value.__cause__, BudgetError)

@@ -51,7 +51,7 @@ class Broken(Exception):
 def broken(session: Any, at: int = 0, *, writes: bool = True) -> Iterator[list[int]]:
     """Let the ``at``-th call of the optimizer's code change all that it is given, or make its state
     and write nothing, and then raise; yield the calls so far."""
-    runner, calls = session._paging.updates.runner, []
+    runner, calls = session._paging.updates.pending, []
     plain = runner.step
 
     def step(optimizer: Any) -> None:

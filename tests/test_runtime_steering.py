@@ -187,76 +187,59 @@ class _Gated(nn.Module):
 
 
 def test_probes_that_call_modules_and_draw_are_no_part_of_the_forward() -> None:
-    losses: list[list[float]] = []
-    for paged in (False, True):
-        torch.manual_seed(0)
-        model = _Gated()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-        drawn = torch.randn(6, 4, 64)
-        losses.append([])
+    torch.manual_seed(0)
+    twin = Twin(_Gated(), lambda p: torch.optim.SGD(p, lr=1e-2))
+    session = compare_runs(
+        twin,
+        Loop(steps=6),
+        list(torch.randn(6, 4, 64)),
+        nn.Module.__call__,
+        400 * 1024,
+        pilot="auto",
+        config=PAGES,
+    )
+    ran = session.log.blocks[-1].actual
+    assert [name for name in ran if "gates" in name] == [f"gates.{n}" for n in range(8)]
 
-        def train(seen: list[float], net: Any = model, step: Any = optimizer) -> None:
-            for sample in drawn:  # noqa: B023
-                loss = net(sample)
-                loss.backward()
-                step.step()
-                step.zero_grad()
-                seen.append(float(loss.detach()))
 
-        if not paged:
-            train(losses[-1])
-            continue
-        config = {**PAGES, "step_aside": False}
-        with dynoffload.offload(
-            model, optimizer, budget=400 * 1024, pilot="auto", config=config
-        ) as session:
-            train(losses[-1])
-            forecast = session._forecast
-            ran = forecast.names(forecast.actual) or ()
-            assert [name for name in ran if "gates" in name] == [f"gates.{n}" for n in range(8)]
-            with torch.no_grad():
-                model(drawn[0])
-            assert forecast._order == []  # of what nobody asks for nothing is kept
-    assert losses[0] == losses[1]
+class _Failing(_Gated):
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[:3]:
+            x = block(x)
+        if self.fails:
+            raise ArithmeticError("half way")
+        return self.blocks[3](x).sum()
 
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_forward_that_fails_teaches_nothing(inside: bool) -> None:
-    class Failing(_Gated):
-        fails = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks[:3]:
-                x = block(x)
-            if self.fails:
-                raise ArithmeticError("half way")
-            return self.blocks[3](x).sum()
-
-    model = Failing()
+    """Also while another error is handled."""
+    model = _Failing()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     config = {**PAGES, "step_aside": False}
-    with dynoffload.offload(
-        model, optimizer, budget=400 * 1024, pilot="auto", config=config
-    ) as session:
-        for fails in (False, True, False):
-            model.fails = fails
-            try:
-                if inside:
+
+    def train() -> None:
+        with contextlib.suppress(ArithmeticError):
+            model(torch.randn(4, 64)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with dynoffload.offload(model, optimizer, budget=400 * 1024, config=config) as session:
+        for model.fails in (False, True, False):
+            if inside:
+                try:
                     raise KeyError("handled while the forward runs")
-                model(torch.randn(4, 64)).backward()
-            except KeyError:
-                with contextlib.suppress(ArithmeticError):
-                    model(torch.randn(4, 64)).backward()
-            except ArithmeticError:
-                pass
-            optimizer.step()
-            optimizer.zero_grad()
+                except KeyError:
+                    train()
+            else:
+                train()
         learner = session._forecast._learner
         assert learner is not None
-        orders = [example.blocks for example in learner._examples]
-        assert len(orders) == 2
-        assert len(orders[0]) == 4
-        assert orders[0] == orders[1]
+        first, second = (example.blocks for example in learner._examples)
+        assert len(first) == 4
+        assert first == second
 
 
 def test_asking_takes_no_more_than_its_share() -> None:

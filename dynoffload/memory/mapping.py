@@ -74,9 +74,6 @@ class Mapping:
         except OSError:
             self.close()
             raise
-        self._advice = {_POPULATE_READ, _POPULATE_WRITE}  # those that work here
-        self._stats = True
-        self._ranges = True
         self.whole_pages = page_bytes % _HUGE == 0 and self._reads_whole_pages(nbytes)
 
     def _reads_whole_pages(self, nbytes: int) -> bool:
@@ -102,14 +99,12 @@ class Mapping:
                     raise
 
     def _populate(self, offset: int, nbytes: int, advice: int) -> None:
-        if advice in self._advice:
-            try:
-                return self._advise(offset, nbytes, advice)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self._advice.discard(advice)
-        self._touch(offset, nbytes)
+        try:
+            self._advise(offset, nbytes, advice)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._touch(offset, nbytes)
 
     def _touch(self, offset: int, nbytes: int) -> None:
         """Read one byte of each page: what POPULATE does, on systems without it."""
@@ -149,15 +144,11 @@ class Mapping:
         Raises:
             OSError: the file cannot be written.
         """
-        if self._ranges:
-            try:
-                return check(
-                    libc().sync_file_range(self._fd, offset, nbytes, _SYNC_WAIT_WRITE_WAIT)
-                )
-            except OSError as error:
-                if error.errno not in _UNKNOWN:
-                    raise
-                self._ranges = False
+        try:
+            return check(libc().sync_file_range(self._fd, offset, nbytes, _SYNC_WAIT_WRITE_WAIT))
+        except OSError as error:
+            if error.errno not in _UNKNOWN:
+                raise
         check(libc().msync(self.address + offset, nbytes, 4))  # MS_SYNC
 
     def drop(self, offset: int, nbytes: int) -> None:
@@ -211,8 +202,6 @@ class Mapping:
         return nbytes if found is None else int(found.dirty + found.writing) * mmap.PAGESIZE
 
     def _stat(self, offset: int, nbytes: int) -> _CacheStat | None:
-        if not self._stats:
-            return None
         span = (ctypes.c_uint64 * 2)(offset, nbytes)
         found = _CacheStat()
         number = ctypes.c_long(_CACHESTAT)
@@ -221,7 +210,6 @@ class Mapping:
         except OSError as error:
             if error.errno not in _UNKNOWN:
                 raise
-            self._stats = False
             return None
         return found
 

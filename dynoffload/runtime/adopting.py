@@ -24,6 +24,7 @@ from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.held import held_parameters
 from dynoffload.runtime.adoption.relocation import Restoration, Room
 from dynoffload.runtime.adoption.slicing import may_slice, slices_of, sole_owners
+from dynoffload.runtime.adoption.slots import Fused, Slot
 from dynoffload.runtime.adoption.store import Store, can_move
 from dynoffload.runtime.counting import (
     SCALARS,
@@ -208,8 +209,8 @@ class Adoption:
         slots = self.store.slots_of(parameter)
         if slots:
             name = slots[0].name if slots[0].fused is None else slots[0].fused.name
-            what = f"{name}, which was frozen before,"
-            self._check_room(what, parameter, len(slots), States(self._optimizer))
+            what, states = f"{name}, which was frozen before,", States(self._optimizer)
+            self._check_room(what, parameter, len(slots), states)
 
     def _sizes(self) -> tuple[dict[str, int], int]:
         """Return what updates take by: the parameters' bytes, and the tensors of their state."""
@@ -239,29 +240,21 @@ class Adoption:
         if now == before:
             return
         states = States(self._optimizer)
-        for parameter, slot in self.store.slots.items():
-            if self.store.pages(parameter, slot):
-                self._check_update(slot.name, parameter, 1, before[0], states)
-        for parameter, fused in self.store.fused.items():
-            self._check_update(fused.name, parameter, fused.count, before[0], states)
+        whole = (s for s in self.store.slots.values() if self.store.pages(s.parameter, s))
+        known: list[tuple[Slot | Fused, int]] = [(slot, 1) for slot in whole]
+        known += [(fused, fused.count) for fused in self.rows]
+        chunks = int(self._device.guarded)  # else no update is made while one is being filled
+        for one, slices in known:
+            nbytes = local_bytes(one.parameter)
+            was = before[0].get(one.name, nbytes)
+            changed = f"which has {format_bytes(nbytes)} now and had {format_bytes(was)},"
+            more = "of which the optimizer keeps more now,"
+            what = f"{one.name}, {more if was == nbytes else changed}"
+            self._check_room(
+                what, one.parameter, slices, states, chunks=chunks, remedy="change it back"
+            )
         self.changed = True
         self._seen = now
-
-    def _check_update(
-        self,
-        name: str,
-        parameter: nn.Parameter,
-        slices: int,
-        before: Mapping[str, int],
-        states: States,
-    ) -> None:
-        nbytes = local_bytes(parameter)
-        was = before.get(name, nbytes)
-        changed = f"which has {format_bytes(nbytes)} now and had {format_bytes(was)},"
-        more = "of which the optimizer keeps more now,"
-        what = f"{name}, {more if was == nbytes else changed}"
-        chunks = int(self._device.guarded)  # else no update is made while one is being filled
-        self._check_room(what, parameter, slices, states, chunks=chunks, remedy="change it back")
 
     def _check_room(
         self,

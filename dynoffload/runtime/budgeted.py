@@ -123,9 +123,19 @@ class BudgetedSession(Session):
         return ordinary_bytes(self.model, self.optimizer, device) + buckets
 
     def _say_plan(self, paging: Paging, spill_reason: str) -> None:
-        sizing = self.sizing
         if launched_rank():
             return
+        sizing, target, config = self.sizing, self._target, self._config
+        where = f"spilling to {self.spill_dir}{f' ({spill_reason})' if spill_reason else ''}"
+        if target.queues is None:
+            slack, buckets = format_bytes(config.heap_slack_bytes), sizing.bucket_bytes
+            reduced = f"{format_bytes(buckets)} of buckets of gradients and " if buckets else ""
+            where = f"beside it {reduced}up to {slack} of freed memory, {where}"
+        else:
+            pinned = "pinned" if target.queues.pinned else "not pinned"
+            taken = format_bytes(paging.device.taken_bytes())
+            host = f"{taken} of host memory below it ({pinned})"
+            where = host if target.host_budget is None else f"{host}, {where}"
         logger.info(
             "%s: %s of parameters, gradients%s%s under %s on the %s (pool %s in "
             "pages of %s, reserve %s), %s, policy %s",
@@ -138,22 +148,9 @@ class BudgetedSession(Session):
             format_bytes(paging.device.capacity),
             format_bytes(sizing.page_bytes),
             format_bytes(sizing.reserve_bytes),
-            self._beside(paging, spill_reason),
-            self._config.policy,
+            where,
+            config.policy,
         )
-
-    def _beside(self, paging: Paging, spill_reason: str) -> str:
-        """Return what the plan line says of what lies beside and below the pool."""
-        spills = f"spilling to {self.spill_dir}{f' ({spill_reason})' if spill_reason else ''}"
-        target = self._target
-        if target.queues is None:
-            slack = format_bytes(self._config.heap_slack_bytes)
-            buckets = self.sizing.bucket_bytes
-            reduced = f"{format_bytes(buckets)} of buckets of gradients and " if buckets else ""
-            return f"beside it {reduced}up to {slack} of freed memory, {spills}"
-        pinned = "pinned" if target.queues.pinned else "not pinned"
-        host = f"{format_bytes(paging.device.taken_bytes())} of host memory below it ({pinned})"
-        return host if target.host_budget is None else f"{host}, {spills}"
 
     def _watch_ranks(self) -> RankWatchdog | None:
         groups = [one.process_group for one in self._wrappers]

@@ -1,12 +1,9 @@
 """What a forked process finds in the place of paged tensors: an error that says so.
 
-The pool is not inherited: pages that two processes share cannot be moved, and a child's write to
-the spill file would be its parent's. So a child has the tensors but none of their bytes, and any
-access would end it by a segmentation fault. In the child they become tensors that tell their shape,
-and raise where their bytes are asked for.
-
-Known limitations: views of paged tensors, and arrays over them, that the child has inherited are
-not found, and still end it.
+The pool is not inherited: pages that two processes share cannot be moved. So a child has the
+tensors but none of their bytes: they become tensors that tell their shape, and raise where their
+bytes are asked for. Views of paged tensors, and arrays over them, are not found, and end the child
+by a segmentation fault.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""What the tracebacks of an error keep alive, and how it is let go of.
-
-A traceback holds the frames that an error has left, and these their locals: tensors of a device,
-which would stay for their sake, or views of a parameter that is to go back to the meta device,
-which is refused while there are any.
-"""
+"""Lets go of what the tracebacks of an error keep alive: locals that are tensors of a device, or
+views of a parameter that is to go back to the meta device."""
 
 from __future__ import annotations
 

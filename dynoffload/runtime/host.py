@@ -1,9 +1,6 @@
 """The budget a process can really have: no more than the system, its control group, or the
-accelerator can give.
-
-The pool takes memory as it is used, so a budget beyond what there is does no harm to a model that
-never fills it. It is lowered, with a warning, to what leaves room for freed heap and operators'
-temporaries; what does not fit then is refused.
+accelerator can give. One that is larger is lowered, with a warning, to what leaves room for freed
+heap and operators' temporaries; what does not fit then is refused.
 """
 
 from __future__ import annotations

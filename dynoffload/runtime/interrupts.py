@@ -1,19 +1,16 @@
 """Signals wait while the runtime changes what must change as a whole.
 
 Python runs signal handlers, such as the one that raises KeyboardInterrupt, between any two of its
-steps. In the middle of an optimizer update that would leave memory locked for an update that nobody
-remembers, or a parameter with half of its state. Between `hold` and `admit` such handlers are put
-off: they run, and raise what they raise, as soon as the outermost pair is over.
+steps. In the middle of an optimizer update that would leave memory locked, or a parameter with half
+of its state. Between `hold` and `admit` such handlers are put off: they run, and raise what they
+raise, as soon as the outermost pair is over. What takes long lets them in: `let_come` where what
+was begun can be undone, and `interruptible` around user code.
 
-What takes long lets them come in between: `let_come` where what was begun can be undone, and
-`interruptible` around user code, which may never return.
+Only handlers written in Python are put off, and only the main thread runs those. A second signal of
+a kind that is put off already is taken for the same one.
 
 [Note: frames]  A handler is given the frame in which it is run, not the one that the signal came
 in: that one's locals may be tensors of a device, and whoever raises keeps what he was given.
-
-Only handlers written in Python are put off, whatever their signal, and only the main thread runs
-those. A second signal of a kind that is put off already is taken for the same one. Handlers are put
-back whatever others raise meanwhile.
 """
 
 from __future__ import annotations

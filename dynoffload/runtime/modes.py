@@ -1,9 +1,5 @@
-"""How a session keeps its model's tensors: paged, in memory within the budget, or untouched.
-
-A session holds one `Mode` at a time and swaps it: `dynoffload.runtime.paging.Paging` moves tensors,
-`dynoffload.runtime.resident.Resident` leaves them in memory while everything fits, and a `Mode`
-itself does nothing, as under ``dynoffload profile``.
-"""
+"""How a session keeps its model's tensors: `Paging` moves them, `Resident` leaves them in memory
+while everything fits, and a `Mode` itself does nothing, as under ``dynoffload profile``."""
 
 from __future__ import annotations
 

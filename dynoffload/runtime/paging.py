@@ -1,12 +1,8 @@
 """Paged mode: the device, what was adopted into it, and the hooks, from start to restoration.
 
-`Paging` exists while a model is paged. Closing it makes every tensor ordinary again, so a session
-can stop paging when everything fits, and page again.
-
-[Note: whole or not at all]  A model is paged by many steps, each of which is undone if a later one
-fails. Whoever makes a `Paging` holds signals off; between two tensors, whose bytes take their time,
-what has come is let in, and raises like any error. A model that was on the meta device is there
-again when that is undone.
+A model is paged by many steps, each of which is undone if a later one fails. Whoever makes a
+`Paging` holds signals off; between two tensors, whose bytes take their time, what has come is let
+in. Closing it makes every tensor ordinary again, and it can be made anew.
 """
 
 from __future__ import annotations
@@ -182,7 +178,7 @@ class Paging(Stepping):
         self._undo.callback(updates.close)
         for parameter in (*self.store.slots, *self.store.fused):
             let_come()
-            updates.runner.adopt_state(parameter, optimizer.state)
+            updates.pending.adopt_state(parameter, optimizer.state)
         self.adoption.adopt_whole_state()
 
     def _undo_log(self, optimizer: Optimizer) -> UndoLog | None:

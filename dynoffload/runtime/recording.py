@@ -2,14 +2,12 @@
 
 [Note: what is counted]  The fast memory of a step is the device's peak, the model's tensors outside
 of it, counted at the step's end when all gradients are there, and the small activations that stay
-in place. While the session has stepped aside there is no device: then all tensors are counted, and
-activations are taken to be what they were in the paged steps that moved no byte, where the peak
-holds everything at once. It holds the regions' padding too, so this errs upwards.
+in place. In resident mode all tensors are counted, and activations are taken to be what they were
+in the paged steps that moved no byte, with the regions' padding: this errs upwards.
 
 [Note: what is kept]  Totals are kept of every step, single records (transfers, waits, phases,
-samples of memory, names of blocks) of the latest steps only: whole steps are forgotten, the oldest
-first, so that a log takes some 20 MB however long the run is, and a third of a kilobyte for each
-step. What was forgotten is counted.
+samples of memory, names of blocks) of the latest steps only: the oldest steps are forgotten, so
+that a log takes some 20 MB, and a third of a kilobyte for each step. What was forgotten is counted.
 """
 
 from __future__ import annotations
@@ -53,10 +51,6 @@ _KINDS = {EventKind.FETCH: "fetch", EventKind.EVICT: "evict"}
 _Record = TypeVar("_Record")
 
 
-def _nothing(device: Device | None) -> int:
-    return 0
-
-
 class Recording:
     """Fills one `RunLog`.
 
@@ -79,7 +73,7 @@ class Recording:
         log: RunLog,
         slack: int,
         *,
-        outside: Callable[[Device | None], int] = _nothing,
+        outside: Callable[[Device | None], int],
         allocated: Callable[[], int] | None = None,
     ) -> None:
         self.log = log

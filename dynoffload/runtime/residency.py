@@ -1,19 +1,11 @@
 """The dispatch guard: what an operator touches is on the accelerator before the operator runs.
 
-A device that serves no accesses of its own (`Device.serves`) hears by a dispatch mode of every
-operator below autograd and autocast, and of what it reads and writes. Nothing that torch dispatches
-can touch an absent tensor; for what hooks have announced it costs a look.
-
-[Note: views]  A view touches no byte, but most are refused of a storage that is empty. Those that
-are not refused leave an absent region absent.
+A device that serves no accesses (`Device.serves`) hears by a dispatch mode of every operator below
+autograd and autocast, and of what it reads and writes. A view of an absent region leaves it absent.
+What lies over a row gets other tensors: `dynoffload.runtime.over_rows`.
 
 [Note: lists]  `torch._foreach_*`, and what unscales gradients, treat each tensor of a list by
-itself, so lists that do not fit
-together are given part by part, with the same results. Fused optimizers are given one parameter's
-tensors at a time by whoever splits steps.
-
-[Note: rows]  What lies over a row has no memory of its own, and its operators get other tensors:
-`dynoffload.runtime.over_rows`.
+itself, so lists that do not fit together are given part by part, with the same results.
 
 [Note: out of memory]  Where an operator finds no memory for what it makes, regions make way, and it
 is called once more: unless it writes what it was given, of which nobody knows how far it has come,
@@ -21,9 +13,8 @@ or draws random numbers.
 
 [Note: not dispatched]  What takes a tensor's address past the dispatcher sees an empty storage:
 kernels of the user's that are launched with `data_ptr()`, and numpy. Storages that Python code
-takes, as to copy or to save them, bring themselves (`RegionStorage`). In compiled code operators
-are not dispatched one by one; torch leaves functions alone that it meets inside a dispatch mode, so
-that a compiled model runs as it was written.
+takes, as to copy or to save them, bring themselves (`RegionStorage`). Torch compiles no function
+that it meets inside a dispatch mode, so a compiled model runs as it was written.
 """
 
 from __future__ import annotations

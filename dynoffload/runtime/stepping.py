@@ -86,7 +86,7 @@ class Stepping(Mode):
         )
 
     def _watch(self) -> None:
-        """See what runs, until `_unwatch`."""
+        """See what runs, until `_watching` is closed."""
         model, store, rows = self.model, self.adoption.store, self.adoption.rows
         watching, gradients = self._watching, self.gradients
         groups = groups_of(model)

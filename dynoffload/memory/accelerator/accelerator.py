@@ -227,7 +227,7 @@ class Accelerator(RegionPool):
     def advance(self, position: int) -> None:
         """See `Device.advance`."""
         with self._mutex:
-            behind = self._next_use()
+            behind = self._begin_use()
         if behind is not None:
             behind.wait()  # with no lock held
         with self._mutex:

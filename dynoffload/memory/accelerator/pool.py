@@ -213,10 +213,12 @@ class RegionPool(HostTier):
                 if not must and self._free < need:
                     return False
                 continue
-            victim = self._victim(self._plan.position) or self._victim(-1)
-            if victim is not None:
-                self._leave(victim, Cause.ROOM)
-                continue
+            leaving = sum(cell.padded for cell in self._leaving)
+            if self._free + leaving < need:
+                victim = self._victim(self._plan.position) or self._victim(-1)
+                if victim is not None:
+                    self._leave(victim, Cause.ROOM)
+                    continue
             if not self._leaving:
                 pinned = [c.region for c in self._cells.values() if c.pins]
                 raise self._no_room([c.region for c in wanted], pinned)
@@ -283,7 +285,7 @@ class RegionPool(HostTier):
 
     # How far the host is ahead; see [Note: ahead] in `accelerator`
 
-    def _next_use(self) -> StreamEvent | None:
+    def _begin_use(self) -> StreamEvent | None:
         """A use begins, and all work of those before was given; return what to wait for, so that
         the host is not too far ahead."""
         self._now += 1

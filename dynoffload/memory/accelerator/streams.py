@@ -16,6 +16,9 @@ import torch
 
 from dynoffload.errors import BackendError
 
+Bytes = torch.UntypedStorage | torch.Tensor
+"""A storage of the accelerator, or a part of one as a tensor of bytes."""
+
 
 class StreamEvent(Protocol):
     """A place in a stream, reached when all that the stream was given before is done."""
@@ -68,24 +71,18 @@ class Streams(Protocol):
         """Take a storage's memory back, for what the compute stream is given from now on."""
 
     def copy_in(
-        self,
-        target: torch.UntypedStorage | torch.Tensor,
-        source: torch.Tensor,
-        after: Sequence[StreamEvent],
+        self, target: Bytes, source: torch.Tensor, after: Sequence[StreamEvent]
     ) -> CopyEvent:
         """Copy host memory into a storage, on the stream for that, once ``after`` are reached.
 
         Args:
-            target: of the accelerator; or a part of a storage, as a tensor like ``source``.
+            target: of the accelerator.
             source: uint8 of the same size, of what `host` has given; it must stay as it is until
                 the event that is returned.
         """
 
     def copy_out(
-        self,
-        target: torch.Tensor,
-        source: torch.UntypedStorage | torch.Tensor,
-        after: Sequence[StreamEvent],
+        self, target: torch.Tensor, source: Bytes, after: Sequence[StreamEvent]
     ) -> CopyEvent:
         """Copy a storage, or a part of one, into host memory, on the stream for that, once
         ``after`` are reached."""

@@ -21,7 +21,7 @@ import torch
 
 from dynoffload.errors import BackendError
 from dynoffload.memory.accelerator.pinned import HostMemory
-from dynoffload.memory.accelerator.streams import Streams, lacking
+from dynoffload.memory.accelerator.streams import Bytes, Streams, lacking
 
 _BEYOND = 0.125
 _ORIGIN_S = 600.0
@@ -190,30 +190,16 @@ class TorchStreams:
 
     # Copies
 
-    def copy_in(
-        self,
-        target: torch.UntypedStorage | torch.Tensor,
-        source: torch.Tensor,
-        after: Sequence[Any],
-    ) -> _Timed:
+    def copy_in(self, target: Bytes, source: torch.Tensor, after: Sequence[Any]) -> _Timed:
         """See `Streams.copy_in`."""
         return self._copy(self._in, target, source, after)
 
-    def copy_out(
-        self,
-        target: torch.Tensor,
-        source: torch.UntypedStorage | torch.Tensor,
-        after: Sequence[Any],
-    ) -> _Timed:
+    def copy_out(self, target: torch.Tensor, source: Bytes, after: Sequence[Any]) -> _Timed:
         """See `Streams.copy_out`."""
         return self._copy(self._out, target, source, after)
 
     def _copy(
-        self,
-        stream: torch.Stream,
-        target: torch.UntypedStorage | torch.Tensor,
-        source: torch.UntypedStorage | torch.Tensor,
-        after: Sequence[Any],
+        self, stream: torch.Stream, target: Bytes, source: Bytes, after: Sequence[Any]
     ) -> _Timed:
         # No mode may hear of it: ours would take it for a use, and the stream for the compute one.
         with self._giving, torch._C._DisableTorchDispatch(), torch.no_grad():
@@ -237,7 +223,7 @@ class TorchStreams:
         self._host.give_back(memory)
 
 
-def _bytes_of(storage: torch.UntypedStorage | torch.Tensor) -> torch.Tensor:
+def _bytes_of(storage: Bytes) -> torch.Tensor:
     if isinstance(storage, torch.Tensor):
         return storage
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -234,14 +234,8 @@ API int pager_lock(struct pager *p, const uint32_t *ids, uint32_t count, struct 
 /* The next locked region that somebody waits for; -1 after `timeout_s`, -2 when closing. */
 API int64_t pager_handed(struct pager *p, double timeout_s)
 {
-    struct timespec until;
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_sec += (time_t)timeout_s;
-    until.tv_nsec += (long)((timeout_s - (double)(time_t)timeout_s) * 1e9);
-    if (until.tv_nsec >= 1000000000L) {
-        until.tv_sec++;
-        until.tv_nsec -= 1000000000L;
-    }
+    double end = pager_now() + timeout_s;
+    struct timespec until = {(time_t)end, (long)((end - (double)(time_t)end) * 1e9)};
     HOLD(p);
     p->serving++;
     int64_t id = -1;

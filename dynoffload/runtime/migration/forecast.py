@@ -1,14 +1,9 @@
 """The prediction in use: the last order, a pilot's, or none.
 
 It watches which blocks a sample runs, teaches the learner, and turns a predicted order of blocks
-into the order of units that the migrator plans by. It moves no byte. It lives as long as the
-session: what was learned outlasts the times at which paging steps aside.
-
-While a pilot steers, what runs and what the network hints of its decisions correct it within the
-forward (`dynoffload.runtime.migration.steps`); backward uses what ran.
-
-A pilot steers while it has lately done better than repeating the last order, before the step or,
-corrected, within it; one that is learned on the way has to show that before it steers at all.
+into units for the migrator. It lives as long as the session, also while nothing is paged. A pilot
+steers while it has lately done better than repeating the last order; what runs and what the network
+hints correct it within the forward (`dynoffload.runtime.migration.steps`).
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """When prefetching pays: for a source of predictions as a whole, and for each block of an order.
 
-`Trial` judges "the last order" or "the pilot". When its steps stall long, or waste much of what
-they prefetch, a few run on demand, and what stalls less is done from then on. A poor
-prediction that still saves time is kept. `likely` leaves out of a predicted order what is not
-likely enough to run.
-
-A fetch that is used saves the stall for its bytes. A wasted one moves them as well and evicts what
-lay there, which has to come back: it costs some `WASTED` times as much. So a block is worth
-fetching ahead where p > `WASTED` (1 - p). The chances that pilots give follow what runs of late.
+When a source's steps stall long, or waste much of what they prefetch, a few run on demand, and what
+stalls less is done from then on. Of an order, what is not likely enough to run is left out: a fetch
+that is used saves the stall for its bytes; a wasted one costs some `WASTED` times as much. So a
+block is worth fetching ahead where p > `WASTED` (1 - p).
 """
 
 from __future__ import annotations

@@ -40,7 +40,6 @@ from dynoffload.runtime.interrupts import admit, hold, uninterrupted
 from dynoffload.runtime.updates.failure import StepFailure
 from dynoffload.runtime.updates.observed_state import ObservedState, Order
 from dynoffload.runtime.updates.pending import PendingUpdates
-from dynoffload.runtime.updates.runner import UpdateRunner
 from dynoffload.runtime.updates.speculative import SpeculativeUpdates
 from dynoffload.runtime.updates.step_commit import StepCommit
 from dynoffload.runtime.updates.torch_context import TorchContext, may_wait
@@ -78,8 +77,7 @@ class DeferredOptimizer:
         on_step: called after each ``step()`` of the user.
 
     Attributes:
-        runner: makes the updates.
-        pending: those that were deferred.
+        pending: makes updates, and holds those that were deferred.
         speculative: those made in backward, or None.
         splits: whether steps are split at all.
     """
@@ -108,20 +106,17 @@ class DeferredOptimizer:
         self._hear, self._check, self._on_step = hear, check, on_step
         self._groups: list[Group] | None = None
         paged = PagedOptimizer(optimizer, store, rows, device, failure)
-        self.runner = UpdateRunner(paged)
-        self.pending = PendingUpdates(self.runner, paged, locks=self._defer)
+        self.pending = PendingUpdates(paged, locks=self._defer)
         self.speculative: SpeculativeUpdates | None = None
         self.splits = can_split(optimizer)
         if log is not None:
-            self.runner.undo_log, failure.undo = log, self._undo
+            self.pending.undo_log, failure.undo = log, self._undo
         elif self._defer and isinstance(device, Pager) and self.splits:
             self.speculative = SpeculativeUpdates(
-                paged, capacity=capacity, share=share, run=self.runner.run_on
+                paged, capacity=capacity, share=share, run=self.pending.run_on
             )
-        self._commit = StepCommit(
-            paged, self.runner, self.pending, self.speculative, defer=self._defer
-        )
-        self._signature = inspect.signature(self.runner.step)
+        self._commit = StepCommit(paged, self.pending, self.speculative, defer=self._defer)
+        self._signature = inspect.signature(self.pending.step)
         self._observe()
         before = optimizer.register_step_pre_hook(self._before)
         after = optimizer.register_step_post_hook(self._after)
@@ -163,7 +158,7 @@ class DeferredOptimizer:
 
     @uninterrupted
     def _undo(self) -> bool:
-        log, failure = self.runner.undo_log, self.pending.failure
+        log, failure = self.pending.undo_log, self.pending.failure
         if log is None or failure.within or not log.any():
             return False
         kind = self._device.device.type
@@ -180,8 +175,8 @@ class DeferredOptimizer:
 
     def forget_undo(self) -> None:
         """Something else than a step changes the model or the optimizer."""
-        if self.runner.undo_log is not None:
-            self.runner.undo_log.forget()
+        if self.pending.undo_log is not None:
+            self.pending.undo_log.forget()
 
     def begin_load(self) -> None:
         """The user is about to load the optimizer, or to make up for a lost step."""
@@ -268,7 +263,7 @@ class DeferredOptimizer:
         self._store.release_orphans()
         for fused in self._store.fused.values():
             homes = {slot.home for slot in fused.slots if slot.home is not None}
-            self.runner.slices.rows.release_rows(fused, homes)
+            self.pending.slices.rows.release_rows(fused, homes)
         self._on_step()
 
     def restore_groups(self) -> None:
@@ -297,7 +292,7 @@ class DeferredOptimizer:
             self._commit.flush_displaced(fused)
         for parameter in (*self._store.slots, *self._store.fused):
             if parameter in self.optimizer.state:
-                self.runner.adopt_state(parameter, self.optimizer.state)
+                self.pending.adopt_state(parameter, self.optimizer.state)
 
     def close(self) -> None:
         """Make all pending updates, or forget them if a step was lost, and let go of the optimizer.
@@ -323,7 +318,7 @@ class DeferredOptimizer:
         finally:
             self.pending.forget()  # else whoever reads those parameters would wait for ever
             self.forget_undo()
-            self.runner.undo_log = None
+            self.pending.undo_log = None
             state = self.optimizer.state
             self._commit.order.restore(state)
             if isinstance(state, ObservedState):

@@ -132,17 +132,12 @@ class StepFailure:
         ) from error
 
 
-def note_lost(error: BaseException) -> None:
-    """Say in ``error``, which is raised on, that a step is lost by it."""
-    error.add_note(f"dynoffload: this has cut off an optimizer step: the step is lost; {_REMEDY}.")
-
-
-def note_undone(error: BaseException) -> None:
-    """Say in ``error``, which is raised on, that its step is undone."""
-    error.add_note(
-        f"dynoffload: this has cut off an optimizer step, which is undone: {_UNDONE}. Gradients "
-        "are as they were."
-    )
+def note(error: BaseException, *, undone: bool) -> None:
+    """Say in ``error``, which is raised on, that it has cut a step off, which is lost or undone."""
+    outcome = f": the step is lost; {_REMEDY}"
+    if undone:
+        outcome = f", which is undone: {_UNDONE}. Gradients are as they were"
+    error.add_note(f"dynoffload: this has cut off an optimizer step{outcome}.")
 
 
 class Recovery:

@@ -35,7 +35,7 @@ MOST_STEPS = 256
 catch up earlier, as early as after half of them, so that not all do in one step."""
 
 Run = Callable[..., tuple[dict[str, Any], dict[str, Any]]]
-"""`UpdateRunner.run_on`."""
+"""`PendingUpdates.run_on`."""
 
 
 @dataclass(frozen=True, eq=False)

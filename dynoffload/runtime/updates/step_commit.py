@@ -19,10 +19,9 @@ from dynoffload.runtime.adoption.slicing import may_slice
 from dynoffload.runtime.adoption.slots import Fused, Slot
 from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.unseen import unseen
-from dynoffload.runtime.updates.failure import note_lost, note_undone
+from dynoffload.runtime.updates.failure import note
 from dynoffload.runtime.updates.observed_state import Order
-from dynoffload.runtime.updates.pending import PendingUpdates
-from dynoffload.runtime.updates.runner import OF_SCALER, UpdateRunner
+from dynoffload.runtime.updates.pending import OF_SCALER, PendingUpdates
 from dynoffload.runtime.updates.slices import SliceUpdate
 from dynoffload.runtime.updates.speculative import SpeculativeUpdates
 from dynoffload.runtime.updates.torch_context import TorchContext, depends_on_dtype, may_wait
@@ -74,8 +73,7 @@ class StepCommit:
 
     Args:
         paged: the optimizer and its tensors.
-        runner: makes updates.
-        pending: takes those that wait.
+        pending: makes updates, and takes those that wait.
         speculative: the updates made in backward, or None.
         defer: whether updates may wait beyond the step.
 
@@ -86,15 +84,14 @@ class StepCommit:
     def __init__(
         self,
         paged: PagedOptimizer,
-        runner: UpdateRunner,
         pending: PendingUpdates,
         speculative: SpeculativeUpdates | None,
         *,
         defer: bool,
     ) -> None:
         self._optimizer, self._store, self._device = paged.optimizer, paged.store, paged.device
-        self._runner, self._pending, self._defer = runner, pending, defer
-        self._slices = runner.slices
+        self._pending, self._defer = pending, defer
+        self._slices = pending.slices
         self.order = Order()
         self._speculative = speculative
         self._begun = False  # whether a step has changed something and is not over
@@ -107,7 +104,7 @@ class StepCommit:
             StepLostError: an earlier step was lost.
             Exception: what the optimizer's own code raises, with a note if the step is lost by it.
         """
-        optimizer, pending, log = self._optimizer, self._pending, self._runner.undo_log
+        optimizer, pending, log = self._optimizer, self._pending, self._pending.undo_log
         groups, failure = optimizer.param_groups, pending.failure
         scaled = any(getattr(optimizer, name, None) is not None for name in OF_SCALER)
         with pending.mutex:
@@ -120,13 +117,13 @@ class StepCommit:
             self.order.note(_with_gradients(groups), optimizer.state)
             if log is not None:
                 log.begin(_with_gradients(groups))
-            self._runner.scaled = scaled
+            self._pending.scaled = scaled
             failure.within = True
             try:
                 split = self._split(groups)
                 self._update_whole(split.whole)
                 for parameter in split.shared:
-                    self._runner.adopt_state(parameter, optimizer.state)
+                    self._pending.adopt_state(parameter, optimizer.state)
                 self._update_paged(split.paged)
                 for fused, hyper in split.sliced:
                     self._update_slices(fused, hyper)
@@ -137,10 +134,10 @@ class StepCommit:
                 failure.within = False
                 if self._begun:
                     failure.set(error)
-                    (note_undone if failure.undo() else note_lost)(error)
+                    note(error, undone=failure.undo())
                 raise
             finally:
-                self._begun = self._runner.scaled = failure.within = False
+                self._begun = self._pending.scaled = failure.within = False
 
     # How a step is split
 
@@ -228,13 +225,13 @@ class StepCommit:
 
     def _update_whole(self, groups: list[Group]) -> None:
         parameters = _with_gradients(groups)
-        log = self._runner.undo_log
+        log = self._pending.undo_log
         if log is not None:
             for parameter in parameters:
                 log.keep(parameter)
         before = self._versions(parameters)
         try:
-            self._runner.run(groups, self._optimizer.state)
+            self._pending.run(groups, self._optimizer.state)
         except BaseException:
             after = self._versions(parameters)
             changed = (
@@ -272,7 +269,7 @@ class StepCommit:
             if self._may_wait(first=not copy) and (not self._defer or self._guards(slot, gradient)):
                 waiting.append((slot, update))
             else:
-                self._runner.make(slot, update)
+                self._pending.make(slot, update)
         for slot, update in waiting:
             self._pending.add(slot, update)
 
@@ -293,7 +290,7 @@ class StepCommit:
             if self._defer and waits:
                 self._pending.add(slot, update)
             else:
-                self._runner.make(slot, update)
+                self._pending.make(slot, update)
 
     def _may_wait(self, *, first: bool) -> bool:
         """Return whether an update has the bits of now whenever it is made. The guard's thread
