@@ -232,9 +232,11 @@ def _step(layer: ExpertParallel, tokens: torch.Tensor) -> tuple[float, float]:
     layer.zero_grad(set_to_none=True)
     given = tokens.detach().requires_grad_()
     layer.exchange.largest([0.0], tokens.device, "the others before a step")
-    waited, start = layer.exchange.waited_s, time.perf_counter()
+    exchange = layer.exchange
+    assert isinstance(exchange, SlowExchange)
+    waited, start = exchange.waited_s, time.perf_counter()
     layer(given).hidden.backward(torch.ones_like(given))
-    took, waited = time.perf_counter() - start, layer.exchange.waited_s - waited
+    took, waited = time.perf_counter() - start, exchange.waited_s - waited
     return layer.exchange.largest([took], tokens.device, "times of a step")[0], waited
 
 

@@ -20,9 +20,11 @@ class SlowExchange(Exchange):
 
     Attributes:
         rate: bytes a second.
+        waited_s: seconds that this rank has waited for others so far.
     """
 
     rate = float("inf")
+    waited_s = 0.0
     _free = 0.0
 
     def start(
@@ -38,15 +40,17 @@ class SlowExchange(Exchange):
         others = sum(rows for rank, rows in enumerate(gives) if rank != self.rank)
         pending = super().start(into, given, takes, gives, what)
         self._free = max(self._free, time.monotonic()) + others * row / self.rate
-        return Pending(_Due(pending, self._free), self.timeout, what, (), self._waited)
+        return Pending(_Due(pending, self._free, self), self.timeout, what, ())
 
 
 class _Due:
     """Stands for an exchange that has arrived once it is due."""
 
-    def __init__(self, pending: Pending, due: float) -> None:
-        self._pending, self._due = pending, due
+    def __init__(self, pending: Pending, due: float, exchange: SlowExchange) -> None:
+        self._pending, self._due, self._exchange = pending, due, exchange
 
     def wait(self, *_: Any) -> None:
+        start = time.monotonic()
         self._pending.wait()
         time.sleep(max(self._due - time.monotonic(), 0.0))
+        self._exchange.waited_s += time.monotonic() - start

@@ -1,10 +1,7 @@
-"""Mutated pilots and traces, loaded and used in children that may not do what data never needs.
+"""Mutated pilots and traces, loaded and used in a child that may not do what data never needs.
 
 Each file is made from a real one by a seeded mutation, loaded, and used as users' commands do if it
-loads. It may work, or be refused
-by an error that names the file. Anything else is a failure: another error, a warning, an answer
-that is not well-formed, too much processor time or memory, the end of the process, a file opened
-for writing, code that is compiled or executed, a module that is imported, a process or a socket.
+loads. It may work, or be refused by an error that names the file. Anything else is a failure.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ import signal
 import sys
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +41,6 @@ from dynoffload.profiler.storage import load_trace, save_trace
 from dynoffload.units import MiB
 
 LEARNED = 12  # of which one case trains a pilot on its trace
-BATCH = 500
-"""Files that one child uses."""
 CPU_S = 5
 """Processor seconds that one file may take."""
 MEMORY = 512 * MiB
@@ -98,20 +94,6 @@ class Fuzzer:
                 assert isinstance(made, Label)
                 self._labels.setdefault(made.calls.network, []).append(made)
         self._hook_on = False
-        self._caught: list[str] = []
-
-    def file(self, case: int) -> tuple[str, str, bytes]:
-        """Return the name, the kind of mutation and the bytes of a case: even ones are pilots."""
-        chance = random.Random(f"{self._seed}:{case}")
-        if case % 2:
-            name = chance.choice(list(self._seeds.traces))
-            of = (storage.FORMAT, storage.SCHEMA_VERSION)
-            kind, data = mutated(chance, self._seeds.traces[name][0], of)
-            return name, f"trace {kind}", data
-        name = chance.choice(list(self._seeds.pilots))
-        of = (pilot_file.FORMAT, pilot_file.VERSION)
-        kind, data = mutated(chance, self._seeds.pilots[name][0], of)
-        return name, f"pilot {kind}", data
 
     def warm(self) -> None:
         """Use each undamaged file: what is imported when it is first needed is there then."""
@@ -120,31 +102,33 @@ class Fuzzer:
         for name, paths in self._seeds.traces.items():
             self._use(1, name, paths[0])
 
-    def run(self, case: int) -> dict[str, Any]:
-        """Make, load and use one file, in this process, and say what came of it."""
-        name, kind, data = self.file(case)
-        path = self._folder / ("case.trace" if case % 2 else "case.pilot")
+    def run(self, case: int) -> tuple[str, str]:
+        """Make, load and use one file, in this process; even cases are pilots.
+
+        Returns:
+            The kind of mutation, and whether the file ``"works"`` or is ``"refused"``. All else
+            is raised.
+        """
+        chance = random.Random(f"{self._seed}:{case}")
+        sort, of = "pilot", (pilot_file.FORMAT, pilot_file.VERSION)
+        known = {name: path for name, (path, _) in self._seeds.pilots.items()}
+        if case % 2:
+            sort, of = "trace", (storage.FORMAT, storage.SCHEMA_VERSION)
+            known = {name: paths[0] for name, paths in self._seeds.traces.items()}
+        name = chance.choice(list(known))
+        kind, data = mutated(chance, known[name], of)
+        path = self._folder / f"case.{sort}"
         path.write_bytes(data)
-        del data
-        outcome, stack = "works", ""
-        self._caught.clear()
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
             self._hook_on = True
             try:
                 self._use(case, name, path)
             except DynOffloadError:
-                outcome = "refused"
-            except BaseException as error:
-                known = {Malformed: "malformed", MemoryError: "memory"}
-                outcome, stack = known.get(type(error), "error"), traceback.format_exc()
+                return f"{sort} {kind}", "refused"
             finally:
                 self._hook_on = False
-        if outcome in ("works", "refused") and (warned or self._caught):
-            outcome = "warning" if warned else "audit"
-            stack = "\n".join([*(f"{w.filename}:{w.lineno} {w.message}" for w in warned)])
-            stack += "\n".join(self._caught)
-        return {"case": case, "name": name, "kind": kind, "outcome": outcome, "stack": stack}
+        return f"{sort} {kind}", "works"
 
     def _use(self, case: int, name: str, path: Path) -> None:
         if case % 2:
@@ -153,23 +137,20 @@ class Fuzzer:
             use_pilot(path, self._seeds.pilots[name][1], self._folder)
 
     def hook(self, event: str, args: tuple[Any, ...]) -> None:
-        """Note what a data file must never lead to; what is saved again goes to the folder."""
+        """Refuse what a data file must never lead to; what is saved again goes to the folder."""
         if not self._hook_on:
             return
         inside = bool(args) and str(args[0]).startswith(str(self._folder))
+        bad = event.startswith("socket.") or event in _FORBIDDEN
         if event == "open":
-            path, mode, flags = args
+            path, _, flags = args
             writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
             # A number is of a file that was opened, and looked at, before.
-            if writes and not isinstance(path, int) and not inside:
-                self._caught.append(f"open {path} {mode}")
+            bad = bool(writes) and not isinstance(path, int)
         elif event == "import":
-            if args[0] not in sys.modules:
-                self._caught.append(f"import {args[0]}")
-        elif inside and event in ("os.rename", "os.remove", "os.chmod"):
-            return
-        elif event.startswith("socket.") or event in _FORBIDDEN:
-            self._caught.append(f"{event} {str(args)[:200]}")
+            bad = args[0] not in sys.modules
+        if bad and not inside:
+            raise Malformed(f"{event} {str(args)[:200]}")
 
 
 def use_pilot(path: Path, examples: Sequence[Example], folder: Path) -> None:
@@ -280,43 +261,30 @@ def _check_blocks(blocks: Sequence[int], size: int) -> None:
         raise Malformed("a block outside the vocabulary")
 
 
-# Children
+def fuzz(fuzzer: Fuzzer, count: int) -> Counter[tuple[str, str]]:
+    """Use ``count`` mutated files in a child; return how many of each kind work, and are refused.
 
-
-def fuzz(fuzzer: Fuzzer, count: int) -> list[dict[str, Any]]:
-    """Use ``count`` mutated files in children; return what came of each."""
-    found: list[dict[str, Any]] = []
-    while len(found) < count:
-        found += _batch(fuzzer, len(found), min(len(found) + BATCH, count))
-    return found
-
-
-def _batch(fuzzer: Fuzzer, first: int, stop: int) -> list[dict[str, Any]]:
-    """Use files in one child, up to one that ends it."""
+    Raises:
+        AssertionError: a file has done harm; it says which, and how.
+    """
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
         os.close(reader)
-        status = 1
         try:
-            _child(fuzzer, first, stop, writer)
-            status = 0
+            _child(fuzzer, count, writer)
         finally:
-            os._exit(status)
+            os._exit(1)
     os.close(writer)
     with os.fdopen(reader) as lines:
         found = [json.loads(line) for line in lines]
     _, status = os.waitpid(child, 0)
-    if len(found) < stop - first:
-        name, kind, _ = fuzzer.file(first + len(found))
-        by_signal = os.WIFSIGNALED(status) and os.WTERMSIG(status)
-        outcome = "cpu" if by_signal == signal.SIGPROF else "crash"
-        row = {"case": first + len(found), "name": name, "kind": kind, "outcome": outcome}
-        found.append({**row, "stack": f"ended by {by_signal or status}"})
-    return found
+    done = [tuple(row) for row in found if isinstance(row, list)]
+    assert len(done) == count, f"case {len(done)}, status {status}: {found[-1:]}"
+    return Counter(done)
 
 
-def _child(fuzzer: Fuzzer, first: int, stop: int, writer: int) -> None:
+def _child(fuzzer: Fuzzer, count: int, writer: int) -> None:
     faulthandler.disable()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -324,8 +292,11 @@ def _child(fuzzer: Fuzzer, first: int, stop: int, writer: int) -> None:
     limit = pages * resource.getpagesize() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     sys.addaudithook(fuzzer.hook)
-    for case in range(first, stop):
-        signal.setitimer(signal.ITIMER_PROF, CPU_S)
-        row = fuzzer.run(case)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        os.write(writer, (json.dumps(row) + "\n").encode())
+    try:
+        for case in range(count):
+            signal.setitimer(signal.ITIMER_PROF, CPU_S)
+            row = fuzzer.run(case)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            os.write(writer, (json.dumps(row) + "\n").encode())
+    except BaseException:
+        os.write(writer, (json.dumps(traceback.format_exc()) + "\n").encode())

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dynoffload
 from dynoffload.distributed.replicas import bucket_bytes, replicas_of
+from dynoffload.errors import CheckpointError
 from dynoffload.experiments.bits import first_difference, state_of
 
 STEPS = 6
@@ -241,3 +242,36 @@ def run(case: Case, rank: int, directory: Path) -> dict[str, Any]:
 def cases(rank: int, world: int, directory: str, names: list[str]) -> dict[str, Any]:
     """Run the cases."""
     return {name: run(CASES[name], rank, Path(directory)) for name in names}
+
+
+def saved(rank: int, world: int, directory: str, head_too: bool, pages: bool) -> dict[str, Any]:
+    """Save a model of which a part is a replica, once more with equal heads where that is refused;
+    load, and compare."""
+    torch.manual_seed(0)
+    model = nn.Sequential(DistributedDataParallel(nn.Linear(64, 64)), nn.Linear(64, 2))
+    if head_too:
+        model[1] = DistributedDataParallel(model[1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    block: Any = contextlib.nullcontext()
+    if pages:
+        config = {**SMALL_PAGES, "step_aside": False}
+        block = dynoffload.offload(model, optimizer, budget="1MiB", config=config, pilot=None)
+    said, where = "", Path(directory) / "common"
+    with block:
+        torch.manual_seed(rank)
+        model(torch.randn(2, 64)).square().sum().backward()
+        optimizer.step()
+        try:
+            dynoffload.save_checkpoint(model, optimizer, where)
+        except CheckpointError as error:
+            said = str(error)
+            for parameter in model[1].parameters():
+                dist.broadcast(parameter.data, 0)
+            dynoffload.save_checkpoint(model, optimizer, where)
+        kept = copy.deepcopy(model.state_dict())
+        dist.barrier()
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        dynoffload.load_checkpoint(model, optimizer, where)
+        same = not first_difference(dict(model.state_dict()), dict(kept), "loaded")
+    return {"refused": said, "same": same}

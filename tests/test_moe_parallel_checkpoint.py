@@ -137,8 +137,9 @@ def test_a_run_goes_on_from_its_checkpoint(kind: str, place: Path, of_two: list[
     check_files(where, joined([one["saved"] for one in ranks]))
 
 
-@pytest.mark.parametrize("kind", [Net, Whole])
-@pytest.mark.parametrize("pages", [False, pytest.param(True, marks=needs_pager)])
+@pytest.mark.parametrize(
+    ("kind", "pages"), [(Whole, False), pytest.param(Net, True, marks=needs_pager)]
+)
 def test_one_process_loads_what_two_have_saved(
     kind: Any, pages: bool, place: Path, of_two: list[Any], tmp_path: Path
 ) -> None:
@@ -156,17 +157,13 @@ def test_one_process_loads_what_two_have_saved(
 
 
 @needs_pager
-def test_four_ranks_load_what_two_have_saved(place: Path, of_two: list[Any]) -> None:
-    ranks = run_ranks(loads, 4, str(place / "two"), True)
-    for pages in ("False", "True"):
-        check_ranks([one[pages] for one in ranks], joined([one["saved"] for one in of_two]))
-
-
-@needs_pager
-def test_two_ranks_load_what_one_process_has_saved(place: Path, of_one: dict[str, Tensor]) -> None:
-    ranks = run_ranks(loads, 2, str(place / "one"), True)
-    for pages in ("False", "True"):
-        check_ranks([one[pages] for one in ranks], of_one)
+def test_any_number_of_ranks_loads_what_two_or_one_have_saved(
+    place: Path, of_two: list[Any], of_one: dict[str, Tensor]
+) -> None:
+    saved = {"two": joined([one["saved"] for one in of_two]), "one": of_one}
+    for world, name in ((4, "two"), (2, "one")):
+        for ranks in zip(*run_ranks(loads, world, str(place / name)), strict=True):
+            check_ranks(ranks, saved[name])
 
 
 def test_groups_that_hold_the_same_experts_save_them_once(place: Path, of_four: list[Any]) -> None:

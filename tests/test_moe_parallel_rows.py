@@ -1,8 +1,7 @@
-"""What parts of a batch rest on: bits of rows, the order of work, memory, the tier below."""
+"""What parts of a batch rest on: the order of work, and the tier below."""
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
@@ -17,32 +16,9 @@ import torch
 from torch import Tensor
 
 from dynoffload.errors import SpillError
-from dynoffload.experiments.allocations import Allocations
-from dynoffload.moe.parallel import ExpertParallel, computation
-from dynoffload.moe.parallel.computation import ROWS
+from dynoffload.moe.parallel import computation
 from dynoffload.moe.parallel.exchange import Exchange, Pending
 from dynoffload.moe.parallel.tiers import FileTier
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_row_has_the_same_bits_in_any_product(dtype: torch.dtype, turned: bool) -> None:
-    torch.manual_seed(0)
-    for width, out in ((12, 20), (64, 256), (768, 320), (320, 768)):
-        matrix = torch.randn((out, width) if turned else (width, out), dtype=dtype)
-        matrix = matrix.t() if turned else matrix
-        rows = torch.randn(300, width, dtype=dtype)
-        wanted = torch.mm(torch.cat((rows, rows.new_zeros(4, width))), matrix)
-        sums = (wanted * wanted).sum(1)
-        for count in (1, 2, 3, 5, 7, 8, 9, 31, 100, 129):
-            filled = rows.new_zeros(-(-count // ROWS) * ROWS, width)
-            filled[:count] = rows[57 : 57 + count]
-            found = torch.mm(filled, matrix)
-            assert torch.equal(found[:count], wanted[57 : 57 + count])
-            assert torch.equal((found * found).sum(1)[:count], sums[57 : 57 + count])
-
-
-# Order
 
 
 class Watched(Exchange):
@@ -80,9 +56,7 @@ def test_exchanges_of_other_parts_are_on_their_way_while_experts_work(
         monkeypatch.setattr(computation, name, logged)
     layer.set_pipeline(3, "S4")
     out = layer(torch.randn(20, cases.WIDTH, dtype=torch.float64, requires_grad=True)).hidden
-    first, last = log.index("forward"), len(log)
-    assert log[first - 3 : last] == [
-        "rows of part 1 of 3", "wait rows of part 1 of 3",
+    assert log[log.index("forward") - 1 :] == [
         "rows of part 2 of 3", "forward", "results of part 1 of 3",
         "wait rows of part 2 of 3",
         "rows of part 3 of 3", "forward", "wait results of part 1 of 3", "results of part 2 of 3",
@@ -93,36 +67,7 @@ def test_exchanges_of_other_parts_are_on_their_way_while_experts_work(
     log.clear()
     out.sum().backward()
     at = log.index("backward")
-    assert log[at - 6 : at] == [
-        "rows of part 1 of 3", "rows of part 1 of 3",
-        "wait rows of part 1 of 3", "wait rows of part 1 of 3",
-        "rows of part 2 of 3", "rows of part 2 of 3",
-    ]  # fmt: skip
-    assert log[-2:] == ["gradients of gates", "wait gradients of gates"]
-
-
-# Memory
-
-
-def test_buffers_that_are_used_again_take_less_memory() -> None:
-    torch.manual_seed(0)
-    width, hidden, length = 64, 256, 4096
-    layer = ExpertParallel(width, hidden, 4, 1, activation="silu")
-    tokens = torch.randn(length, width, requires_grad=True)
-    peaks = {}
-    for parts, strategy in ((1, "none"), (2, "S4"), (4, "S1"), (4, "S4"), (8, "S2")):
-        layer.set_pipeline(parts, strategy)
-        layer.zero_grad()
-        gc.collect()
-        with Allocations() as watch:
-            layer(tokens).hidden.sum().backward()
-        peaks[parts, strategy] = watch.peak
-    middle = length * hidden * 4
-    assert peaks[1, "none"] > 2 * middle
-    assert peaks[2, "S4"] < 0.8 * peaks[1, "none"]
-    assert peaks[4, "S4"] < 0.7 * peaks[1, "none"]
-    assert peaks[4, "S1"] < 0.75 * peaks[1, "none"]
-    assert peaks[8, "S2"] < 0.65 * peaks[1, "none"]
+    assert log[at - 2 : at] == ["rows of part 2 of 3"] * 2  # for rows, and gradients of results
 
 
 # The file below
@@ -141,9 +86,7 @@ def test_what_is_stored_comes_back_and_its_room_is_used_again(tmp_path: Path) ->
             assert torch.equal(found, known)
             one.load(found).wait()  # as often as one likes
         del stored, one
-    assert tier.room.end == 153 * 7 * 4
-    assert tier.room.take(tier.room.end) == 0  # all of it
-    assert tier.room.end == 153 * 7 * 4
+    assert sum(size for _, size in tier.freed) == 153 * 7 * 4 + 1 == tier._room.high
     assert not list(tmp_path.iterdir())
 
 
@@ -168,8 +111,8 @@ def test_a_file_that_cannot_be_written_or_read_is_an_error_with_a_remedy(
         with pytest.raises(SpillError, match="the file ends before"):
             stored.load(torch.empty(10)).wait()
     end, slow = threading.Event(), FileTier(tmp_path, timeout=0.2)
-    monkeypatch.setattr(FileTier, "_write", lambda *_: end.wait(60))
-    with pytest.raises(SpillError, match=r"was not written to the spill file .* in 0.2 s"):
+    monkeypatch.setattr("dynoffload.moe.parallel.tiers._copy", lambda *_: end.wait(60))
+    with pytest.raises(SpillError, match=r"was not copied to or from the spill .* in 0.2 s"):
         slow.store(torch.ones(10)).wait()
     end.set()
 
@@ -184,7 +127,7 @@ def test_a_layer_that_is_collected_in_the_midst_of_another_ones_copies_ends_noth
         from pathlib import Path
         from dynoffload.moe.parallel.tiers import FileTier
         tier, content = FileTier(Path(sys.argv[1])), torch.randn(64)
-        for count in range(100):
+        for count in range(50):
             gc.collect()
             gc.disable()
             other = FileTier(Path(sys.argv[1]))
@@ -192,7 +135,7 @@ def test_a_layer_that_is_collected_in_the_midst_of_another_ones_copies_ends_noth
             other.store(torch.ones(8)).wait()
             del other
             into = torch.empty(64)
-            gc.set_threshold(gc.get_count()[0] + count % 50)
+            gc.set_threshold(gc.get_count()[0] + count)
             gc.enable()
             stored = tier.store(content)
             gc.disable()

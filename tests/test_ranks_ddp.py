@@ -18,8 +18,7 @@ from emulated import DEVICE, Emulated
 from exactness import SMALL_PAGES, assert_same_training, footprint_of, needs_pager
 from fused_networks import paging_of
 from gloo_ranks import run_ranks
-from ranks_inner import saved
-from ranks_worker import CASES, UNUSED, Dropped, all_layers, cases
+from ranks_worker import CASES, UNUSED, Dropped, all_layers, cases, saved
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -216,7 +215,7 @@ def test_what_is_beside_a_replica_has_to_be_equal(
 ) -> None:
     for found in run_ranks(saved, 2, str(tmp_path), head_too, pages):
         assert found["same"]
-        differs = "parameter 'head.weight' differs between ranks 0 and 1 of 2"
+        differs = "parameter '1.weight' differs between ranks 0 and 1 of 2"
         assert (differs in found["refused"]) is not head_too
 
 

@@ -22,9 +22,11 @@ gradients of slices. So what follows is left out of what it compiles.
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -40,6 +42,7 @@ _FEW = (
     8  # rows whose product may have a zero that is negative: more than one begin at a positive one
 )
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 _Weight = torch.Tensor | Sliced
 Weights = tuple[_Weight, _Weight, _Weight | None, _Weight | None]
 """Up, down, and the biases of both."""
@@ -209,6 +212,19 @@ class _Expert(torch.autograd.Function):
         )
 
 
+def _uncompiled(function: Function) -> Function:
+    """Leave a function out of what torch.compile compiles; see [Note: compiled]."""
+    disabled = torch._disable_dynamo(function)  # type: ignore[attr-defined]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        compiles = "torch._dynamo" in sys.modules
+        return (disabled if compiles else function)(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+@_uncompiled
 def experts(
     tokens: torch.Tensor,
     chosen: torch.Tensor | Routing,
@@ -245,30 +261,8 @@ def experts(
     Raises:
         ConfigError: shapes that do not fit each other, or kernels asked for what they cannot take.
     """
-    compiles = "torch._dynamo" in sys.modules  # see [Note: compiled]
-    return (_uncompiled if compiles else _experts)(
-        tokens,
-        chosen,
-        gates,
-        (up, down, up_bias, down_bias),
-        activation or SwiGLU(),
-        transposed,
-        count,
-        kernels,
-    )
-
-
-def _experts(
-    tokens: torch.Tensor,
-    chosen: torch.Tensor | Routing,
-    gates: torch.Tensor,
-    weights: Weights,
-    activation: Activation,
-    transposed: bool,
-    count: int | None,
-    kernels: bool | None,
-) -> torch.Tensor:
-    up, down, up_bias, down_bias = weights
+    activation = activation or SwiGLU()
+    weights: Weights = (up, down, up_bias, down_bias)
     if not isinstance(chosen, Routing):
         if count is None:
             if not isinstance(up, torch.Tensor):
@@ -342,6 +336,3 @@ def _check_shapes(
                 f"{name} is {tuple(one.shape)} and not {(count, *wanted)}, for {count} experts of "
                 f"tokens {width} wide, with {hidden} columns between the products"
             )
-
-
-_uncompiled = torch._disable_dynamo(_experts)  # type: ignore[attr-defined]

@@ -91,7 +91,6 @@ class Chooser:
     """Chooses once for all sizes within a factor of two; all ranks choose alike.
 
     Args:
-        shape: of a batch of so many tokens.
         limit: bytes that the pipeline may hold (`dynoffload.moe.parallel.memory`); None for as
             many as it takes.
         numbers: of parts that may be taken.
@@ -100,28 +99,29 @@ class Chooser:
 
     def __init__(
         self,
-        shape: Callable[[int], Shape],
-        *,
         limit: int | None = None,
         numbers: Sequence[int] = NUMBERS,
         strategies: Sequence[Strategy] = tuple(Strategy),
     ) -> None:
-        self._shape, self._limit = shape, limit
+        self._limit = limit
         self._all = [Choice(number, strategy) for strategy in strategies for number in numbers]
         self._chosen: dict[int, Choice] = {}
 
-    def choose(self, tokens: int, seconds: Callable[[Choice], float]) -> Choice:
+    def choose(
+        self, shape: Shape, seconds: Callable[[Choice], float], *, offloads: bool = True
+    ) -> Choice:
         """Return the choice for a batch.
 
         Args:
-            tokens: of the rank that has most.
+            shape: of the batch of the rank that has most tokens.
             seconds: runs a choice once on this batch, and returns the time of the slowest rank.
+            offloads: what offloads may be taken, as on the CPU.
 
         Raises:
             ConfigError: nothing fits in the limit.
         """
-        fitting = self._fitting(tokens)
-        upto = 1 << (tokens - 1).bit_length()
+        fitting = self._fitting(shape, offloads)
+        upto = 1 << (shape.tokens - 1).bit_length()
         if upto not in self._chosen:
             lightest: dict[int, Choice] = {}
             for one in fitting:
@@ -132,17 +132,17 @@ class Chooser:
         found = self._chosen[upto]
         return found if found in fitting else fitting[0]  # larger than the one it was chosen for
 
-    def _fitting(self, tokens: int) -> list[Choice]:
+    def _fitting(self, shape: Shape, offloads: bool) -> list[Choice]:
         """Return what fits in the limit, what does less work first."""
+        can = [one for one in self._all if offloads or not one.strategy.offloads] or self._all
         if self._limit is None:
-            return self._all
-        shape = self._shape(tokens)
-        needs = {one: memory(one.strategy, one.parts, shape) for one in self._all}
-        found = [one for one in self._all if needs[one] <= self._limit]
+            return can
+        needs = {one: memory(one.strategy, one.parts, shape) for one in can}
+        found = [one for one in can if needs[one] <= self._limit]
         if not found:
             raise ConfigError(
-                f"memory={format_bytes(self._limit)} is too little for a batch of {tokens} tokens "
-                f"a rank, which takes {format_bytes(min(needs.values()))} at least: raise it, or "
-                "make batches smaller"
+                f"memory={format_bytes(self._limit)} is too little for a batch of {shape.tokens} "
+                f"tokens a rank, which takes {format_bytes(min(needs.values()))} at least: raise "
+                "it, or make batches smaller"
             )
         return found

@@ -1,13 +1,13 @@
 """The experts of one rank over the rows of one part, forward and backward, by hand.
 
 It differs from `dynoffload.moe.computation` in what is saved: the middle, which is the first
-product, in memory that the caller gives and uses again for the next part. A middle that is computed
+product, in memory that the caller gives. A middle that is computed
 again in backward exists one tile at a time.
 
 [Note: rows]  A row's bits must not depend on the part that it is in. BLAS takes another kernel,
 with another order of sums, for a few rows than for many, and for the last rows of a matrix. So an
 expert's rows are filled up with zeros to a multiple of `ROWS`, with which, on the CPU, all rows of
-a product have the same bits wherever they stand (`tests/test_moe_parallel_rows.py`). Gradients of
+a product have the same bits wherever they stand (`tests/test_moe_parallel.py`). Gradients of
 matrices are sums over rows; they differ with the parts by rounding.
 """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import inf
 from typing import Any
 
 import torch
@@ -62,13 +61,16 @@ def clip_grad_norm_(
     if all(exchange.world == 1 for exchange in apart.values()):
         return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite)
     device = next(iter(model.parameters())).device
-    powers = [_power([one for one in given if id(one) not in apart], norm_type)]
+    norms = [_norm([one for one in given if id(one) not in apart], norm_type)]
     for group, exchange in {id(one.group): one for one in apart.values()}.items():
         own = [one for one in given if id(one) in apart and id(apart[id(one)].group) == group]
-        found = exchange.gathered([_power(own, norm_type)], device, "norms of gradients")
-        powers += [one for (one,) in found]
+        found = exchange.gathered([_norm(own, norm_type)], device, "norms of gradients")
+        norms += [one for (one,) in found]
+    joined: torch.Tensor = torch.linalg.vector_norm(
+        torch.tensor(norms, dtype=torch.float64), norm_type
+    )
     # The dtype of all parameters, as ranks may lack gradients of other ones.
-    norm = _joined(powers, norm_type).to(max((one.dtype for one in model.parameters()), key=_width))
+    norm = joined.to(max((one.dtype for one in model.parameters()), key=_width))
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients of all ranks is {norm.item()}, and "
@@ -88,20 +90,7 @@ def _width(dtype: torch.dtype) -> int:
     return dtype.itemsize
 
 
-def _power(parameters: list[nn.Parameter], order: float) -> float:
-    """Return the sum over gradients of their norms to the power of p, or the largest norm."""
-    norms = [
-        float(torch.linalg.vector_norm(one.grad, order, dtype=torch.float64))
-        for one in parameters
-        if one.grad is not None
-    ]
-    if order == inf:
-        # Not a number if one of them is not.
-        return float(torch.tensor([0.0, *norms], dtype=torch.float64).max())
-    return float(sum(one**order for one in norms))
-
-
-def _joined(powers: list[float], order: float) -> torch.Tensor:
-    """Return the norm of what `_power` has given for its parts."""
-    parts = torch.tensor(powers, dtype=torch.float64)
-    return parts.max() if order == inf else parts.sum() ** (1 / order)
+def _norm(parameters: list[nn.Parameter], order: float) -> float:
+    """Return the norm of the gradients of parameters, of which each has one."""
+    norms = [torch.linalg.vector_norm(one.grad, order, dtype=torch.float64) for one in parameters]
+    return float(torch.linalg.vector_norm(torch.stack(norms), order)) if norms else 0.0

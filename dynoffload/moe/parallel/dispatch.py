@@ -122,17 +122,20 @@ def dispatch(
     kept = torch.contiguous_format
     experts = arrived[:, :width].clone(memory_format=kept).view(torch.int32)
     weights = arrived[:, width:].clone(memory_format=kept).view(gates.dtype)
-    out_places, in_places = _places(gives), _places(takes)
+    # Rank by rank, part by part.
+    leaving = torch.split(index, [count for row in gives for count in row])
+    everything = torch.arange(len(arrived), device=chosen.device)
+    coming = torch.split(everything, [count for row in takes for count in row])
     made = []
     for number in range(parts):
-        places = _ranges(in_places, number, chosen.device)
+        places = torch.cat(coming[number::parts])
         routing = route(experts[places], held)
         own = torch.empty_like(weights[places].reshape(-1)).index_copy_(
             0, routing.token_index_map.reshape(-1), weights[places].reshape(-1)
         )
         made.append(
             Part(
-                index[_ranges(out_places, number, chosen.device)],
+                torch.cat(leaving[number::parts]),
                 tuple(row[number] for row in gives),
                 tuple(row[number] for row in takes),
                 routing,
@@ -155,20 +158,3 @@ def _bytes(rows: torch.Tensor) -> torch.Tensor:
     """Return each row as bytes."""
     width = rows.shape[1] * rows.element_size()
     return rows.reshape(-1).view(torch.uint8).view(len(rows), width)
-
-
-def _places(counts: list[list[int]]) -> list[list[tuple[int, int]]]:
-    """Return, for each rank and part, where its rows are, which go rank by rank, part by part."""
-    at, found = 0, []
-    for row in counts:
-        of_rank = []
-        for count in row:
-            of_rank.append((at, at + count))
-            at += count
-        found.append(of_rank)
-    return found
-
-
-def _ranges(places: list[list[tuple[int, int]]], part: int, device: torch.device) -> torch.Tensor:
-    """Return the rows of one part, rank by rank."""
-    return torch.cat([torch.arange(*of_rank[part], device=device) for of_rank in places])

@@ -10,7 +10,7 @@ group's own timeout ends it. NCCL has never run.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -38,19 +38,10 @@ class Pending:
         timeout: seconds.
         what: for the error.
         held: tensors that must live until it has arrived.
-        waited: told of the seconds that a wait took.
     """
 
-    def __init__(
-        self,
-        work: Any,
-        timeout: float | None,
-        what: str,
-        held: tuple[Any, ...],
-        waited: Callable[[float], None] | None = None,
-    ) -> None:
+    def __init__(self, work: Any, timeout: float | None, what: str, held: tuple[Any, ...]) -> None:
         self._work, self._timeout, self._what, self._held = work, timeout, what, held
-        self._waited = waited
 
     def wait(self) -> None:
         """Return once the rows are there, and what was sent may be overwritten.
@@ -60,6 +51,7 @@ class Pending:
         """
         work, self._work = self._work, None
         if work is None:
+            self._held = ()
             return
         start = time.perf_counter()
         try:
@@ -75,8 +67,6 @@ class Pending:
                 "where they are only slow, raise timeout="
             ) from error
         self._held = ()
-        if self._waited is not None:
-            self._waited(time.perf_counter() - start)
 
 
 class Exchange:
@@ -88,9 +78,6 @@ class Exchange:
         timeout: seconds that a wait may last.
         name: of the layer, for errors.
 
-    Attributes:
-        waited_s: seconds that this rank has waited for others so far, on the CPU.
-
     Raises:
         ConfigError: this process is not in the group.
     """
@@ -101,7 +88,6 @@ class Exchange:
         if timeout <= 0:
             raise ConfigError(f"timeout={timeout} must be more than 0 seconds")
         self.group, self.timeout, self.name = group, timeout, name
-        self.waited_s = 0.0
         ready = dist.is_available() and dist.is_initialized()
         if group is not None and not ready:
             raise ConfigError("a group was given, and torch.distributed is not initialised")
@@ -129,7 +115,7 @@ class Exchange:
         """
         if self.world == 1:
             into.copy_(given)
-            return Pending(None, None, what, ())
+            return Pending(None, None, what, (into, given))
         origins = [str(rank) for rank, rows in enumerate(takes) if rows and rank != self.rank]
         told = (
             f"rank {self.rank} of {self.world}, layer {self.name!r}: {what}"
@@ -145,10 +131,7 @@ class Exchange:
                 "other ranks are alive; the group cannot be used any more"
             ) from error
         limit = self.timeout if into.device.type == "cpu" else None
-        return Pending(work, limit, told, (into, given), self._waited)
-
-    def _waited(self, seconds: float) -> None:
-        self.waited_s += seconds
+        return Pending(work, limit, told, (into, given))
 
     def numbers(
         self, given: Sequence[Sequence[int]], device: torch.device, what: str

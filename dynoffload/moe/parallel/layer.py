@@ -6,7 +6,6 @@ import math
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +162,10 @@ class ExpertParallel(MoE):
         self._agreed, self._asked = False, (parts, strategy, limit)
         self._chooser: Chooser | None = None
         self.choice = PLAIN
-        if AUTO not in (parts, strategy):
+        if AUTO in (parts, strategy):
+            numbers = (parts,) if isinstance(parts, int) else NUMBERS
+            self._chooser = Chooser(limit, numbers=numbers, strategies=strategies)
+        else:
             self.choice = Choice(int(parts), *strategies)
 
     @torch.no_grad()
@@ -201,13 +203,18 @@ class ExpertParallel(MoE):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles choose anew, and have a tier of their own."""
-        return {**self.__dict__, "_tier": None, "_chooser": None, "_agreed": False}
+        return {**self.__dict__, "_tier": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """See `__getstate__`."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.set_pipeline(*self._asked)
 
     def extra_repr(self) -> str:
         """See `torch.nn.Module.extra_repr`."""
         where = f"rank {self.exchange.rank} of {self.exchange.world}"
         parts, strategy = self.choice
-        chosen = " (auto)" if AUTO in self._asked else ""
+        chosen = " (auto)" if self._chooser else ""
         return f"{super().extra_repr()}, {where}, parts={parts}, {strategy.value}{chosen}"
 
     def replicated_parameters(self) -> Iterator[nn.Parameter]:
@@ -299,13 +306,14 @@ class ExpertParallel(MoE):
         up, down = self.up.to(tokens.dtype), self.down.to(tokens.dtype)
         chosen = routing.token_expert_indices
         with torch.autocast(kind, enabled=False):
-            if AUTO in self._asked and torch.is_grad_enabled():
-                self.choice = self._choose(tokens, chosen, gates, up, down)
+            if self._chooser and torch.is_grad_enabled():
+                self.choice = self._choose(self._chooser, tokens, chosen, gates, up, down)
             call = self._call(self.choice, tokens, chosen, gates)
             return pipelined(tokens, gates, up, down, call).to(result)
 
     def _choose(
         self,
+        chooser: Chooser,
         tokens: torch.Tensor,
         chosen: torch.Tensor,
         gates: torch.Tensor,
@@ -318,17 +326,7 @@ class ExpertParallel(MoE):
         size, trains = self.exchange.largest(given, tokens.device, "sizes of batches")
         if not size or not trains:  # nothing that could be cut, or no backward to time
             return self.choice if size else PLAIN
-        if self._chooser is None:
-            parts, strategy, limit = self._asked
-            serve = tuple(Strategy) if strategy == AUTO else (strategy_of(strategy),)
-            if tokens.device.type != "cpu":
-                serve = tuple(one for one in serve if not one.offloads) or serve
-            self._chooser = Chooser(
-                partial(self._shape, itemsize=tokens.element_size()),
-                limit=limit,
-                numbers=(parts,) if isinstance(parts, int) else NUMBERS,
-                strategies=serve,
-            )
+        on_cpu = tokens.device.type == "cpu"
         own = [tokens.detach().requires_grad_(), gates.detach().requires_grad_()]
         own += [one.detach().requires_grad_(one.requires_grad) for one in (up, down)]
 
@@ -339,14 +337,15 @@ class ExpertParallel(MoE):
             torch.autograd.grad(
                 out, [one for one in own if one.requires_grad], torch.ones_like(out)
             )
-            if tokens.device.type != "cpu":
+            if not on_cpu:
                 torch.accelerator.synchronize(tokens.device)
             passed = [time.perf_counter() - start]
             return self.exchange.largest(passed, tokens.device, "times of a trial")[0]
 
         # What trials save for backward is nobody's to keep, count or make again.
         with torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one):
-            return self._chooser.choose(int(size), seconds)
+            shape = self._shape(int(size), tokens.element_size())
+            return chooser.choose(shape, seconds, offloads=on_cpu)
 
     def _call(
         self, choice: Choice, tokens: torch.Tensor, chosen: torch.Tensor, gates: torch.Tensor

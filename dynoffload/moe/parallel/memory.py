@@ -66,6 +66,7 @@ def memory(strategy: Strategy, parts: int, shape: Shape) -> int:
         held = rows + middle + {1: 2, 2: 4}.get(parts, 6) * rows / parts
     else:
         away = {1: 3, 2: 5}.get(parts, 6)
-        home = (1 + strategy.sends_again) + (parts > 1)
+        again = strategy.sends_again
+        home = {1: 0, 2: 1 + again}.get(parts, 2 + again)
         held = (away + home) * rows / parts + middle / parts * strategy.offloads_middle
     return int((held + tokens + tiles) * shape.itemsize)

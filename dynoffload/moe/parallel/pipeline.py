@@ -5,12 +5,10 @@ the next are dispatched and those of the last come back, by the backend's own th
 
 Source: MPipeMoE (arXiv 2506.22175).
 
-[Note: buffers]  Memory is used again where the strategy says so. In forward there are then two
-buffers for rows that were dispatched, of which one is read and one filled, two for results, of
-which one is filled and one leaves, one for the middle if it is offloaded, and one each for what
-goes out and comes home; in backward two more for gradients of dispatched rows. A buffer is free
-once its exchange was waited for, and its copy below was made. Otherwise a part's rows and middle
-are kept as autograd keeps tensors, and all else is freed as it goes.
+[Note: memory]  A part's rows and middle are kept for backward, as autograd keeps tensors, or are
+had again as the strategy says. All else lives until its exchange was waited for: so of each kind
+there are at most two, whatever the number of parts. Of what is copied below, one part's copies are
+waited for before the next part's begin.
 
 [Note: order]  All ranks start the same exchanges in the same order: in forward S0, then for each
 part p: S(p+1), R(p); in backward, if rows are sent again, each part's before its gradients. Whether
@@ -31,38 +29,8 @@ from dynoffload.moe.activations import Activation
 from dynoffload.moe.parallel import computation
 from dynoffload.moe.parallel.dispatch import Dispatch, Part
 from dynoffload.moe.parallel.exchange import Exchange, Pending
-from dynoffload.moe.parallel.tiers import Copying, FileTier, Stored
+from dynoffload.moe.parallel.tiers import Copy, FileTier, Stored
 from dynoffload.planning.strategies import Strategy
-
-
-class Buffers:
-    """Memory of one purpose, of which as much is made as is in use at one time.
-
-    Args:
-        like: dtype and device.
-        width: of a row.
-        rows: of the largest part.
-        reuse: what is freed is taken again; otherwise it is dropped.
-    """
-
-    def __init__(self, like: torch.Tensor, width: int, rows: int, reuse: bool) -> None:
-        self._like, self._width, self._rows, self._reuse = like, width, rows, reuse
-        self._free: list[torch.UntypedStorage] = []
-
-    def take(self, rows: int) -> torch.Tensor:
-        """Return memory of ``rows`` rows, with whatever bytes."""
-        if not self._reuse:
-            return self._like.new_empty(rows, self._width)
-        if self._free:
-            whole = self._like.new_empty(0).set_(self._free.pop())
-        else:
-            whole = self._like.new_empty(self._rows * self._width)
-        return whole[: rows * self._width].view(rows, self._width)
-
-    def free(self, rows: torch.Tensor) -> None:
-        """Nobody reads or writes these rows any more."""
-        if self._reuse:
-            self._free.append(rows.untyped_storage())
 
 
 @dataclass(eq=False)
@@ -73,7 +41,7 @@ class Call:
         exchange: of the layer.
         sent: what goes where.
         activation: of the experts.
-        strategy: for what reuse overwrites.
+        strategy: for what is not kept.
         tier: takes what is offloaded; None where the strategy offloads nothing.
         rows: of each part, that were offloaded.
         middles: of each part, in pieces by expert, that were offloaded.
@@ -87,81 +55,62 @@ class Call:
     rows: list[Stored] = field(default_factory=list)
     middles: list[list[tuple[slice, Stored]]] = field(default_factory=list)
 
-    def buffers(self, like: torch.Tensor, width: int, rows: list[int]) -> Buffers:
-        """Return memory for parts of so many rows."""
-        return Buffers(like, width, max(rows), self.strategy.reuses)
-
     def lower(self, tensor: torch.Tensor) -> Stored:
         """Begin to copy what is to be offloaded."""
         if self.tier is None:
             raise ConfigError(f"{self.strategy.value} offloads, and there is no tier to offload to")
         return self.tier.store(tensor)
 
-    def both(self, like: torch.Tensor) -> tuple[Buffers, Buffers]:
-        """Return memory for rows at home, and for those that were dispatched."""
-        parts, width = self.sent.parts, like.shape[1]
-        return (
-            self.buffers(like, width, [part.sent for part in parts]),
-            self.buffers(like, width, [part.taken for part in parts]),
-        )
+    def lower_middle(self, middle: torch.Tensor, rows: slice) -> None:
+        """Begin to copy an expert's rows of the last part's middle."""
+        self.middles[-1].append((rows, self.lower(middle[rows])))
 
-    def middle(self, like: torch.Tensor, width: int) -> Buffers:
-        """Return memory for the middle."""
-        return self.buffers(like, width, [computation.middle_rows(p) for p in self.sent.parts])
-
-    def out(self, given: torch.Tensor, part: int, home: Buffers, into: torch.Tensor) -> _Travel:
+    def out(self, given: torch.Tensor, part: int) -> _Arriving:
         """Start to dispatch the rows of ``given`` that a part sends."""
         one = self.sent.parts[part]
-        rows = home.take(one.sent)
-        torch.index_select(given, 0, one.index, out=rows)
+        rows, into = given.index_select(0, one.index), given.new_empty(one.taken, given.shape[1])
         told = f"rows of part {part + 1} of {len(self.sent.parts)}"
-        pending = self.exchange.start(into, rows, one.takes, one.gives, told)
-        return _Travel(pending, rows, home)
+        return _Arriving(self.exchange.start(into, rows, one.takes, one.gives, told), into)
 
-    def back(
-        self, given: torch.Tensor, part: int, away: Buffers, home: Buffers, into: torch.Tensor
-    ) -> _Return:
+    def back(self, given: torch.Tensor, part: int, into: torch.Tensor) -> _Return:
         """Start to send the results of a part home, where they are added to their tokens."""
         one = self.sent.parts[part]
-        rows = home.take(one.sent)
+        rows = given.new_empty(one.sent, given.shape[1])
         told = f"results of part {part + 1} of {len(self.sent.parts)}"
         pending = self.exchange.start(rows, given, one.gives, one.takes, told)
-        return _Return(_Travel(pending, given, away), rows, home, one, into)
+        return _Return(pending, rows, one, into)
 
 
 @dataclass(eq=False)
-class _Travel:
-    """Rows on their way, whose memory is free once they have left."""
+class _Arriving:
+    """Rows on their way here."""
 
-    pending: Pending
+    pending: Pending | Copy | None
     rows: torch.Tensor
-    memory: Buffers
 
-    def wait(self) -> None:
-        self.pending.wait()
-        self.memory.free(self.rows)
-        del self.rows
+    def wait(self) -> torch.Tensor:
+        if self.pending is not None:
+            self.pending.wait()
+        return self.rows
 
 
 @dataclass(eq=False)
 class _Return:
     """Results on their way home."""
 
-    travel: _Travel
+    pending: Pending
     rows: torch.Tensor
-    memory: Buffers
     part: Part
     into: torch.Tensor
 
     def wait(self) -> None:
         """Add them to their tokens, rank by rank, so that sums have one order."""
-        self.travel.wait()
+        self.pending.wait()
         at = 0
         for count in self.part.gives:
             own = slice(at, at + count)
             self.into.index_add_(0, self.part.index[own], self.rows[own])
             at += count
-        self.memory.free(self.rows)
         del self.rows
 
 
@@ -183,55 +132,34 @@ class _Pipelined(torch.autograd.Function):
         lowers_middle = keeps and strategy.offloads_middle
         keeps_both = keeps and not strategy.reuses
         out = torch.zeros_like(tokens)
-        home, away = call.both(tokens)
-        middles = call.middle(tokens, up.shape[1])
         kept: list[torch.Tensor] = []
-        given = away.take(parts[0].taken)
-        arriving = call.out(tokens, 0, home, given)
+        arriving: _Arriving | None = call.out(tokens, 0)
         leaving: _Return | None = None
-        below: torch.Tensor | None = None  # rows that are being copied below
-        middle: torch.Tensor | None = None
         for number, part in enumerate(parts):
-            arriving.wait()
-            now = given
-            if below is not None:
-                call.rows[-1].wait()
-                away.free(below)
+            given, arriving = arriving.wait(), None  # type: ignore[union-attr]
             if number + 1 < len(parts):
-                given = away.take(parts[number + 1].taken)
-                arriving = call.out(tokens, number + 1, home, given)
+                arriving = call.out(tokens, number + 1)
+            _wait_for_copies(call)
+            middle, store = None, None
             if lowers_rows:
-                call.rows.append(call.lower(now))
-                below = now
-            if lowers_middle:
-                for _, stored in call.middles[-1] if number else []:
-                    stored.wait()
-                call.middles.append([])
-            if middle is not None:
-                middles.free(middle)
-            middle = (
-                middles.take(computation.middle_rows(part)) if lowers_middle or keeps_both else None
-            )
-            made = away.take(part.taken)
-            store = None
+                call.rows.append(call.lower(given))
+            if lowers_middle or keeps_both:
+                middle = given.new_empty(computation.middle_rows(part), up.shape[1])
             if lowers_middle and middle is not None:
-                store = partial(_lower, call, middle)
-            computation.forward(part, now, up, down, middle, made, call.activation, store)
+                call.middles.append([])
+                store = partial(call.lower_middle, middle)
+            made = torch.empty_like(given)
+            computation.forward(part, given, up, down, middle, made, call.activation, store)
             if keeps_both and middle is not None:
-                kept += [now, middle]
-            elif not lowers_rows:
-                away.free(now)
-            del now
+                kept += [given, middle]
+            del given, middle, store
             if leaving is not None:
                 leaving.wait()
-            leaving = call.back(made, number, away, home, out)
-            del made, store
+            leaving = call.back(made, number, out)
+            del made
         if leaving is not None:
             leaving.wait()
-        if below is not None:
-            call.rows[-1].wait()
-        for _, stored in call.middles[-1] if lowers_middle else []:
-            stored.wait()
+        _wait_for_copies(call)
         ctx.call, ctx.shapes = call, (tokens.shape, gates.shape)
         ctx.save_for_backward(up, down, *([tokens] if strategy.sends_again else []), *kept)
         return out
@@ -244,8 +172,6 @@ class _Pipelined(torch.autograd.Function):
         d_out = gradients[0].contiguous()
         strategy, sent, parts = call.strategy, call.sent, call.sent.parts
         shape, gates_shape = ctx.shapes
-        home, away = call.both(d_out)
-        middles = call.middle(d_out, up.shape[1])
         d_tokens = d_out.new_zeros(shape) if sent.need_tokens else None
         d_up = reused(up).zero_() if ctx.needs_input_grad[2] else None
         d_down = reused(down).zero_() if ctx.needs_input_grad[3] else None
@@ -253,62 +179,49 @@ class _Pipelined(torch.autograd.Function):
         if sent.need_gates:
             d_rows = d_out.new_zeros(sum(sent.takes), gates_shape[1])
 
-        def begin(number: int) -> tuple[torch.Tensor, torch.Tensor, list[_Travel | Copying]]:
-            """Have a part's rows again, and begin to dispatch the gradients of its results."""
-            waits: list[_Travel | Copying] = []
-            if strategy.reuses:
-                given = away.take(parts[number].taken)
-                if strategy.sends_again:
-                    waits.append(call.out(rest[0], number, home, given))
-                else:
-                    waits.append(call.rows[number].load(given))
+        def begin(number: int) -> tuple[_Arriving, _Arriving]:
+            """Begin to have a part's rows again, and to dispatch the gradients of its results."""
+            if not strategy.reuses:
+                rows = _Arriving(None, rest[2 * number])
+            elif strategy.sends_again:
+                rows = call.out(rest[0], number)
             else:
-                given = rest[2 * number]
-            d_made = away.take(parts[number].taken)
-            waits.append(call.out(d_out, number, home, d_made))
-            return given, d_made, waits
+                into = d_out.new_empty(parts[number].taken, shape[1])
+                rows = _Arriving(call.rows[number].load(into), into)
+            return rows, call.out(d_out, number)
 
-        def load(number: int) -> tuple[torch.Tensor | None, list[Copying]]:
+        def load(number: int) -> tuple[torch.Tensor | None, list[Copy]]:
             """Begin to have a part's middle again, unless it is computed."""
             if strategy.computes_again:
                 return None, []
             if not strategy.reuses:
                 return rest[2 * number + 1], []
-            middle = middles.take(computation.middle_rows(parts[number]))
+            middle = d_out.new_empty(computation.middle_rows(parts[number]), up.shape[1])
             return middle, [one.load(middle[rows]) for rows, one in call.middles[number]]
 
-        following, following_middle = begin(0), load(0)
+        following: tuple[_Arriving, _Arriving] | None = begin(0)
+        loaded = [load(0)]
         leaving: _Return | None = None
         for number, part in enumerate(parts):
-            given, d_made, waits = following
-            middle, loading = following_middle
-            for one in waits:
-                one.wait()
-            if number + 1 < len(parts):
-                following = begin(number + 1)
+            given, d_made = (one.wait() for one in following or ())
+            following = begin(number + 1) if number + 1 < len(parts) else None
+            middle, loading = loaded.pop()
             for copy in loading:
                 copy.wait()
-            d_given = away.take(part.taken) if sent.need_tokens else None
+            d_given = torch.empty_like(given) if sent.need_tokens else None
             pairs = torch.empty_like(part.gates) if sent.need_gates else None
             computation.backward(
                 part, given, up, down, middle, d_made, call.activation, d_given, pairs, d_up, d_down
             )
             if d_rows is not None and pairs is not None:
                 d_rows[part.places] = pairs[part.routing.token_index_map]
-            if strategy.reuses:
-                away.free(given)
-            away.free(d_made)
-            if middle is not None and strategy.reuses:
-                middles.free(middle)
-            del given, d_made, middle, waits, loading
+            del given, d_made, middle, loading
             if number + 1 < len(parts):
-                following_middle = load(number + 1)
-            else:
-                del following, following_middle
+                loaded.append(load(number + 1))
             if leaving is not None:
                 leaving.wait()
             if d_given is not None and d_tokens is not None:
-                leaving = call.back(d_given, number, away, home, d_tokens)
+                leaving = call.back(d_given, number, d_tokens)
             del d_given
         if leaving is not None:
             leaving.wait()
@@ -324,9 +237,10 @@ class _Pipelined(torch.autograd.Function):
         )
 
 
-def _lower(call: Call, middle: torch.Tensor, rows: slice) -> None:
-    """Begin to copy an expert's rows of the middle below."""
-    call.middles[-1].append((rows, call.lower(middle[rows])))
+def _wait_for_copies(call: Call) -> None:
+    """Wait for what the last part has begun to copy below."""
+    for stored in (*call.rows[-1:], *(one for _, one in (call.middles or [[]])[-1])):
+        stored.wait()
 
 
 def _gates_home(call: Call, d_rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:

@@ -6,179 +6,105 @@ system's page cache, which is no memory of the process and can be taken from it 
 
 from __future__ import annotations
 
-import threading
+import os
 import weakref
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 
 import torch
 
 from dynoffload.errors import SpillError
 from dynoffload.memory.spill import SpillFile, default_spill_dir, transfer
 from dynoffload.planning.extents import Extents
-from dynoffload.units import format_bytes
 
-_MOST = 1 << 62
-
-
-class _Room:
-    """Free extents of a file that grows.
-
-    Extents come back when nobody has them any more, which may be in the midst of anything, as the
-    garbage collector runs: so they are put aside, and are free from the next `take` on.
-    """
-
-    def __init__(self) -> None:
-        self._extents = Extents(_MOST)
-        self._back: deque[tuple[int, int]] = deque()
-
-    @property
-    def end(self) -> int:
-        return self._extents.high
-
-    def take(self, size: int) -> int:
-        while self._back:
-            self._extents.give(*self._back.popleft())
-        offset = self._extents.take(size) if size else 0
-        if offset is None:
-            raise SpillError(f"offloaded parts take more than {format_bytes(_MOST)}")
-        return offset
-
-    def give_back(self, offset: int, size: int) -> None:
-        if size:
-            self._back.append((offset, size))
+_MOST = 1 << 62  # bytes of a file
 
 
-class Stored:
+class Copy:
+    """A copy on its way; what is read keeps its room until then."""
+
+    def __init__(self, tier: FileTier, copying: Future[None], held: object = None) -> None:
+        self._tier, self._copying, self._held = tier, copying, held
+
+    def wait(self) -> None:
+        """Return once it is made, and what was written may be overwritten.
+
+        Raises:
+            SpillError: it failed, or takes too long.
+        """
+        try:
+            self._copying.result(self._tier.timeout)
+        except FutureTimeoutError as error:
+            raise SpillError(
+                f"a part was not copied to or from the spill file in {self._tier.directory} in "
+                f"{self._tier.timeout:g} s: check that disk, or pass spill_dir= another"
+            ) from error
+
+
+class Stored(Copy):
     """A tensor in the file; its room is free again once nobody has this."""
 
-    def __init__(self, tier: FileTier, offset: int, size: int, writing: Future[None]) -> None:
-        self._tier, self._offset, self._size, self._writing = tier, offset, size, writing
-        weakref.finalize(self, tier.room.give_back, offset, size)
+    def __init__(self, tier: FileTier, copying: Future[None], offset: int, size: int) -> None:
+        super().__init__(tier, copying)
+        self._offset = offset
+        # May be called in the midst of anything, as the garbage collector runs.
+        weakref.finalize(self, tier.freed.append, (offset, size))
 
-    def wait(self) -> None:
-        """Return once the tensor that was stored may be overwritten."""
-        self._tier.result(self._writing, "written to")
-
-    def load(self, into: torch.Tensor) -> Copying:
+    def load(self, into: torch.Tensor) -> Copy:
         """Begin to fill ``into``."""
-        return Copying(self._tier, self._tier.read(into, self._offset), self)
-
-
-class Copying:
-    """A read on its way; what is read keeps its room until then."""
-
-    def __init__(self, tier: FileTier, reading: Future[None], held: Stored) -> None:
-        self._tier, self._reading, self._held = tier, reading, held
-
-    def wait(self) -> None:
-        """Return once it is made."""
-        self._tier.result(self._reading, "read from")
-
-
-class _Copier:
-    """A thread that makes copies in the order in which they are asked for.
-
-    It may be asked to end by a finalizer, which the garbage collector runs in the midst of
-    anything, so also of asking for a copy: that takes no lock but the queue's, which is made for
-    it. (Executors of `concurrent.futures` share one, and the thread would wait for itself.)
-    """
-
-    def __init__(self, name: str) -> None:
-        self._asked: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
-        threading.Thread(target=_copy, args=(self._asked,), name=name, daemon=True).start()
-
-    def ask(self, work: Callable[[], None]) -> Future[None]:
-        future: Future[None] = Future()
-        self._asked.put((future, work))
-        return future
-
-    def end(self, last: Callable[[], None]) -> None:
-        """End after all that was asked for, and ``last``."""
-        self._asked.put((Future(), last))
-        self._asked.put(None)
-
-
-def _copy(asked: SimpleQueue[tuple[Future[None], Callable[[], None]] | None]) -> None:
-    while (given := asked.get()) is not None:
-        future, work = given
-        try:
-            work()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-        del given, future, work  # while it waits it holds nothing
+        return Copy(self._tier, self._tier.copy(into, self._offset, reads=True), self)
 
 
 class FileTier:
-    """A private file on a disk, and the thread that copies.
+    """A private file on a disk, and the thread that copies, in the order of what is asked for.
+
+    Both end after the last copy, once nobody has the tier.
 
     Args:
         directory: where the file lies; by default the system's for temporary files.
         timeout: seconds that a copy may take.
+
+    Attributes:
+        freed: room that nobody has any more, free from the next `store` on.
 
     Raises:
         SpillError: the directory is missing, in memory, not writable or full.
     """
 
     def __init__(self, directory: Path | None = None, *, timeout: float = 300.0) -> None:
-        where = directory or default_spill_dir()
-        self._file = SpillFile(where, 0, direct=False, purpose="offloaded parts of batches")
-        self._timeout = timeout
-        self.room = _Room()
-        self._copier = _Copier("dynoffload-parts")
-        weakref.finalize(self, self._copier.end, self._file.close)  # after all else
+        self.directory, self.timeout = directory or default_spill_dir(), timeout
+        purpose = "offloaded parts of batches"
+        self._file = SpillFile(self.directory, 0, direct=False, purpose=purpose)
+        weakref.finalize(self._file, os.close, self._file.fd)
+        self._room = Extents(_MOST)
+        self.freed: deque[tuple[int, int]] = deque()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dynoffload-parts")
 
     def store(self, tensor: torch.Tensor) -> Stored:
         """Begin to copy ``tensor``, which is contiguous."""
-        size = tensor.numel() * tensor.element_size()
-        offset = self.room.take(size)
+        while self.freed:
+            self._room.give(*self.freed.popleft())
+        size = max(tensor.nbytes, 1)
+        offset = self._room.take(size) or 0
         try:
-            self._file.grow(self.room.end)
+            self._file.grow(self._room.high)
         except SpillError:
-            self.room.give_back(offset, size)
+            self.freed.append((offset, size))
             raise
-        return Stored(self, offset, size, self._copier.ask(partial(self._write, tensor, offset)))
+        return Stored(self, self.copy(tensor, offset, reads=False), offset, size)
 
-    def read(self, into: torch.Tensor, offset: int) -> Future[None]:
-        """Begin to read what lies at ``offset``, after what was asked for before."""
-        return self._copier.ask(partial(self._read, into, offset))
-
-    def result(self, copying: Future[None], what: str) -> None:
-        """Wait for a copy.
-
-        Raises:
-            SpillError: it failed, or takes too long.
-        """
-        try:
-            copying.result(self._timeout)
-        except FutureTimeoutError as error:
-            raise SpillError(
-                f"a part was not {what} the spill file in {self._file.directory} in "
-                f"{self._timeout:g} s: check that disk, or pass spill_dir= another"
-            ) from error
-
-    def _write(self, tensor: torch.Tensor, offset: int) -> None:
-        try:
-            transfer(self._file.fd, _bytes(tensor), offset, reads=False)
-        except OSError as error:
-            message = self._file.unwritable("a part of a batch", str(error.strerror))
-            raise SpillError(error.errno, message) from error
-
-    def _read(self, into: torch.Tensor, offset: int) -> None:
-        try:
-            transfer(self._file.fd, _bytes(into), offset, reads=True)
-        except OSError as error:
-            message = self._file.unreadable("a part of a batch", str(error.strerror))
-            raise SpillError(error.errno, message) from error
+    def copy(self, tensor: torch.Tensor, offset: int, *, reads: bool) -> Future[None]:
+        """Begin to read or write a contiguous tensor at ``offset``."""
+        content = tensor.detach().view(-1).view(torch.uint8)
+        return self._thread.submit(_copy, self._file, content, offset, reads)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a contiguous tensor on the CPU."""
-    return tensor.detach().view(-1).view(torch.uint8)
+def _copy(file: SpillFile, content: torch.Tensor, offset: int, reads: bool) -> None:
+    try:
+        transfer(file.fd, content, offset, reads=reads)
+    except OSError as error:
+        told = file.unreadable if reads else file.unwritable
+        message = told("a part of a batch", str(error.strerror))
+        raise SpillError(error.errno, message) from error
