@@ -124,7 +124,7 @@ def test_plans_stay_near_the_bound(share: float, bandwidth: float, slack: float)
     """Transfers hide behind work: no plan is faster than the bound, and these are hardly slower."""
     work = routed()
     link = Link(bandwidth, bandwidth, 2 * bandwidth)
-    found = run(work, share, Clairvoyant(), link=link)
+    found = run(work, share, planned=True, link=link)
     capacity = int(share * peak(work)) + 1
     for step, result in list(zip(work.steps, found.steps, strict=True))[1:-1]:
         sizes = [step.sizes.get(region, nbytes) for region, nbytes in enumerate(work.sizes)]
