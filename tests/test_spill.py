@@ -255,7 +255,7 @@ def test_what_was_counted_has_its_room_whatever_comes_on_top(
 def test_a_disk_that_is_full_after_the_start_loses_no_step(
     backend: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradients and state come later than the start, and find their room; what a forward
+    """Gradients, state and drafts come later than the start, and find their room; what a forward
     saves may not, but then no parameter has changed."""
     monkeypatch.setattr(spill, "_GROWTH", SMALL)
     torch.manual_seed(0)

@@ -158,7 +158,7 @@ class RegionAllocator(ABC):
         with self._placing:
             other = self._twins.get(region)
             if other is None:
-                other = self._twins[region] = self.allocate(self._places[region].nbytes, extra=True)
+                other = self._twins[region] = self.allocate(self._places[region].nbytes)
             return other
 
     def _check_room(self, regions: Sequence[int]) -> None:

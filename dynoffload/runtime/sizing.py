@@ -15,9 +15,11 @@ chunk and the reserve remain for whoever makes the update, and for the operator 
 
 [Note: the spill file]  What it needs is allocated before anything is touched: parameters, gradients
 and optimizer state, padded; for what is paged by slices the gradients once more, as those of one
-step may wait while the next are made. How much is saved for backward, and which updates are drafted
-in it, nobody knows before a sample has run: chunks and twins come on top. A disk that is too full
-for chunks stops a forward, in which no parameter changes; one too full for twins ends drafting.
+step may wait while the next are made; and, where updates may be drafted in backward, the twins of
+as many as a backward drafts. How much is saved for backward nobody knows before a sample has run:
+chunks come on top when they are first opened, so a disk that is too full for them stops a forward,
+in which no parameter changes. In networks whose order varies, other updates may be drafted from
+step to step: their twins too come on top, and a disk too full for those ends drafting.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from dynoffload.runtime.adoption.held import held_parameters
 from dynoffload.runtime.adoption.slicing import may_slice, slice_bytes, slices_of, sole_owners
 from dynoffload.runtime.adoption.store import can_move, moved_bytes
 from dynoffload.runtime.counting import SCALARS, States, is_trained, padded, parts_of
+from dynoffload.runtime.updates.update import can_split
 from dynoffload.units import KiB, MiB, Quantity, format_bytes, parse_bytes
 
 _LEAST_PAGES = 40  # of a pool, so that regions of several pages find room
@@ -247,7 +250,7 @@ class _Divider:
             least = config.min_paged_bytes or min(least, sliced)
         alone = sole_owners(model.parameters()) if config.slices and may_slice(optimizer) else set()
         queues = may_queue(config)
-        total = spilled = biggest = 0
+        total = spilled = updated = widest = biggest = 0
         moved: set[int] = set()  # storages that are counted
         kept = States(optimizer)
         largest, culprit = 0, ""
@@ -276,6 +279,9 @@ class _Divider:
                 changes += whole
                 if slices > 1:  # gradients that wait, and one slice of zeros
                     spilled += whole + whole // slices
+                if paged:
+                    updated += changes
+                    widest = max(widest, changes // slices)
             spilled += changes
             biggest = max(biggest, storage // slices)
             update = kept.update_bytes(parameter, page, least, slices=slices, queues=queues)
@@ -305,18 +311,48 @@ class _Divider:
             small_bytes=small,
             chunk_bytes=chunk,
             reserve_bytes=reserve,
-            spill_bytes=spilled,
+            spill_bytes=spilled + _twins(optimizer, config, updated, widest, biggest),
             states_bytes=total,
             bucket_bytes=self.buckets,
         )
         return _Division(sizing, lowest, largest, culprit)
 
 
-def may_queue(config: OffloadConfig) -> bool:
-    """Return whether the updates of several steps may wait for a slice that is not hit."""
-    if config.rollback or config.defer_updates == "never" or config.backend == "mapped":
+def _defers(config: OffloadConfig) -> bool:
+    """Return whether updates may be put off."""
+    if config.defer_updates == "never" or config.backend == "mapped":
         return False
     return config.backend == ACCELERATOR or not probe()
+
+
+def may_queue(config: OffloadConfig) -> bool:
+    """Return whether the updates of several steps may wait for a slice that is not hit."""
+    return _defers(config) and not config.rollback
+
+
+def _twins(
+    optimizer: Optimizer | None, config: OffloadConfig, updated: int, widest: int, biggest: int
+) -> int:
+    """Return the bytes of the twins on which one backward drafts updates.
+
+    Args:
+        optimizer: makes the updates.
+        config: says whether and how many are drafted.
+        updated: bytes of the paged parameters that have state, and of that.
+        widest: the most of them that one update changes.
+        biggest: bytes of the largest region.
+    """
+    if (
+        optimizer is None
+        or not can_split(optimizer)
+        or not config.draft_share
+        or config.policy == "on-demand"  # what is drafted is part of a plan
+        or config.backend == ACCELERATOR  # where nothing is drafted
+        or not _defers(config)
+    ):
+        return 0
+    drafted = min(updated, int(config.draft_share * updated) + widest // 2)
+    return drafted + biggest  # the copy of a gradient, to see if it is written
 
 
 def _least_for(model: nn.Module, optimizer: Optimizer | None, budget: int) -> int:

@@ -106,7 +106,7 @@ class SimulatedPager(FastMemory):
         other = self._twins.get(region)
         if other is None:
             content = self._regions[region].content
-            other = self._twins[region] = self.allocate(content, extra=True)
+            other = self._twins[region] = self.allocate(content)
         return other
 
     def size(self, region: int) -> int:
