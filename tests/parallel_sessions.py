@@ -115,7 +115,8 @@ def compared(rank: int, world: int, width: int) -> dict[str, Any]:
 
 
 def chosen(rank: int, world: int) -> dict[str, Any]:
-    """Compare steps in a block, of which the first chooses, with steps by fixed parts and none."""
+    """Compare steps in a block, cut as was chosen before it, with steps by fixed parts and none; a
+    batch that has no choice yet is refused there."""
     torch.manual_seed(0)
     layer = ExpertParallel(32, 64, 4, 2, timeout=60)
     given = torch.randn(20 + 3 * rank, 32, requires_grad=True)
@@ -135,7 +136,9 @@ def chosen(rank: int, world: int) -> dict[str, Any]:
     optimizer.zero_grad()
     whole = 2 * sum(parameter.nbytes for parameter in layer.parameters())  # without state
     layer.set_pipeline("auto", "auto")
-    same = True
+    step()
+    optimizer.zero_grad()
+    same, said = True, ""
     block = dynoffload.offload(layer, optimizer, budget=int(0.7 * whole), pilot=None, config=CONFIG)
     with block as session:
         for _ in range(4):
@@ -146,7 +149,11 @@ def chosen(rank: int, world: int) -> dict[str, Any]:
             same &= torch.allclose(gradient, experts, rtol=1e-4, atol=1e-5)
         assert session is not None
         assert session.stats["bytes_in"].sum() > 0, "nothing was paged"
-    return {"same": same, "taken": [layer.choice.parts, layer.choice.strategy.value]}
+        try:
+            layer(torch.randn(100, 32, requires_grad=True))
+        except ConfigError as error:
+            said = str(error)
+    return {"same": same, "taken": [layer.choice.parts, layer.choice.strategy.value], "said": said}
 
 
 def replicated(rank: int, world: int) -> dict[str, Any]:

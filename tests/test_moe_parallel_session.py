@@ -33,6 +33,7 @@ def test_a_choice_in_a_session_changes_no_bit_but_by_its_parts() -> None:
     one, other = run_ranks(chosen, 2)
     assert one == other
     assert one["same"]
+    assert "train on one batch of that size before the block" in one["said"]
 
 
 def test_experts_beside_replicas_have_the_gradients_of_one_process() -> None:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dynoffload.distributed.replicas import Rows
 from dynoffload.errors import ConfigError
+from dynoffload.managed import is_managed
 from dynoffload.moe.indices import Routing
 from dynoffload.moe.layer import MoE
 from dynoffload.moe.parallel.choice import NUMBERS, PLAIN, Choice, Chooser
@@ -74,7 +75,7 @@ class ExpertParallel(MoE):
         memory: that buffers and what is kept may take where something is ``"auto"``: bytes, or
             such as ``"2GiB"``; for loads that are alike. None for as much as it takes.
             What is ``"auto"`` is chosen at the first batch of a size that is trained on, which
-            goes forward and backward some 20 to 50 times for that.
+            goes forward and backward some 20 to 50 times for that, outside of `offload()`.
         timeout: seconds that a rank waits for the others.
         name: of the layer, for errors.
         spill_dir: where offloaded parts lie, on the CPU; by default the system's for temporary
@@ -331,6 +332,13 @@ class ExpertParallel(MoE):
         own += [one.detach().requires_grad_(one.requires_grad) for one in (up, down)]
 
         def seconds(choice: Choice) -> float:
+            if is_managed(self):
+                raise ConfigError(
+                    f"layer {self.exchange.name!r} has parts={self._asked[0]!r}, "
+                    f"strategy={self._asked[1]!r}, and times trials of its first batch of "
+                    f"{int(size)} tokens, which no budget of offload() bounds: train on one batch "
+                    "of that size before the block, or give parts= and strategy="
+                )
             start = time.perf_counter()
             call = self._call(choice, own[0], chosen, own[1])
             out = pipelined(own[0], own[1], own[2], own[3], call)

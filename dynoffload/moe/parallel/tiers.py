@@ -97,13 +97,15 @@ class FileTier:
 
     def copy(self, tensor: torch.Tensor, offset: int, *, reads: bool) -> Future[None]:
         """Begin to read or write a contiguous tensor at ``offset``."""
-        content = tensor.detach().view(-1).view(torch.uint8)
-        return self._thread.submit(_copy, self._file, content, offset, reads)
+        given = [tensor.detach().view(-1).view(torch.uint8)]
+        return self._thread.submit(_copy, self._file, given, offset, reads)
 
 
-def _copy(file: SpillFile, content: torch.Tensor, offset: int, reads: bool) -> None:
+def _copy(file: SpillFile, given: list[torch.Tensor], offset: int, reads: bool) -> None:
+    """Copy the tensor in ``given`` and take it out: the executor still holds the list once the
+    caller knows that the copy is made, and frees its memory."""
     try:
-        transfer(file.fd, content, offset, reads=reads)
+        transfer(file.fd, given.pop(), offset, reads=reads)
     except OSError as error:
         told = file.unreadable if reads else file.unwritable
         message = told("a part of a batch", str(error.strerror))
