@@ -243,7 +243,7 @@ def test_the_process_takes_no_more_than_before_budget_and_headroom(
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     budget, headroom = 64 * MiB, SLACK + 48 * MiB
-    done = script(CHILD, budget, backend, SLACK, network, seconds=200)
+    done = script(CHILD, budget, backend, SLACK, network, seconds=90)
     assert done.returncode == 0, done.stderr[-2000:]
     answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     assert answer["footprint"] >= 6 * budget

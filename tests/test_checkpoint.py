@@ -238,6 +238,16 @@ def test_every_scheduler_resumes(name: str, tmp_path: Path) -> None:
     assert len(set(reference.rates[SAVED_AT - 1 :])) > 1, "this shows nothing"
 
 
+def test_no_scheduler_of_torch_is_forgotten() -> None:
+    known = {
+        name
+        for module in (lr_scheduler, torch.optim.swa_utils)
+        for name, kind in vars(module).items()
+        if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler)
+    }
+    assert set(SCHEDULERS) == known - {"LRScheduler", "_LRScheduler"}
+
+
 # In the middle of things
 
 

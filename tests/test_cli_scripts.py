@@ -15,7 +15,9 @@ from typer.testing import CliRunner
 
 from dynoffload import config
 from dynoffload.cli import app
+from dynoffload.config import Defaults
 from dynoffload.planning.blocks import Vocabulary
+from dynoffload.runtime.offload import _say_overruled
 from dynoffload.telemetry import RunLog
 from dynoffload.units import format_bytes, format_seconds
 
@@ -158,6 +160,8 @@ def test_a_bad_budget_is_refused_before_the_script_runs(tmp_path: Path) -> None:
         ["profile", __file__, "-o", "x"],
         ["profile", "-o", __file__, __file__],
         ["profile", "--steps", "0", "-o", "x", __file__],
+        ["pilot", "train", "."],
+        ["pilot", "train", ".", "-o", "x", "--model", "oracle"],
     ],
 )
 def test_misspelt_commands_end_with_2(
@@ -265,6 +269,40 @@ def test_options_that_the_script_overrules_are_named_and_others_are_not(
     caplog.clear()
     RUNNER.invoke(app, ["run", "--budget", "1MiB", str(script), repr({"budget": "2MiB"}), "1"])
     assert "offload(budget=2MiB) counts, and --budget 1MiB" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("host_budget", "device", "option", "lines"),
+    [
+        ("8GiB", 0, "cuda:0", 0),
+        (8 << 30, "cuda:1", "cuda", 0),
+        ("4GiB", "cuda:0", "cuda:0", 1),
+        ("8GiB", "cuda:1", "cuda:0", 1),
+        ("8GiB", 0, "cpu", 1),
+        ("8GiB", "cpu", "bogus", 1),
+    ],
+)
+def test_the_same_in_other_words_is_not_overruled(
+    caplog: pytest.LogCaptureFixture,
+    host_budget: int | str,
+    device: int | str,
+    option: str,
+    lines: int,
+) -> None:
+    """Without a GPU, no block can be entered that would ask."""
+    given = Defaults(host_budget=8 << 30, device=option)
+    _say_overruled(given, {"host_budget": host_budget, "device": device})
+    assert len(caplog.messages) == lines
+
+
+@pytest.mark.parametrize("given", ["dict", "dynoffload.OffloadConfig"])
+def test_the_scripts_own_pilot_counts(tmp_path: Path, given: str) -> None:
+    """Though it is the default, in whose place the command line puts its own."""
+    script, page = write(tmp_path, TRAIN), tmp_path / "run.html"
+    words = ["run", "--budget", "2MiB", "--policy", "repeat", "--report", str(page), str(script)]
+    result = RUNNER.invoke(app, [*words, f"dict(config={given}(policy='pilot'))", "1"])
+    assert result.exit_code == 0, result.output
+    assert RunLog.load(page.with_suffix(".runlog.json.gz")).policy == "pilot"
 
 
 def test_a_policy_that_the_script_leaves_open_is_the_commands(

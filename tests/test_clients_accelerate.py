@@ -75,6 +75,23 @@ def test_a_prepared_loop_trains_to_the_same_bits(backend: str, precision: str) -
     assert_same_training(model, innermost(optimizer), plain[1], innermost(plain[2]))
 
 
+def test_preparing_inside_the_block_is_the_same() -> None:
+    """``prepare`` moves the model and loads the optimizer's own state into it."""
+    plain = prepared()
+    expected = train(*plain)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with dynoffload.offload(model, optimizer, **quarter()) as session:
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
+        batches = torch.utils.data.DataLoader(samples(), batch_size=2)  # type: ignore[arg-type]
+        losses = train(accelerator, *accelerator.prepare(model, optimizer, batches, schedule))
+    assert_paged(session, steps=6)
+    assert_same(losses, expected, "losses")
+    assert_same_training(model, optimizer, plain[1], innermost(plain[2]))
+
+
 def test_its_checkpoints_are_exact_in_both_directions(tmp_path: Path) -> None:
     """``save_state`` in a block and out of it write the same; a block reads either."""
     plain = prepared()
@@ -140,6 +157,15 @@ def test_a_model_on_the_meta_device_is_prepared_and_given_its_weights() -> None:
     with dynoffload.offload(model, optimizer, **quarter()):
         pass
     assert_same(dict(model.state_dict()), dict(reference.state_dict()), "weights")
+
+
+def test_a_refused_optimizer_is_refused_in_its_wrapper() -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = network()
+    model, optimizer = accelerator.prepare(model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(ConfigError, match="LBFGS updates all parameters together"):
+        with dynoffload.offload(model, optimizer, **quarter()):
+            pytest.fail("the block must not begin")
 
 
 def test_one_optimizer_in_two_wrappers_is_one() -> None:

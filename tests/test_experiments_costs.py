@@ -75,6 +75,13 @@ def test_no_model_was_fitted_to_what_it_is_compared_with(
     ]
 
 
+def test_the_fitted_model_is_written(found: tuple[dict[str, Any], Path]) -> None:
+    result, path = found
+    model = CostModel.load(path.with_name("model.json"))
+    assert model.bandwidth == result["summary"]["model"]["bandwidth"]
+    assert "aten.embedding.default" in model.operators
+
+
 def test_tables_and_figure_show_the_numbers(found: tuple[dict[str, Any], Path]) -> None:
     result, path = found
     (errors, *_), counted = Costs(Params()).parts(result)[:-1], Costs(Params()).parts(result)[-1]

@@ -182,11 +182,24 @@ def test_late_queues_and_poison_show_a_moment_that_nobody_waits_for(
 # All cases
 
 
-def test_the_optimizer_on_the_host_is_what_it_is_defined_to_be(tmp_path: Path) -> None:
+def test_the_optimizer_on_the_host_is_what_it_is_defined_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is told from what would clip otherwise."""
     hosted = [case for case in cases(3) if case.kind is Kind.HOST_OPTIMIZER]
     assert {case.files for case in hosted} == {True, False}
     for case in hosted:
         assert train_case(case, CPU, str(tmp_path)) == EXACT
+    definition = gpu_check_training._Training._by_definition
+
+    def otherwise(self: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gpu_check_training, "_CLIP", 1e-3)
+            return definition(self)
+
+    monkeypatch.setattr(gpu_check_training._Training, "_by_definition", otherwise)
+    clipped = next(case for case in hosted if case.loop.clip)
+    assert train_case(clipped, CPU)["verdict"] == "FAILED"
 
 
 @pytest.mark.slow

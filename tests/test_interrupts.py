@@ -32,7 +32,7 @@ from signalled import At, handled, tracing
 from torch import nn
 
 import dynoffload
-from dynoffload.runtime import interrupts
+from dynoffload.runtime import budgeted, interrupts
 from dynoffload.runtime.interrupts import interruptible, let_come, uninterrupted
 from dynoffload.runtime.updates import speculative
 
@@ -301,6 +301,31 @@ class Trained:
         with dynoffload.offload(self.model, self.optimizer, **self.options):
             hits = [(step, [step % 3, 3]) for step in range(4)]
             Loop(steps=4).run(self.model, self.optimizer, hits, chosen_loss)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("whose", ["a parameter's", "the root's"])
+def test_a_block_whose_hooks_fail_is_undone(
+    backend: str, whose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error as the model is paged, or before the session is there, is what the user sees."""
+    trained = Trained(backend)
+    before = descriptors()
+
+    def fails(*_: Any) -> None:
+        raise MemoryError("no room for hooks")
+
+    with monkeypatch.context() as patch:
+        if whose == "the root's":
+            patch.setattr(budgeted, "choosing", fails)
+        else:
+            patch.setattr(torch.Tensor, "register_post_accumulate_grad_hook", fails)
+        with pytest.raises(MemoryError, match="no room for hooks"):
+            trained.run()
+    assert descriptors() == before
+    assert_ordinary(trained.model, trained.optimizer)
+    assert not any(module._state_dict_pre_hooks for module in trained.model.modules())
+    trained.run()
 
 
 def test_an_interrupt_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from devices import HUGE, SMALL, eventually, filled, holds, schedule, uses_of, view
 
-from dynoffload.errors import BackendError
+from dynoffload.errors import BackendError, SpillError
 from dynoffload.memory import mapping
 from dynoffload.memory.mapped import MappedFile
 from dynoffload.memory.mapping import Mapping
-from dynoffload.planning.schedule import Use
+from dynoffload.planning.schedule import Action, Kind, Use
 
 PAGES = pytest.mark.parametrize("page", [SMALL, HUGE])
 
@@ -129,6 +129,38 @@ def test_pages_smaller_than_the_systems_are_refused(tmp_path: Path) -> None:
 
 
 # Failures
+
+
+@PAGES
+def test_a_prefetch_that_fails_is_told_later_and_tried_again_at_the_use(
+    device: MappedFile, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = device.allocate(6 * page), device.allocate(6 * page)
+    filled(device, [first, second])
+    fetch = Mapping.fetch
+
+    def fail(self: Mapping, offset: int, nbytes: int) -> None:
+        raise OSError(errno.EIO, "as if the disk were broken")
+
+    monkeypatch.setattr(Mapping, "fetch", fail)
+    device.follow(
+        [Use(()), Use((first,))],
+        schedule(Action(0, Kind.EVICT, second), Action(0, Kind.FETCH, first)),
+    )
+
+    def told() -> bool:
+        try:
+            device.counters()
+        except SpillError as error:
+            return error.errno == errno.EIO
+        return False
+
+    assert eventually(told)
+    device.counters()  # told once
+    monkeypatch.setattr(Mapping, "fetch", fetch)
+    device.acquire([first])
+    assert holds(device, first)
+    assert holds(device, second)
 
 
 @PAGES

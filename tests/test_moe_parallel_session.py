@@ -14,6 +14,7 @@ from gloo_ranks import run_ranks
 from parallel_sessions import chosen, compared, dies, replicated, unlike, wrapped
 
 from dynoffload.moe.parallel import ExpertParallel
+from dynoffload.moe.parallel.choice import PLAIN
 
 
 @needs_pager
@@ -90,6 +91,15 @@ def test_a_copy_of_a_layer_chooses_anew(tmp_path: Path) -> None:
         tokens = torch.randn(12, 8)
         layer(tokens).hidden.sum().backward()
         for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            assert other._asked == layer._asked
+            assert (other._chooser is None) is (layer._chooser is None)
+            if other._chooser:
+                assert layer._chooser
+                assert layer._chooser._chosen
+                assert not other._chooser._chosen
+                assert other.choice == PLAIN
+            else:
+                assert other.choice == layer.choice
             assert torch.equal(other(tokens).hidden, layer(tokens).hidden)
             other(tokens).hidden.sum().backward()
-            assert other._asked == layer._asked
+            assert other._chooser is None or other._chooser._chosen

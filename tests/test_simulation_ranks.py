@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dynoffload.errors import ConfigError
 from dynoffload.planning.strategies import Strategy
-from dynoffload.simulation.designs import DESIGNS, Placement
+from dynoffload.simulation.designs import DESIGNS, STRATEGIES, Placement
 from dynoffload.simulation.moe_cluster import Batch, Division, MoeShard, MoeTransformer
 from dynoffload.simulation.moe_steps import Cost, MoeSteps, Part, backward, forward
-from dynoffload.simulation.movement import Order, serial, visits
+from dynoffload.simulation.movement import Order, Update, ahead, moved_bytes, serial, visits
 from dynoffload.simulation.ranks import Cluster, Resource, Routing, Wire
 from dynoffload.simulation.roofline import Accelerator, SharedLink, work
 
@@ -122,6 +124,29 @@ def test_even_and_in_one_part_a_step_is_the_closed_form(division: Division) -> N
     # It also lets a row stay at home in both slices of an expert, which are two ranks.
     exact = 1e-9 if division.slices == 1 else 1e-3
     assert found.seconds == pytest.approx(formula.busy_s - again, rel=exact)
+
+
+@settings(deadline=None, derandomize=True, max_examples=25)
+@given(
+    rate=st.floats(1e9, 1e14),
+    order=st.sampled_from(Order),
+    placement=st.sampled_from(STRATEGIES),
+    update=st.sampled_from(Update),
+)
+def test_moving_ahead_is_never_slower_than_serially_nor_faster_than_each_side(
+    rate: float, order: Order, placement: Placement, update: Update
+) -> None:
+    small = MoeShard(
+        MoeTransformer(layers=4, hidden=1024, heads=16, experts=8),
+        Division(4, 4, 8, 2),
+        Batch(2, 512),
+    )
+    device = replace(DESIGNS[2], remote=SharedLink(rate))
+    steps = visits(small, placement, order, update)
+    whole, found = serial(steps, device), ahead(steps, device)
+    least = moved_bytes(steps, ahead=True)
+    assert found.total_s <= whole.total_s * (1 + 1e-9)
+    assert found.total_s >= max(whole.busy_s, least / rate) * (1 - 1e-9)
 
 
 def test_the_network_has_its_published_size_and_each_copy_is_held_once() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import random
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from torch.optim import AdamW
 
 from dynoffload.pilot.online import FIRST
 from dynoffload.planning.blocks import Vocabulary
-from dynoffload.runtime.migration.gates import SETTLING, WATCHED, Trial, likely
+from dynoffload.runtime.migration.gates import GROWTH, SETTLING, TRIED, WATCHED, Trial, likely
 from dynoffload.telemetry import StepStats
 
 SAMPLES = small_samples(40, seed=1)
@@ -55,10 +54,10 @@ def test_what_wins_goes_on_and_is_tried_less_and_less_often() -> None:
     trial = Trial("x")
     modes = run(trial, step(0.5), step(0.9), 1000)
     assert not trial.lost
-    begins = [n for n in range(1, 1000) if modes[n - 1] and not modes[n]]
-    assert len(begins) > 2
-    gaps = [after - before for before, after in itertools.pairwise(begins)]
-    assert all(after > before for before, after in itertools.pairwise(gaps))
+    assert modes.count(False) == 4 * (SETTLING + TRIED)
+    assert modes[SETTLING + WATCHED] is False
+    after = 2 * SETTLING + WATCHED + TRIED
+    assert all(modes[after : after + SETTLING + GROWTH * WATCHED])
 
 
 def test_only_what_is_likely_enough_is_fetched_ahead() -> None:
