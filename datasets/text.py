@@ -82,6 +82,11 @@ def _draw(files: list[SourceFile], rows: int, length: int, seed: int) -> Iterato
         if source.name not in texts:
             texts[source.name] = np.frombuffer(source.read(), dtype=np.uint8)
         text = texts[source.name]
+        if len(text) <= length:
+            raise DataError(
+                f"the source file {source.path} shrank from {source.nbytes} to {len(text)} bytes "
+                "while it was in use; leave the folder alone during a run"
+            )
         starts = [int(generator.integers(0, len(text) - length)) for _ in range(rows)]
         pieces = np.stack([text[start : start + length + 1] for start in starts])
         block = torch.from_numpy(pieces.astype(np.int64))

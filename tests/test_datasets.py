@@ -104,12 +104,17 @@ def test_files_that_give_nothing_are_named(
         next(make(root=_library(tmp_path, text)))
 
 
-def test_a_folder_without_sources_and_a_file_that_vanished_are_named(tmp_path: Path) -> None:
+def test_a_folder_without_sources_and_files_that_shrank_or_vanished_are_named(tmp_path: Path) -> None:
     (tmp_path / "short.py").write_text("pass\n")
     with pytest.raises(DataError, match=str(tmp_path)):
         batches(root=tmp_path)
     library = tmp_path / "library"
     library.mkdir()
+    stream = batches(length=16, root=_library(library))
+    for path in library.glob("*.py"):
+        path.write_text("pass\n")
+    with pytest.raises(DataError, match=r"file\d\d\.py shrank from \d+ to 5 bytes"):
+        next(stream)
     stream = batches(length=16, root=_library(library))
     for path in library.glob("*.py"):
         path.unlink()
