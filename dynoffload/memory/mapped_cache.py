@@ -1,9 +1,9 @@
-"""The mapped file's cache: which regions take fast memory, and how they come and go.
+"""The mapped file's cache: which regions are in fast memory, their fetches and evictions.
 
-Its owner's mutex is held; see [Note: one transfer] in `mapped`.
+Its methods require the mutex; see [Note: one transfer] in `mapped`.
 
-[Note: touched]  The kernel serves an access to an absent region unasked, and it may be a write. So
-a region of which pages are in memory, or were and the kernel has reclaimed them, is not compared.
+[Note: touched]  The kernel serves an access to an absent region by itself, and it may be a write.
+So a region with pages in memory, or with pages that the kernel has reclaimed, is not compared.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class MappedRegion(CachedRegion):
     Attributes:
         present: its pages are in memory, and counted.
         content: the file or memory may hold bytes of its own.
-        cleared: the file holds zeros, unless somebody has written since without notice.
-        sum: in debug mode, the checksum of what has left; see [Note: touched].
+        cleared: the file holds zeros, unless an unannounced write has happened since.
+        sum: in debug mode, the checksum at eviction; see [Note: touched].
     """
 
     present: bool = False
@@ -46,14 +46,14 @@ class MappedRegion(CachedRegion):
 
 
 class MappedCache(RegionCache[MappedRegion]):
-    """Moves regions in and out of a mapping.
+    """Fetches and evicts regions of a mapping.
 
     Args:
         capacity: bytes of the pool, a multiple of ``page_bytes``.
         page_bytes: regions are padded to this.
         spill: the file.
-        mapping: of it.
-        debug: checksum what leaves and compare it as it comes back.
+        mapping: of the file.
+        debug: checksum regions as they are evicted, and compare as they are fetched.
     """
 
     _spill: SpillFile
@@ -64,11 +64,11 @@ class MappedCache(RegionCache[MappedRegion]):
         super().__init__(capacity, page_bytes, spill, mapping.address)
         self._mapping = mapping
         self._debug = debug
-        self._work = threading.Condition(self._mutex)  # there may be something to do for the plan
+        self._work = threading.Condition(self._mutex)  # the plan may have work
         self._unpinned = threading.Condition(self._mutex)
-        # Regions that could not be written, which stay until they are tried again, and why.
+        # Regions that could not be written: errno and message. They stay until the next attempt.
         self._busy: dict[int, tuple[int, str]] = {}
-        self._error: tuple[int, str] | None = None  # of the last failed transfer, until it is told
+        self._error: tuple[int, str] | None = None  # of the last failed transfer, until reported
         self._inspected = 0.0
 
     def _admit(self, region: int, place: Place) -> None:
@@ -82,7 +82,7 @@ class MappedCache(RegionCache[MappedRegion]):
             self._forget(self._cells.pop(region))
 
     def _forget(self, h: MappedRegion) -> None:
-        """Let go of a region's pages, and of the bytes in them."""
+        """Release a region's pages, and discard the bytes in them."""
         try:
             if h.present or h.content or self._mapping.cached(h.offset, h.padded):
                 self._mapping.forget(h.offset, h.padded)
@@ -133,7 +133,7 @@ class MappedCache(RegionCache[MappedRegion]):
         return not h.present
 
     def _room_for(self, h: MappedRegion, later_than: Sequence[int]) -> bool:
-        """Send out regions used after the first position of ``later_than``, then those after the
+        """Evict regions used after the first position of ``later_than``, then those after the
         next, until there is room for ``h``; return whether there is."""
         for position in later_than:
             while self._free < h.padded and (victim := self._victim(position)) is not None:
@@ -141,7 +141,7 @@ class MappedCache(RegionCache[MappedRegion]):
         return self._free >= h.padded
 
     def _fetch(self, h: MappedRegion, cause: Cause) -> None:
-        """Bring a region in, for which there is room.
+        """Fetch a region, for which there is room.
 
         Raises:
             SpillError: it cannot be read.
@@ -160,12 +160,12 @@ class MappedCache(RegionCache[MappedRegion]):
                     raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG))
                 break
             except OSError as error:
-                if known is not None:  # read anew, and compared anew, by whoever asks next
+                if known is not None:  # the next fetch reads and compares it again
                     self._mapping.drop(h.offset, h.padded)
                 number = error.errno or errno.EIO
                 if attempt == _ATTEMPTS - 1:
-                    told = self._spill.unreadable(self._called(h), reason(number))
-                    raise spill_failure(number, f"{told}; {UNREAD}") from error
+                    message = self._spill.unreadable(self._called(h), reason(number))
+                    raise spill_failure(number, f"{message}; {UNREAD}") from error
         if h.content:
             self._tally.bytes_in += h.nbytes
             self._tally.note(EventKind.FETCH, cause, h.region, start, h.nbytes)
@@ -175,7 +175,7 @@ class MappedCache(RegionCache[MappedRegion]):
         self._enter(h)
 
     def _evict(self, h: MappedRegion, cause: Cause) -> None:
-        """Write a region back and drop its pages; what cannot be written stays, and is reported."""
+        """Write a region back and drop its pages; if the write fails, it stays, with an error."""
         start = time.perf_counter()
         try:
             dirty = min(h.nbytes, self._mapping.modified(h.offset, h.padded))
@@ -187,19 +187,19 @@ class MappedCache(RegionCache[MappedRegion]):
             self._error = self._busy[h.region] = self._refused(h, error)
             return
         if dirty:
-            self._busy.clear()  # the file takes bytes again
+            self._busy.clear()  # writes succeed again
             self._tally.bytes_out += dirty
             self._tally.note(EventKind.EVICT, cause, h.region, start, dirty)
         self._leave(h)
         self._mapping.drop(h.offset, h.padded)
 
     def _checksum(self, h: MappedRegion) -> int:
-        """Return the CRC-32 of a region as it is in the file."""
+        """Return the CRC-32 of a region's bytes in the file."""
         found, at, end = 0, h.offset, h.offset + h.padded
         while at < end:
             piece = os.pread(self._spill.fd, min(_SUMMED, end - at), at)
             if not piece:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))  # the file was cut off
+                raise OSError(errno.EIO, os.strerror(errno.EIO))  # the file was truncated
             found = zlib.crc32(piece, found)
             at += len(piece)
         return found
@@ -208,17 +208,17 @@ class MappedCache(RegionCache[MappedRegion]):
         return called(self.names, h.region, h.nbytes)
 
     def _refused(self, h: MappedRegion, error: OSError) -> tuple[int, str]:
-        """Return the number and the message of a write that failed."""
+        """Return the errno and the message of a failed write."""
         number = error.errno or errno.EIO
-        told = self._spill.unwritable(self._called(h), reason(number))
-        return number, f"{told}; until then it stays in memory"
+        message = self._spill.unwritable(self._called(h), reason(number))
+        return number, f"{message}; until then it stays in memory"
 
-    # What nobody announced
+    # Unannounced accesses
 
     def _inspect(self) -> None:
-        """Find absent regions with pages in memory. They were touched without notice: they stay if
-        they deserve the room more than others do, else they are sent out."""
-        for h in self._surprises():
+        """Find absent regions with pages in memory, left by unannounced accesses. Keep each one if
+        the eviction order favours it over others; else evict it."""
+        for h in self._unannounced():
             self._tally.faults += 1
             h.content, h.cleared = True, False
             if self._room_for(h, (self._plan.next_use(h.region) - 1,)):
@@ -229,8 +229,8 @@ class MappedCache(RegionCache[MappedRegion]):
         self._inspected = time.monotonic()
         self._used = sum(h.padded for h in self._cells.values() if h.present)
 
-    def _surprises(self) -> list[MappedRegion]:
-        """Return absent regions with pages in memory, asking once for each run of neighbours."""
+    def _unannounced(self) -> list[MappedRegion]:
+        """Return absent regions with pages in memory; each run of neighbours is queried first."""
         absent = [h for h in self._cells.values() if not (h.present or h.region in self._busy)]
         absent.sort(key=lambda h: h.offset)
         found: list[MappedRegion] = []
