@@ -94,21 +94,21 @@ class MappedFile(MappedCache):
     def clear(self, regions: Sequence[int]) -> None:
         """See `Device.clear`."""
         with self._mutex:
-            for h in self._all(regions):
-                if self._is_clear(h):
+            for cell in self._all(regions):
+                if self._is_clear(cell):
                     continue
-                self._forget(h)
+                self._forget(cell)
                 try:
-                    if self._mapping.holds_data(h.offset, h.padded):
-                        self._mapping.clear(h.offset, h.padded)
+                    if self._mapping.holds_data(cell.offset, cell.padded):
+                        self._mapping.clear(cell.offset, cell.padded)
                 except OSError as error:
-                    raise spill_failure(*self._refused(h, error)) from error
-                h.cleared = True
+                    raise spill_failure(*self._refused(cell, error)) from error
+                cell.cleared = True
 
     def is_clear(self, regions: Sequence[int]) -> list[bool]:
         """See `Device.is_clear`."""
         with self._mutex:
-            return [self._is_clear(h) for h in self._all(regions)]
+            return [self._is_clear(cell) for cell in self._all(regions)]
 
     def lock(self, regions: Sequence[int]) -> None:
         """Not supported, as no access waits here; callers check `guarded` first."""
@@ -136,20 +136,22 @@ class MappedFile(MappedCache):
             self._pin(wanted, 1)
             try:
                 self._busy.clear()  # retry failed writes
-                for h in wanted:
-                    self._use(h)
-                    stalls = not h.present and (h.content or self._free < h.padded)
+                for cell in wanted:
+                    self._use(cell)
+                    stalls = not cell.present and (cell.content or self._free < cell.padded)
                     until = time.monotonic() + _GRACE_S
-                    while not h.present:
-                        if self._room_for(h, (self._plan.position, -1)):
-                            self._fetch(h, Cause.FAULT)
+                    while not cell.present:
+                        if self._room_for(cell, (self._plan.position, -1)):
+                            self._fetch(cell, Cause.FAULT)
                         elif patient:
-                            self._wait_for_unpin(h, until)
+                            self._wait_for_unpin(cell, until)
                         else:
                             break
-                    if stalls and h.present:
+                    if stalls and cell.present:
                         self._tally.stalls += 1
-                        self._tally.note(EventKind.STALL, Cause.FAULT, h.region, start, h.nbytes)
+                        self._tally.note(
+                            EventKind.STALL, Cause.FAULT, cell.region, start, cell.nbytes
+                        )
                         begun, start = start, time.perf_counter()
                         self._tally.stall_s += start - begun
                 kept = pin
@@ -157,7 +159,7 @@ class MappedFile(MappedCache):
                 if not kept:
                     self._pin(wanted, -1)
 
-    def _wait_for_unpin(self, h: MappedRegion, until: float) -> None:
+    def _wait_for_unpin(self, cell: MappedRegion, until: float) -> None:
         """Wait up to a second for other callers to unpin regions.
 
         Raises:
@@ -168,7 +170,7 @@ class MappedFile(MappedCache):
             raise spill_failure(number, f"{message}; {UNWRITTEN}")
         if not self._unpinned.wait(1.0) and time.monotonic() > until:
             pinned = [one.region for one in self._cells.values() if one.pins]
-            raise self._no_room([h.region], pinned, f" within {_GRACE_S:.0f} s")
+            raise self._no_room([cell.region], pinned, f" within {_GRACE_S:.0f} s")
 
     # The plan
 
@@ -185,9 +187,9 @@ class MappedFile(MappedCache):
         with self._mutex:
             self._plan.advance(position)
             for region in self._plan.regions():
-                h = self._cells.get(region)
-                if h is not None and h.present:
-                    self._use(h)
+                cell = self._cells.get(region)
+                if cell is not None and cell.present:
+                    self._use(cell)
             self._work.notify()
 
     def reserve(self, nbytes: int) -> None:
@@ -214,16 +216,16 @@ class MappedFile(MappedCache):
         """Make one transfer for the plan or the reserve; False if none is due."""
         plan = self._plan
         while (due := self._due()) is not None:
-            kind, h = due
-            next_use = plan.next_use(h.region)
+            kind, cell = due
+            next_use = plan.next_use(cell.region)
             if kind is Kind.EVICT:
                 plan.done()
-                self._evict(h, Cause.PLAN)
+                self._evict(cell, Cause.PLAN)
                 return True
-            if self._free >= h.padded + self._reserve:
+            if self._free >= cell.padded + self._reserve:
                 plan.done()
                 try:
-                    self._fetch(h, Cause.PLAN)
+                    self._fetch(cell, Cause.PLAN)
                 except SpillError as error:
                     self._error = error.errno or errno.EIO, error.args[1]
                 return True
@@ -241,7 +243,7 @@ class MappedFile(MappedCache):
     def resident(self) -> list[int]:
         """See `Device.resident`."""
         with self._mutex:
-            return sorted(h.region for h in self._cells.values() if h.present)
+            return sorted(cell.region for cell in self._cells.values() if cell.present)
 
     def taken_bytes(self) -> int:
         """See `Device.taken_bytes`: evicted memory is returned at once."""

@@ -1,8 +1,8 @@
 """The streams of a real accelerator, through `torch.accelerator`.
 
 [Note: fragments]  Regions of many sizes come and go, and torch's allocator splits the blocks that
-it keeps. So the memory that it keeps and cannot use grows. Once it keeps more than the budget and
-`_BEYOND` of it, whole unused blocks are released. That waits for the accelerator, and allocating
+it keeps. So the memory that it keeps and cannot use grows. Once it reserves the budget plus
+`_SLACK` of it, whole unused blocks are released. That waits for the accelerator, and allocating
 memory again takes time, so it is not done for less.
 
 [Note: other streams]  The compute stream is the current one. When the user changes it, the new one
@@ -23,7 +23,7 @@ from dynoffload.errors import BackendError
 from dynoffload.memory.accelerator.pinned import HostMemory
 from dynoffload.memory.accelerator.streams import Bytes, Streams, lacking
 
-_BEYOND = 0.125
+_SLACK = 0.125
 _ORIGIN_S = 600.0
 
 
@@ -110,7 +110,7 @@ class TorchStreams:
         self.device = torch.device(device.type, index)
         self.name = str(self.device)
         self._host = HostMemory(self.device)
-        self._giving = threading.Lock()  # a stream is entered by one thread at a time
+        self._copying = threading.Lock()  # a stream is entered by one thread at a time
         self._last: torch.Stream | None = None  # the last compute stream
         self.pinned = True
         try:
@@ -179,9 +179,9 @@ class TorchStreams:
 
     def trim(self, limit: int) -> None:
         """See `Streams.trim`."""
-        beyond = int(_BEYOND * limit)
+        slack = int(_SLACK * limit)
         reserved = int(torch.accelerator.memory_reserved(self.device))
-        if reserved > limit + beyond and self._kept_bytes() > beyond:
+        if reserved > limit + slack and self._kept_bytes() > slack:
             torch.accelerator.empty_cache()
 
     def _kept_bytes(self) -> int:
@@ -202,7 +202,7 @@ class TorchStreams:
         self, stream: torch.Stream, target: Bytes, source: Bytes, after: Sequence[Any]
     ) -> _Timed:
         # Hidden from dispatch modes: the runtime's would take it for a use, on the compute stream.
-        with self._giving, torch._C._DisableTorchDispatch(), torch.no_grad():
+        with self._copying, torch._C._DisableTorchDispatch(), torch.no_grad():
             for event in after:
                 event.hold(stream)
             begin = _Event(stream, timed=True)

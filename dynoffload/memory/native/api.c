@@ -102,7 +102,7 @@ API void pager_release(struct pager *p, uint32_t id)
 }
 
 /* Wait until the region is at its address; 1 with `*failure` if it cannot be. */
-static int bring(struct pager *p, uint32_t id, struct failure *failure)
+static int make_resident(struct pager *p, uint32_t id, struct failure *failure)
 {
     struct region *r = &p->regions[id];
     while (r->state != RESIDENT) {
@@ -144,7 +144,7 @@ API int pager_acquire(struct pager *p, const uint32_t *ids, uint32_t count, int 
         if (!p->regions[ids[i]].locked && p->regions[ids[i]].state == ABSENT)
             transfer_want(p, ids[i]); /* all at once */
     for (uint32_t i = 0; i < count && !failed; i++)
-        failed = bring(p, ids[i], failure);
+        failed = make_resident(p, ids[i], failure);
     for (uint32_t i = 0; i < count && (!pin || failed); i++) {
         struct region *r = &p->regions[ids[i]];
         if (r->pins) /* else it was released meanwhile */

@@ -69,7 +69,7 @@ void transfer_unwant(struct pager *p, uint32_t id)
 }
 
 /* Fail the function calls that wait for the region. */
-static void refuse(struct pager *p, uint32_t id, int kind, int error, uint32_t culprit)
+static void fail_waits(struct pager *p, uint32_t id, int kind, int error, uint32_t culprit)
 {
     p->regions[id].failure = (struct failure){kind, error, culprit};
     transfer_unwant(p, id);
@@ -114,7 +114,7 @@ static void leave(struct pager *p, struct region *r)
 }
 
 /* The pages are in slots: install them if a thread waits, else evict them if they may leave. */
-static void rest(struct pager *p, uint32_t id, int may_leave)
+static void finish_move(struct pager *p, uint32_t id, int may_leave)
 {
     struct region *r = &p->regions[id];
     r->state = STAGED;
@@ -170,7 +170,7 @@ static int holds_zeros(struct pager *p, const struct region *r)
 
 /* Scan a cleared region in slots: if it holds zeros only, it is clear again, else write it if
  * `writes`. Releases the mutex. Returns whether it holds zeros; `*error` of the write. */
-static int look(struct pager *p, struct region *r, int writes, int *error)
+static int scan(struct pager *p, struct region *r, int writes, int *error)
 {
     r->state = WRITING;
     p->moving++;
@@ -199,7 +199,7 @@ static void evict(struct pager *p, uint32_t id, int cause)
         int error;
         r->clear = 0;
         p->writing += r->pages;
-        int zeros = look(p, r, 1, &error);
+        int zeros = scan(p, r, 1, &error);
         p->writing -= r->pages;
         if (!zeros) {
             p->write_error = error;
@@ -215,7 +215,7 @@ static void evict(struct pager *p, uint32_t id, int cause)
             transfer_record(p, EVENT_EVICT, cause, id, start, r->bytes);
         }
     }
-    rest(p, id, !r->busy);
+    finish_move(p, id, !r->busy);
 }
 
 /* Does the region hold zeros only, as far as is known without reading the file? Releases the mutex
@@ -230,8 +230,8 @@ int transfer_is_clear(struct pager *p, uint32_t id)
         return 1;
     if (!r->cleared || r->locked || r->pins || r->shown || r->state == ABSENT || withdraw(p, r))
         return 0;
-    int zeros = look(p, r, 0, &error);
-    rest(p, id, zeros);
+    int zeros = scan(p, r, 0, &error);
+    finish_move(p, id, zeros);
     return zeros;
 }
 
@@ -281,7 +281,7 @@ static void fetch(struct pager *p, uint32_t id, int cause)
         if (error) {
             leave(p, r);
             if (r->waited)
-                refuse(p, id, FAILED_READ, error, id);
+                fail_waits(p, id, FAILED_READ, error, id);
             else
                 failed(p, id, error, 0);
             return;
@@ -296,7 +296,7 @@ static void fetch(struct pager *p, uint32_t id, int cause)
     r->dirty = 0;
     r->stamp = ++p->clock;
     p->progress++;
-    rest(p, id, 0);
+    finish_move(p, id, 0);
 }
 
 static int serve_urgent(struct pager *p)
@@ -355,9 +355,9 @@ void transfer_watch(struct pager *p)
                       p->write_error ? strerror(p->write_error)
                                      : "all is in use at once; raise the budget");
         if (!r->asleep && p->write_error && p->stuck > 1)
-            refuse(p, id, FAILED_WRITE, p->write_error, p->write_region);
+            fail_waits(p, id, FAILED_WRITE, p->write_error, p->write_region);
         else if (!r->asleep && out_of_patience)
-            refuse(p, id, FAILED_PINNED, EDEADLK, id);
+            fail_waits(p, id, FAILED_PINNED, EDEADLK, id);
         else
             i++;
     }
