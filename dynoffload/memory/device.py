@@ -1,8 +1,8 @@
-"""What a device offers the runtime: a pool of fast memory and regions that move in and out of it.
+"""The protocol of a device: a pool of fast memory and regions that move in and out of it.
 
-The runtime speaks only this protocol. It never learns how an absent region is kept from being
-read: the pager sleeps the reader in the kernel, the mapped file lets the kernel read, an
-accelerator needs its regions made present first. What differs above is one fact, `guarded`.
+Devices differ in how they serve an access to an absent region. The pager blocks the thread in the
+kernel, the mapped file lets the kernel read, an accelerator needs its regions made present first.
+`serves` and `guarded` say so; some runtime features need methods of `Pager` or `Accelerator`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Event:
 class Counters:
     """Totals since the device was opened; `peak_bytes` since the counters were last read.
 
-    `events_lost` were more than a device keeps between two calls of `Device.events`.
+    `events_lost` counts events beyond those a device keeps between two calls of `Device.events`.
     """
 
     bytes_in: int = 0
@@ -67,7 +67,7 @@ class Counters:
 
 
 def called(names: Mapping[int, str], region: int, nbytes: int) -> str:
-    """Return what messages call a region."""
+    """Return the name and size of a region, for messages."""
     return f"{names.get(region, f'region {region}')} ({format_bytes(nbytes)})"
 
 
@@ -75,15 +75,15 @@ class Device(Protocol):
     """Fast memory of a fixed size, and regions that a spill file backs.
 
     Attributes:
-        name: what the plan line calls it.
+        name: as the plan line shows it.
         guarded: an access to a locked region waits until its owner unlocks it. The pager reports
             the access by `Pager.handed`; an accelerator calls `Accelerator.on_locked`.
-        serves: an access to an absent region waits until it is present, whoever makes it; where it
-            does not, whoever is about to make one has to say so, and storages are empty meanwhile.
-        device: where torch has the regions' tensors.
+        serves: an access to an absent region waits until it is present. If False, callers must
+            announce each access, and storages of absent regions are empty.
+        device: the torch device of the regions' tensors.
         page_bytes: regions are padded to this.
         capacity: bytes of the pool; never exceeded.
-        names: what messages call regions; filled by their owner.
+        names: region names for messages; filled by the regions' owner.
     """
 
     name: str
@@ -99,8 +99,8 @@ class Device(Protocol):
 
         Args:
             nbytes: at least one.
-            extra: it was not counted in what the spill file will take at least, so it must not take
-                the room of what was, and the file grows.
+            extra: it is not counted in the spill file's minimum size. The file grows, so that the
+                counted regions keep their room.
 
         Raises:
             BudgetError: the region alone is larger than the pool.
@@ -108,7 +108,7 @@ class Device(Protocol):
         """
 
     def allocate_row(self, count: int, nbytes: int, *, extra: bool = False) -> list[int]:
-        """Return ``count`` new regions of ``nbytes`` whose addresses follow one another.
+        """Return ``count`` new regions of ``nbytes`` that form a row, which one storage spans.
 
         Args:
             count: at least one.
@@ -121,31 +121,31 @@ class Device(Protocol):
         """
 
     def row_storage(self, regions: Sequence[int]) -> torch.UntypedStorage:
-        """Return the storage over a whole row, beside those of its regions."""
+        """Return the storage over a whole row, in addition to those of its regions."""
 
     def release(self, region: int) -> None:
-        """End a region; its bytes are forgotten. The regions of a row end together."""
+        """End a region and discard its bytes. The regions of a row must end together."""
 
     def discard(self, region: int) -> None:
-        """Forget a region's bytes; it stays, without content."""
+        """Discard a region's bytes; the region remains, without content."""
 
     def clear(self, regions: Sequence[int]) -> None:
-        """Let regions hold zeros, which takes no fast memory and moves no byte.
+        """Set regions to zeros, which takes no fast memory and moves no byte.
 
         Raises:
-            SpillError: zeros cannot be written where the file system keeps none unwritten.
+            SpillError: the file system cannot keep zeros unwritten, and writing them fails.
         """
 
     def is_clear(self, regions: Sequence[int]) -> list[bool]:
-        """Return of each region that was cleared whether it holds only zeros still; in doubt, as
-        where the answer would have to be read from below, it is not clear."""
+        """Return for each cleared region whether it still holds only zeros; False if unknown, as
+        when finding out takes a read from a lower tier."""
 
     def storage(self, region: int) -> torch.UntypedStorage:
-        """Return the storage whose bytes are the region's; where the device serves accesses, at the
-        same address for life."""
+        """Return the storage whose bytes are the region's; its address is fixed where the device
+        `serves` accesses."""
 
     def owner(self, held: torch.Tensor | torch.UntypedStorage) -> int:
-        """Return the region that has the first byte of a tensor or storage, or -1."""
+        """Return the region that contains the first byte of a tensor or storage, or -1."""
 
     def owners(self, tensor: torch.Tensor) -> list[int]:
         """Return the regions that have bytes between the first and the last of ``tensor``,
@@ -164,7 +164,7 @@ class Device(Protocol):
         """Return the fast memory that a region of ``nbytes`` takes."""
 
     def acquire(self, regions: Sequence[int], *, pin: bool = False) -> None:
-        """Wait until all ``regions`` are present; hold them there if ``pin``.
+        """Wait until all ``regions`` are present; pin them if ``pin``.
 
         Raises:
             BackendError: a region is locked, or the kernel holds its pages.
@@ -173,34 +173,34 @@ class Device(Protocol):
         """
 
     def unpin(self, regions: Sequence[int]) -> None:
-        """Let go of pinned regions."""
+        """Unpin regions."""
 
     def touch(self, regions: Sequence[int]) -> None:
-        """Make the regions usable, as many as fit together: present, or where the device serves
-        accesses to what is absent, with what is at hand finished and no wait for the rest.
+        """Make as many regions as fit together present. The pager only installs regions that are
+        already staged, and does not wait.
 
         Raises:
             SpillError: the spill file cannot be read or written.
         """
 
     def lock(self, regions: Sequence[int]) -> None:
-        """Let every access to the regions wait until `unlock`; only where `guarded`.
+        """Make every access to the regions wait until `unlock`; only where `guarded`.
 
         Raises:
             BackendError: the kernel holds a region's pages; none is locked.
         """
 
     def unlock(self, regions: Sequence[int]) -> None:
-        """Admit accesses again."""
+        """Allow accesses again."""
 
     def follow(self, uses: Sequence[Use], schedule: Schedule) -> None:
-        """Prefetch and evict by ``schedule`` from position 0 on."""
+        """Prefetch and evict by ``schedule``, from position 0."""
 
     def advance(self, position: int) -> None:
-        """Use ``position`` of what is followed begins."""
+        """Report that use ``position`` of the plan begins."""
 
     def reserve(self, nbytes: int) -> None:
-        """Keep ``nbytes`` of the pool free of prefetches, for accesses nobody predicted."""
+        """Keep ``nbytes`` of the pool free of prefetches, for unpredicted accesses."""
 
     def resident(self) -> list[int]:
         """Return the regions that take fast memory now."""
@@ -209,14 +209,14 @@ class Device(Protocol):
         """Return the fast memory in use now."""
 
     def taken_bytes(self) -> int:
-        """Return the memory that the process has for the pool now, in use or empty."""
+        """Return the process memory that the pool takes now, in use or empty."""
 
     def allocated_bytes(self) -> int:
-        """Return the most bytes of fast memory that all of the process has taken since the last
-        call, regions and all else, by the count of who gives it; 0 where nobody counts."""
+        """Return the process's peak bytes of fast memory since the last call, by the allocator's
+        count, regions and all else; 0 if there is no count."""
 
     def spill_bytes(self) -> int:
-        """Return the bytes that the spill file takes on its disk."""
+        """Return the disk bytes that the spill file takes."""
 
     def counters(self) -> Counters:
         """Return the totals.
@@ -226,24 +226,23 @@ class Device(Protocol):
         """
 
     def events(self) -> list[Event]:
-        """Return and forget what happened since the last call."""
+        """Return and clear the events since the last call."""
 
     def keep(self, region: int) -> bool:
-        """Have a region's storage be an ordinary one from now on, with the bytes that it has and
-        where it is, under no budget; False, and nothing is done, where there is no room for that,
-        or none can be."""
+        """Turn a region's storage into an ordinary one, in place and with its bytes, outside the
+        budget. Return False, and leave it paged, if there is no room or the device cannot."""
 
     def below(self, region: int) -> torch.UntypedStorage | None:
-        """Return a region's bytes as an ordinary storage of the CPU, made of the memory that the
-        device has for them there, under no budget; the region has no content then. None, and
-        nothing is done, where there is none."""
+        """Return a region's bytes as an ordinary CPU storage over the host memory that holds them,
+        outside the budget; the region then has no content. Return None if there is no such memory,
+        or it cannot be given away."""
 
     def retire(self) -> int:
-        """Close as soon as nobody else holds a storage, at once if nobody does.
+        """Close once no other reference to a storage is left, at once if there is none.
 
         Returns:
-            How many storages are still held. Until they are gone they can be read and written.
+            How many storages are still referenced. They can be read and written until then.
         """
 
     def close(self) -> None:
-        """Give all memory and the spill file back; no storage may be used any more."""
+        """Release all memory and the spill file; no storage may be used afterwards."""

@@ -1,4 +1,4 @@
-"""Which file system a directory lies on, whether that is memory itself, and room in its files."""
+"""Finds the file system of a directory, and allocates disk space for files."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from pathlib import Path
 from dynoffload.memory.libc import libc
 
 MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
-"""File systems that keep their files in memory: spilling to them frees nothing."""
+"""File systems that keep files in memory: spilling to them frees nothing."""
 
 
 def take_room(fd: int, start: int, stop: int) -> None:
-    """Give the file ``fd`` room on the disk from byte ``start`` to ``stop``, where it then ends.
+    """Allocate disk space for the file ``fd`` from byte ``start`` to ``stop``, where it then ends.
 
-    Where the file system cannot (NFS 3, for one) the file is only made longer. The C library's
+    A file system that cannot (such as NFS 3) only extends the file. The C library's
     ``posix_fallocate`` would write to every block there.
 
     Raises:
-        OSError: the disk is full, or a quota reached; the file ends at ``start``, and the room that
-            there was is free again.
+        OSError: the disk is full, or a quota is reached; the file is truncated to ``start`` again.
     """
     while libc().fallocate(fd, 0, start, stop - start):
         error = ctypes.get_errno()
@@ -37,8 +36,8 @@ def take_room(fd: int, start: int, stop: int) -> None:
 
 
 def mounts(root: Path = Path("/")) -> list[tuple[list[str], list[str]]]:
-    """Return /proc/self/mountinfo under ``root``: each line's fields before and after its
-    separator, unescaped; empty where there is none."""
+    """Return /proc/self/mountinfo under ``root``: each line's unescaped fields before and after
+    its separator; empty if it cannot be read."""
     try:
         lines = (root / "proc/self/mountinfo").read_text().splitlines()
     except (OSError, UnicodeDecodeError):
@@ -59,7 +58,7 @@ def mount_of(directory: Path, root: Path = Path("/")) -> tuple[str, str]:
     for fields, after in mounts(root):
         point = fields[4]
         inside = place == point or place.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(mount):  # of mounts on one point the last is seen
+        if inside and len(point) >= len(mount):  # the last mount on a point hides the others
             kind, mount = after[0], point
     return kind, mount
 
@@ -70,8 +69,8 @@ def filesystem_of(directory: Path) -> str:
 
 
 def why_not_temporary(directory: Path) -> str:
-    """Return why ``directory`` was taken for the system's for temporary files, or ``""`` if it is
-    that one."""
+    """Return why ``directory`` is used in place of the system's temporary directory, or ``""`` if
+    it is that one."""
     temporary = Path(tempfile.gettempdir())
     kind = filesystem_of(temporary)
     if directory == temporary or kind not in MEMORY_FILESYSTEMS:

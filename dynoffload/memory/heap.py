@@ -1,10 +1,9 @@
-"""The C library's heap: what was freed is not given back to the system by itself.
+"""Returns free memory of the C library's heap to the system.
 
-[Note: freed heap]  glibc serves tensors up to 32 MiB from its heap once some were freed, and keeps
-what is freed below the top: 1.4 GB after one forward of a 330M-parameter network whose live
-temporaries took 70 MB. A lower mmap threshold avoids that but zeroes every temporary anew, which
-cost 10-20% of a step. Handing the free pages back only when they have grown past a slack costs
-next to nothing.
+[Note: freed heap]  Once some tensors were freed, glibc serves tensors up to 32 MiB from its heap
+and keeps what is freed below the top. That was 1.4 GB after one forward of a 330M-parameter network
+whose live temporaries took 70 MB. A lower mmap threshold avoids that, but then every temporary is
+zeroed again, which cost 10-20% of a step. Returning free pages only beyond a slack is almost free.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ class _Counts(ctypes.Structure):
 
 @functools.cache
 def _function(name: str) -> Callable[..., Any] | None:
-    """Return a function of the C library; None where there is none, as in another library."""
+    """Return a function of the C library, or None if this library lacks it."""
     try:
         found = getattr(ctypes.CDLL(None), name)
     except (OSError, AttributeError):
         return None
-    if name == "mallinfo2":  # of glibc 2.33
+    if name == "mallinfo2":  # since glibc 2.33
         found.restype = _Counts
     return cast(Callable[..., Any], found)
 
 
 def live_bytes() -> int | None:
-    """Return the bytes of the heap that are in use, mapped ones too, in a few microseconds.
+    """Return the heap bytes in use, mmapped blocks included; takes a few microseconds.
 
-    None where the C library does not tell, or another allocator has taken its place.
+    None if the C library does not count them, or another allocator replaces it.
     """
     count = _function("mallinfo2")
     if count is None:
@@ -50,7 +49,7 @@ def live_bytes() -> int | None:
 
 
 def give_back() -> bool:
-    """Hand the heap's free pages back to the system; return whether the C library can."""
+    """Return the heap's free pages to the system; return whether the C library can."""
     trim = _function("malloc_trim")
     if trim is not None:
         trim(ctypes.c_size_t(0))

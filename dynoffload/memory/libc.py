@@ -1,4 +1,4 @@
-"""Calls of the C library that Python does not offer."""
+"""C library calls that Python does not expose."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import os
 
 @functools.cache
 def libc() -> ctypes.CDLL:
-    """Return the C library; a call releases the interpreter's lock and keeps its errno."""
+    """Return the C library; a call releases the GIL, and `ctypes.get_errno` returns its errno."""
     found = ctypes.CDLL(None, use_errno=True)
     address, size, number, offset = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
     found.mmap.restype = address
@@ -26,17 +26,17 @@ def libc() -> ctypes.CDLL:
 
 
 def check(answer: int) -> None:
-    """Raise the `OSError` of a call that did not return 0."""
+    """Raise the `OSError` for errno unless a call returned 0."""
     if answer:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
 
 
 def map_memory(nbytes: int, access: int = mmap.PROT_READ | mmap.PROT_WRITE, flags: int = 0) -> int:
-    """Return the address of new private memory.
+    """Return the address of new private, anonymous memory.
 
     Raises:
-        OSError: the system has none left.
+        OSError: the system has no memory left.
     """
     kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags
     address = libc().mmap(None, nbytes, access, kind, -1, 0)

@@ -1,4 +1,4 @@
-"""How much memory this process may still take: the system's word, or its control group's."""
+"""Measures the memory that this process can still take: system-wide and in its control groups."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def cgroup_directories() -> list[tuple[Path, str, str]]:
 
 
 def available_bytes() -> int:
-    """Return the bytes this process can take before it is refused or killed."""
+    """Return the bytes this process can take before an allocation fails or it is killed."""
     available = _UNLIMITED
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
@@ -59,7 +59,7 @@ def available_bytes() -> int:
 
 
 def _file_cache(directory: Path) -> int:
-    """Return the bytes of a memory group that the kernel gives up before it refuses any."""
+    """Return a memory group's file cache in bytes, which the kernel reclaims before it refuses."""
     found: dict[str, int] = {}
     try:
         lines = (directory / "memory.stat").read_text(encoding="ascii").splitlines()
@@ -74,7 +74,7 @@ def _file_cache(directory: Path) -> int:
 
 def resident_bytes() -> int:
     """Return this process's resident set, in bytes."""
-    file = os.open("/proc/self/statm", os.O_RDONLY)  # a hundred times a step: no text layer
+    file = os.open("/proc/self/statm", os.O_RDONLY)  # called often: no text layer
     try:
         fields = os.read(file, 256).split()
     finally:

@@ -1,8 +1,7 @@
-"""The part of a tensor that lies in this process.
+"""The part of a tensor that is stored in this process.
 
-A tensor that is spread over processes (torch's `DTensor`) wraps the plain tensor that has this
-process's part. Nothing of `torch.distributed` is imported: a tensor can be of a class only once
-that is there.
+A tensor distributed over processes (torch's `DTensor`) wraps the plain tensor with this process's
+part. Nothing of `torch.distributed` is imported: no `DTensor` exists before its module is loaded.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _MODULE = "torch.distributed.tensor"
 
 
 def is_spread(value: Any) -> bool:
-    """Return whether ``value`` is a tensor of which other processes have parts."""
+    """Return whether ``value`` is a `DTensor`, distributed over processes."""
     if type(value) in _PLAIN:
         return False
     kind = getattr(sys.modules.get(_MODULE), "DTensor", None)
@@ -25,9 +24,9 @@ def is_spread(value: Any) -> bool:
 
 
 def local(value: Any) -> Any:
-    """Return this process's part of a tensor; anything else is its own part.
+    """Return this process's part of a `DTensor`, or ``value`` itself if it is no `DTensor`.
 
-    It is the same object each time: whoever gives it other memory gives that to the tensor.
+    It is the same object each time: giving it other memory gives that memory to the tensor.
     """
     return value._local_tensor if is_spread(value) else value
 

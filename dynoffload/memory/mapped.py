@@ -1,16 +1,15 @@
-"""The CPU's device where userfaultfd is refused: regions are a shared mapping of the spill file.
+"""The CPU device where userfaultfd is unavailable: regions are a shared mapping of the spill file.
 
-An access to an absent region is served by the kernel, unasked and unseen, so results are exact as
-with the pager; but the kernel gives memory without asking the budget. So the device keeps books of
-its own: it brings regions in and out by explicit requests and never lets what it has counted pass
-the capacity. What was touched without notice is found later, by looking at the page cache, and then
-counted or sent out. So the cap holds for all that is announced and is restored soon for the rest.
+The kernel serves an access to an absent region without notice. Results are exact as with the pager,
+but this memory bypasses the budget. So the device keeps its own accounts: it fetches and evicts
+regions explicitly, and counted bytes never exceed the capacity. It finds unannounced accesses in
+the page cache later, and counts or evicts these regions. So announced accesses never exceed the
+cap, which is soon restored after others.
 
-[Note: one transfer]  Whoever calls makes his own transfers; what is planned, and the search for
-unannounced accesses, is the work of one thread. All hold the one mutex while bytes move, so there
-is one transfer at a time, and a region is present or absent and never in between. A call that is
-interrupted leaves books that are true or say too much: pages of a region that is taken for absent
-are found like any others.
+[Note: one transfer]  Callers make their own transfers; one thread executes the plan and looks for
+unannounced accesses. All hold the one mutex while bytes move, so there is one transfer at a time,
+and a region is present or absent, never in between. An interrupted call leaves accounts that are
+right or too high: pages of a region counted as absent are found as unannounced.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ from dynoffload.memory.spill import failure as spill_failure
 from dynoffload.planning.cursor import PlanCursor
 from dynoffload.planning.schedule import Kind, Schedule, Use
 
-_GRACE_S = 60.0  # how long to wait for somebody to unpin
-_INSPECT_S = 0.1  # how long an unannounced access may stay unseen
+_GRACE_S = 60.0  # how long to wait for an unpin
+_INSPECT_S = 0.1  # how long an unannounced access may go unnoticed
 _LET_IN_S = 1e-4  # between two planned transfers, so that callers get the mutex
 
 
 class MappedFile(MappedCache):
-    """A `Device` whose absent memory is the file itself (Linux).
+    """A `Device` whose absent regions are read from the mapped file (Linux).
 
     Args:
-        capacity: bytes that regions in memory may reach.
+        capacity: most bytes of regions in memory.
         page_bytes: power of two from the system's page to 2 MiB.
-        spill_dir: where the spill file lies.
-        need: bytes that the spill file will take at least.
-        debug: checksum what leaves and compare it as it comes back.
+        spill_dir: directory of the spill file.
+        need: minimum bytes of the spill file.
+        debug: checksum regions as they are evicted, and compare as they are fetched.
 
     Raises:
         BackendError: the system refuses the mapping.
@@ -95,24 +94,24 @@ class MappedFile(MappedCache):
     def clear(self, regions: Sequence[int]) -> None:
         """See `Device.clear`."""
         with self._mutex:
-            for h in self._all(regions):
-                if self._is_clear(h):
+            for cell in self._all(regions):
+                if self._is_clear(cell):
                     continue
-                self._forget(h)
+                self._forget(cell)
                 try:
-                    if self._mapping.holds_data(h.offset, h.padded):
-                        self._mapping.clear(h.offset, h.padded)
+                    if self._mapping.holds_data(cell.offset, cell.padded):
+                        self._mapping.clear(cell.offset, cell.padded)
                 except OSError as error:
-                    raise spill_failure(*self._refused(h, error)) from error
-                h.cleared = True
+                    raise spill_failure(*self._refused(cell, error)) from error
+                cell.cleared = True
 
     def is_clear(self, regions: Sequence[int]) -> list[bool]:
         """See `Device.is_clear`."""
         with self._mutex:
-            return [self._is_clear(h) for h in self._all(regions)]
+            return [self._is_clear(cell) for cell in self._all(regions)]
 
     def lock(self, regions: Sequence[int]) -> None:
-        """No access waits here: a caller asks whether a device is `guarded` first."""
+        """Not supported, as no access waits here; callers check `guarded` first."""
         raise AssertionError("the mapped file cannot lock regions")
 
     unlock = lock
@@ -130,27 +129,29 @@ class MappedFile(MappedCache):
             self._pin(self._all(regions), -1)
 
     def _bring(self, regions: Sequence[int], *, pin: bool, patient: bool = True) -> None:
-        """Make regions present, together; the impatient leave what others' pins keep out."""
+        """Make regions present together; if not ``patient``, skip those that pins keep out."""
         start, kept = time.perf_counter(), False
         with self._mutex:
             wanted = self._all(regions)
             self._pin(wanted, 1)
             try:
-                self._busy.clear()  # what could not be written may be written now
-                for h in wanted:
-                    self._use(h)
-                    stalls = not h.present and (h.content or self._free < h.padded)
+                self._busy.clear()  # retry failed writes
+                for cell in wanted:
+                    self._use(cell)
+                    stalls = not cell.present and (cell.content or self._free < cell.padded)
                     until = time.monotonic() + _GRACE_S
-                    while not h.present:
-                        if self._room_for(h, (self._plan.position, -1)):
-                            self._fetch(h, Cause.FAULT)
+                    while not cell.present:
+                        if self._room_for(cell, (self._plan.position, -1)):
+                            self._fetch(cell, Cause.FAULT)
                         elif patient:
-                            self._wait_for_unpin(h, until)
+                            self._wait_for_unpin(cell, until)
                         else:
                             break
-                    if stalls and h.present:
+                    if stalls and cell.present:
                         self._tally.stalls += 1
-                        self._tally.note(EventKind.STALL, Cause.FAULT, h.region, start, h.nbytes)
+                        self._tally.note(
+                            EventKind.STALL, Cause.FAULT, cell.region, start, cell.nbytes
+                        )
                         begun, start = start, time.perf_counter()
                         self._tally.stall_s += start - begun
                 kept = pin
@@ -158,18 +159,18 @@ class MappedFile(MappedCache):
                 if not kept:
                     self._pin(wanted, -1)
 
-    def _wait_for_unpin(self, h: MappedRegion, until: float) -> None:
-        """Wait a second for others to let go of what they pin.
+    def _wait_for_unpin(self, cell: MappedRegion, until: float) -> None:
+        """Wait up to a second for other callers to unpin regions.
 
         Raises:
             BudgetError: it is past ``until``.
-            SpillError: what could leave cannot be written.
+            SpillError: a region that should be evicted cannot be written.
         """
-        for number, told in self._busy.values():
-            raise spill_failure(number, f"{told}; {UNWRITTEN}")
+        for number, message in self._busy.values():
+            raise spill_failure(number, f"{message}; {UNWRITTEN}")
         if not self._unpinned.wait(1.0) and time.monotonic() > until:
             pinned = [one.region for one in self._cells.values() if one.pins]
-            raise self._no_room([h.region], pinned, f" within {_GRACE_S:.0f} s")
+            raise self._no_room([cell.region], pinned, f" within {_GRACE_S:.0f} s")
 
     # The plan
 
@@ -182,13 +183,13 @@ class MappedFile(MappedCache):
             self._work.notify()
 
     def advance(self, position: int) -> None:
-        """See `Device.advance`. What the use names counts as used: its accesses are not seen."""
+        """See `Device.advance`. The use's present regions count as used; accesses are not seen."""
         with self._mutex:
             self._plan.advance(position)
             for region in self._plan.regions():
-                h = self._cells.get(region)
-                if h is not None and h.present:
-                    self._use(h)
+                cell = self._cells.get(region)
+                if cell is not None and cell.present:
+                    self._use(cell)
             self._work.notify()
 
     def reserve(self, nbytes: int) -> None:
@@ -198,7 +199,7 @@ class MappedFile(MappedCache):
             self._work.notify()
 
     def _run(self) -> None:
-        """Follow the plan, in a thread of its own; see [Note: one transfer]."""
+        """Execute the plan, in a thread of its own; see [Note: one transfer]."""
         while not self._closed:
             with self._mutex:
                 try:
@@ -207,29 +208,29 @@ class MappedFile(MappedCache):
                         self._inspect()
                     elif not moved and not self._closed:
                         self._work.wait(_INSPECT_S)
-                except OSError as error:  # told to the next caller
+                except OSError as error:  # reported by `counters`
                     self._error = error.errno or errno.EIO, str(error)
             time.sleep(_LET_IN_S)
 
     def _serve_plan(self) -> bool:
-        """Make one transfer of the plan or for the reserve; False if there is none now."""
+        """Make one transfer for the plan or the reserve; False if none is due."""
         plan = self._plan
         while (due := self._due()) is not None:
-            kind, h = due
-            next_use = plan.next_use(h.region)
+            kind, cell = due
+            next_use = plan.next_use(cell.region)
             if kind is Kind.EVICT:
                 plan.done()
-                self._evict(h, Cause.PLAN)
+                self._evict(cell, Cause.PLAN)
                 return True
-            if self._free >= h.padded + self._reserve:
+            if self._free >= cell.padded + self._reserve:
                 plan.done()
                 try:
-                    self._fetch(h, Cause.PLAN)
+                    self._fetch(cell, Cause.PLAN)
                 except SpillError as error:
                     self._error = error.errno or errno.EIO, error.args[1]
                 return True
             if next_use > plan.position + 1 or (victim := self._victim(next_use)) is None:
-                break  # there is time to wait for room, or nothing leaves
+                break  # there is time to wait for room, or no victim
             self._evict(victim, Cause.PLAN)
             return True
         if self._free < self._reserve and (victim := self._victim(plan.position)) is not None:
@@ -242,10 +243,10 @@ class MappedFile(MappedCache):
     def resident(self) -> list[int]:
         """See `Device.resident`."""
         with self._mutex:
-            return sorted(h.region for h in self._cells.values() if h.present)
+            return sorted(cell.region for cell in self._cells.values() if cell.present)
 
     def taken_bytes(self) -> int:
-        """See `Device.taken_bytes`: what is evicted goes back at once."""
+        """See `Device.taken_bytes`: evicted memory is returned at once."""
         return self._used
 
     def counters(self) -> Counters:
@@ -261,7 +262,7 @@ class MappedFile(MappedCache):
         """See `Device.close`."""
         if self._closed or os.getpid() != self._process:
             return
-        # Retired, and the thread, which cannot end itself, has collected the last storage.
+        # After `retire`, this thread may collect the last storage, but it cannot join itself.
         if threading.current_thread() is self._thread:
             threading.Thread(target=self.close, name="dynoffload-closing", daemon=True).start()
             return

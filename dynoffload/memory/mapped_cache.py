@@ -1,9 +1,9 @@
-"""The mapped file's cache: which regions take fast memory, and how they come and go.
+"""The mapped file's cache: which regions are in fast memory, their fetches and evictions.
 
-Its owner's mutex is held; see [Note: one transfer] in `mapped`.
+Its methods require the mutex; see [Note: one transfer] in `mapped`.
 
-[Note: touched]  The kernel serves an access to an absent region unasked, and it may be a write. So
-a region of which pages are in memory, or were and the kernel has reclaimed them, is not compared.
+[Note: touched]  The kernel serves an access to an absent region by itself, and it may be a write.
+So a region with pages in memory, or with pages that the kernel has reclaimed, is not compared.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class MappedRegion(CachedRegion):
     Attributes:
         present: its pages are in memory, and counted.
         content: the file or memory may hold bytes of its own.
-        cleared: the file holds zeros, unless somebody has written since without notice.
-        sum: in debug mode, the checksum of what has left; see [Note: touched].
+        cleared: the file holds zeros, unless an unannounced write has happened since.
+        sum: in debug mode, the checksum at eviction; see [Note: touched].
     """
 
     present: bool = False
@@ -46,14 +46,14 @@ class MappedRegion(CachedRegion):
 
 
 class MappedCache(RegionCache[MappedRegion]):
-    """Moves regions in and out of a mapping.
+    """Fetches and evicts regions of a mapping.
 
     Args:
         capacity: bytes of the pool, a multiple of ``page_bytes``.
         page_bytes: regions are padded to this.
         spill: the file.
-        mapping: of it.
-        debug: checksum what leaves and compare it as it comes back.
+        mapping: of the file.
+        debug: checksum regions as they are evicted, and compare as they are fetched.
     """
 
     _spill: SpillFile
@@ -64,11 +64,11 @@ class MappedCache(RegionCache[MappedRegion]):
         super().__init__(capacity, page_bytes, spill, mapping.address)
         self._mapping = mapping
         self._debug = debug
-        self._work = threading.Condition(self._mutex)  # there may be something to do for the plan
+        self._work = threading.Condition(self._mutex)  # the plan may have work
         self._unpinned = threading.Condition(self._mutex)
-        # Regions that could not be written, which stay until they are tried again, and why.
+        # Regions that could not be written: errno and message. They stay until the next attempt.
         self._busy: dict[int, tuple[int, str]] = {}
-        self._error: tuple[int, str] | None = None  # of the last failed transfer, until it is told
+        self._error: tuple[int, str] | None = None  # of the last failed transfer, until reported
         self._inspected = 0.0
 
     def _admit(self, region: int, place: Place) -> None:
@@ -81,162 +81,162 @@ class MappedCache(RegionCache[MappedRegion]):
         with self._mutex:
             self._forget(self._cells.pop(region))
 
-    def _forget(self, h: MappedRegion) -> None:
-        """Let go of a region's pages, and of the bytes in them."""
+    def _forget(self, cell: MappedRegion) -> None:
+        """Release a region's pages, and discard the bytes in them."""
         try:
-            if h.present or h.content or self._mapping.cached(h.offset, h.padded):
-                self._mapping.forget(h.offset, h.padded)
+            if cell.present or cell.content or self._mapping.cached(cell.offset, cell.padded):
+                self._mapping.forget(cell.offset, cell.padded)
         except OSError as error:
-            self._error = self._refused(h, error)
+            self._error = self._refused(cell, error)
         finally:
-            self._leave(h)
-            self._busy.pop(h.region, None)
-            h.content, h.cleared, h.sum = False, False, None
+            self._leave(cell)
+            self._busy.pop(cell.region, None)
+            cell.content, cell.cleared, cell.sum = False, False, None
 
-    def _is_clear(self, h: MappedRegion) -> bool:
+    def _is_clear(self, cell: MappedRegion) -> bool:
         """Return whether a region was cleared and no page of it written since."""
-        if not h.cleared or h.present:
+        if not cell.cleared or cell.present:
             return False
-        if self._mapping.cached(h.offset, h.padded):  # perhaps only read, or read ahead
-            if self._mapping.modified(h.offset, h.padded):
+        if self._mapping.cached(cell.offset, cell.padded):  # perhaps only read, or read ahead
+            if self._mapping.modified(cell.offset, cell.padded):
                 return False
-            self._mapping.drop(h.offset, h.padded)
-        return not self._mapping.holds_data(h.offset, h.padded)
+            self._mapping.drop(cell.offset, cell.padded)
+        return not self._mapping.holds_data(cell.offset, cell.padded)
 
     def _pin(self, some: Sequence[MappedRegion], by: int) -> None:
-        for h in some:
-            h.pins += by
+        for cell in some:
+            cell.pins += by
         if by < 0:
             self._unpinned.notify_all()
             self._work.notify()
 
     # Room and transfers; the mutex is held
 
-    def _enter(self, h: MappedRegion) -> None:
+    def _enter(self, cell: MappedRegion) -> None:
         """Count a region's pages, for which there is room."""
-        self._used += h.padded
+        self._used += cell.padded
         assert self._used <= self.capacity, "the cache would pass the capacity"
         self._peak = max(self._peak, self._used)
-        h.present, h.content, h.cleared = True, True, False
+        cell.present, cell.content, cell.cleared = True, True, False
 
-    def _leave(self, h: MappedRegion) -> None:
+    def _leave(self, cell: MappedRegion) -> None:
         """Stop counting a region's pages, which are gone."""
-        if h.present:
-            h.present = False
-            self._used -= h.padded
-        self._unused(h)
+        if cell.present:
+            cell.present = False
+            self._used -= cell.padded
+        self._unused(cell)
 
-    def _may_leave(self, h: MappedRegion) -> bool:
-        return h.present and not h.pins and h.region not in self._busy
+    def _may_leave(self, cell: MappedRegion) -> bool:
+        return cell.present and not cell.pins and cell.region not in self._busy
 
-    def _may_come(self, h: MappedRegion) -> bool:
-        return not h.present
+    def _may_come(self, cell: MappedRegion) -> bool:
+        return not cell.present
 
-    def _room_for(self, h: MappedRegion, later_than: Sequence[int]) -> bool:
-        """Send out regions used after the first position of ``later_than``, then those after the
-        next, until there is room for ``h``; return whether there is."""
+    def _room_for(self, cell: MappedRegion, later_than: Sequence[int]) -> bool:
+        """Evict regions used after the first position of ``later_than``, then those after the
+        next, until there is room for ``cell``; return whether there is."""
         for position in later_than:
-            while self._free < h.padded and (victim := self._victim(position)) is not None:
+            while self._free < cell.padded and (victim := self._victim(position)) is not None:
                 self._evict(victim, Cause.ROOM)
-        return self._free >= h.padded
+        return self._free >= cell.padded
 
-    def _fetch(self, h: MappedRegion, cause: Cause) -> None:
-        """Bring a region in, for which there is room.
+    def _fetch(self, cell: MappedRegion, cause: Cause) -> None:
+        """Fetch a region, for which there is room.
 
         Raises:
             SpillError: it cannot be read.
         """
         start = time.perf_counter()
-        known = h.sum
-        if known is not None and self._mapping.touched(h.offset, h.padded):
+        known = cell.sum
+        if known is not None and self._mapping.touched(cell.offset, cell.padded):
             known = None
         for attempt in range(_ATTEMPTS):
             try:
-                if h.content:
-                    self._mapping.fetch(h.offset, h.padded)
+                if cell.content:
+                    self._mapping.fetch(cell.offset, cell.padded)
                 else:
-                    self._mapping.create(h.offset, h.padded)
-                if known is not None and self._checksum(h) != known:
+                    self._mapping.create(cell.offset, cell.padded)
+                if known is not None and self._checksum(cell) != known:
                     raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG))
                 break
             except OSError as error:
-                if known is not None:  # read anew, and compared anew, by whoever asks next
-                    self._mapping.drop(h.offset, h.padded)
+                if known is not None:  # the next fetch reads and compares it again
+                    self._mapping.drop(cell.offset, cell.padded)
                 number = error.errno or errno.EIO
                 if attempt == _ATTEMPTS - 1:
-                    told = self._spill.unreadable(self._called(h), reason(number))
-                    raise spill_failure(number, f"{told}; {UNREAD}") from error
-        if h.content:
-            self._tally.bytes_in += h.nbytes
-            self._tally.note(EventKind.FETCH, cause, h.region, start, h.nbytes)
+                    message = self._spill.unreadable(self._called(cell), reason(number))
+                    raise spill_failure(number, f"{message}; {UNREAD}") from error
+        if cell.content:
+            self._tally.bytes_in += cell.nbytes
+            self._tally.note(EventKind.FETCH, cause, cell.region, start, cell.nbytes)
             if cause is Cause.PLAN:
-                h.prefetched = True
-                self._tally.prefetched_bytes += h.nbytes
-        self._enter(h)
+                cell.prefetched = True
+                self._tally.prefetched_bytes += cell.nbytes
+        self._enter(cell)
 
-    def _evict(self, h: MappedRegion, cause: Cause) -> None:
-        """Write a region back and drop its pages; what cannot be written stays, and is reported."""
+    def _evict(self, cell: MappedRegion, cause: Cause) -> None:
+        """Write a region back and drop its pages; if the write fails, it stays, with an error."""
         start = time.perf_counter()
         try:
-            dirty = min(h.nbytes, self._mapping.modified(h.offset, h.padded))
+            dirty = min(cell.nbytes, self._mapping.modified(cell.offset, cell.padded))
             if dirty:
-                self._mapping.write_back(h.offset, h.padded)
+                self._mapping.write_back(cell.offset, cell.padded)
             if self._debug:
-                h.sum = self._checksum(h)
+                cell.sum = self._checksum(cell)
         except OSError as error:
-            self._error = self._busy[h.region] = self._refused(h, error)
+            self._error = self._busy[cell.region] = self._refused(cell, error)
             return
         if dirty:
-            self._busy.clear()  # the file takes bytes again
+            self._busy.clear()  # writes succeed again
             self._tally.bytes_out += dirty
-            self._tally.note(EventKind.EVICT, cause, h.region, start, dirty)
-        self._leave(h)
-        self._mapping.drop(h.offset, h.padded)
+            self._tally.note(EventKind.EVICT, cause, cell.region, start, dirty)
+        self._leave(cell)
+        self._mapping.drop(cell.offset, cell.padded)
 
-    def _checksum(self, h: MappedRegion) -> int:
-        """Return the CRC-32 of a region as it is in the file."""
-        found, at, end = 0, h.offset, h.offset + h.padded
+    def _checksum(self, cell: MappedRegion) -> int:
+        """Return the CRC-32 of a region's bytes in the file."""
+        found, at, end = 0, cell.offset, cell.offset + cell.padded
         while at < end:
             piece = os.pread(self._spill.fd, min(_SUMMED, end - at), at)
             if not piece:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))  # the file was cut off
+                raise OSError(errno.EIO, os.strerror(errno.EIO))  # the file was truncated
             found = zlib.crc32(piece, found)
             at += len(piece)
         return found
 
-    def _called(self, h: MappedRegion) -> str:
-        return called(self.names, h.region, h.nbytes)
+    def _called(self, cell: MappedRegion) -> str:
+        return called(self.names, cell.region, cell.nbytes)
 
-    def _refused(self, h: MappedRegion, error: OSError) -> tuple[int, str]:
-        """Return the number and the message of a write that failed."""
+    def _refused(self, cell: MappedRegion, error: OSError) -> tuple[int, str]:
+        """Return the errno and the message of a failed write."""
         number = error.errno or errno.EIO
-        told = self._spill.unwritable(self._called(h), reason(number))
-        return number, f"{told}; until then it stays in memory"
+        message = self._spill.unwritable(self._called(cell), reason(number))
+        return number, f"{message}; until then it stays in memory"
 
-    # What nobody announced
+    # Unannounced accesses
 
     def _inspect(self) -> None:
-        """Find absent regions with pages in memory. They were touched without notice: they stay if
-        they deserve the room more than others do, else they are sent out."""
-        for h in self._surprises():
+        """Find absent regions with pages in memory, left by unannounced accesses. Keep each one if
+        the eviction order favours it over others; else evict it."""
+        for cell in self._unannounced():
             self._tally.faults += 1
-            h.content, h.cleared = True, False
-            if self._room_for(h, (self._plan.next_use(h.region) - 1,)):
-                self._enter(h)
-                self._use(h)
+            cell.content, cell.cleared = True, False
+            if self._room_for(cell, (self._plan.next_use(cell.region) - 1,)):
+                self._enter(cell)
+                self._use(cell)
             else:
-                self._evict(h, Cause.ROOM)
+                self._evict(cell, Cause.ROOM)
         self._inspected = time.monotonic()
-        self._used = sum(h.padded for h in self._cells.values() if h.present)
+        self._used = sum(cell.padded for cell in self._cells.values() if cell.present)
 
-    def _surprises(self) -> list[MappedRegion]:
-        """Return absent regions with pages in memory, asking once for each run of neighbours."""
-        absent = [h for h in self._cells.values() if not (h.present or h.region in self._busy)]
-        absent.sort(key=lambda h: h.offset)
+    def _unannounced(self) -> list[MappedRegion]:
+        """Return absent regions with pages in memory; each run of neighbours is queried first."""
+        absent = [c for c in self._cells.values() if not (c.present or c.region in self._busy)]
+        absent.sort(key=lambda cell: cell.offset)
         found: list[MappedRegion] = []
         first = 0
-        for index, h in enumerate(absent):
-            end = h.offset + h.padded
+        for index, cell in enumerate(absent):
+            end = cell.offset + cell.padded
             if index + 1 < len(absent) and absent[index + 1].offset == end:
                 continue
             run, first = absent[first : index + 1], index + 1

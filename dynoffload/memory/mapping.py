@@ -1,16 +1,15 @@
-"""The spill file as memory: a shared mapping whose pages come and go by request (Linux).
+"""The spill file as memory: a shared mapping, fetched and dropped by request (Linux).
 
-Each call works on one range of the file, a multiple of the system's page, and releases the
-interpreter's lock.
+Each call works on one range of the file, a multiple of the system's page, and releases the GIL.
 
-[Note: whole pages]  The kernel reads ahead of what is touched, by a window that may be larger than
-a region, and so fills memory that nobody asked for. On 2 MiB pages the mapping asks for huge pages
-and random access together: then exactly the 2 MiB around an access are read, in one large folio.
-Whether the kernel and file system do so is tried at the start. Where they do not, regions are asked
-for by their exact range (WILLNEED) before they are mapped.
+[Note: whole pages]  The kernel reads ahead of an access by a window that may be larger than a
+region, and so fills memory unnecessarily. With 2 MiB pages the mapping requests huge pages and
+random access together: then exactly the 2 MiB around an access are read, in one large folio.
+Whether kernel and file system do so is probed at the start. Where they do not, regions are
+requested by their exact range (WILLNEED) before they are mapped.
 
-[Note: no content]  A range that holds nothing is kept unwritten in the file (ZERO_RANGE): its dirty
-pages die without a write, and its next use costs no read.
+[Note: no content]  A range without content is kept unwritten in the file (ZERO_RANGE): its dirty
+pages are dropped without a write, and its next use needs no read.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _POPULATE_READ, _POPULATE_WRITE = 22, 23  # Linux 5.14
 _SYNC_WAIT_WRITE_WAIT = 7
 _ZERO_RANGE_KEEP_SIZE = 0x10 | 0x01
 _CACHESTAT = 451  # Linux 6.5
-_WILLNEED_BYTES = 128 * KiB  # the kernel may cut a longer request short
+_WILLNEED_BYTES = 128 * KiB  # the kernel may truncate a longer request
 _HUGE = 2 * MiB
 _UNKNOWN = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM})
 
@@ -62,14 +61,14 @@ class Mapping:
         self._fd, self._page = fd, page_bytes
         self._nbytes = nbytes + _HUGE
         protection = mmap.PROT_READ | mmap.PROT_WRITE
-        # Only addresses first, then the file over them where they are aligned.
+        # Reserve addresses first, then map the file at an aligned one.
         self._room = map_memory(self._nbytes, 0, _MAP_NORESERVE)  # PROT_NONE
         self.address = -(-self._room // _HUGE) * _HUGE
         shared = mmap.MAP_SHARED | _MAP_NORESERVE | _MAP_FIXED
         try:
             if libc().mmap(self.address, nbytes, protection, shared, fd, 0) != self.address:
                 check(-1)
-            self._advise(0, nbytes, _DONTFORK)  # a child's write would be ours
+            self._advise(0, nbytes, _DONTFORK)  # a child's write would reach this file
             self._advise(0, nbytes, _DONTDUMP)
         except OSError:
             self.close()
@@ -77,7 +76,7 @@ class Mapping:
         self.whole_pages = page_bytes % _HUGE == 0 and self._reads_whole_pages(nbytes)
 
     def _reads_whole_pages(self, nbytes: int) -> bool:
-        """Try what [Note: whole pages] wishes for, on the file's first page."""
+        """Probe whether [Note: whole pages] works here, on the file's first page."""
         try:
             self._advise(0, nbytes, _HUGEPAGE)
             self._advise(0, nbytes, _RANDOM)
@@ -107,12 +106,12 @@ class Mapping:
             self._touch(offset, nbytes)
 
     def _touch(self, offset: int, nbytes: int) -> None:
-        """Read one byte of each page: what POPULATE does, on systems without it."""
+        """Read one byte of each page, on systems without POPULATE."""
         memory = (ctypes.c_char * nbytes).from_address(self.address + offset)
         torch.frombuffer(memory, dtype=torch.uint8)[:: mmap.PAGESIZE].sum()
 
     def fetch(self, offset: int, nbytes: int) -> None:
-        """Bring a range into memory.
+        """Read a range into memory.
 
         Raises:
             OSError: the file cannot be read.
@@ -121,7 +120,7 @@ class Mapping:
         self._populate(offset, nbytes, _POPULATE_READ)
 
     def create(self, offset: int, nbytes: int) -> None:
-        """Bring a range without content into memory, ready to be written.
+        """Allocate memory for a range without content, ready to be written.
 
         Raises:
             OSError: the file cannot be written.
@@ -130,16 +129,16 @@ class Mapping:
         self._populate(offset, nbytes, _POPULATE_WRITE)
 
     def _ask(self, offset: int, nbytes: int) -> None:
-        """Have exactly this range cached, where touching it would read more."""
+        """Request exactly this range, where an access would read more."""
         if not self.whole_pages:
             for start in range(offset, offset + nbytes, _WILLNEED_BYTES):
                 length = min(_WILLNEED_BYTES, offset + nbytes - start)
                 os.posix_fadvise(self._fd, start, length, os.POSIX_FADV_WILLNEED)
 
     def write_back(self, offset: int, nbytes: int) -> None:
-        """Write what is dirty and wait until it is written.
+        """Write the dirty pages of a range and wait until they are written.
 
-        The file's own metadata stay behind, as nobody will ever open it again.
+        The file's metadata is not synced, as the file is never opened again.
 
         Raises:
             OSError: the file cannot be written.
@@ -152,37 +151,37 @@ class Mapping:
         check(libc().msync(self.address + offset, nbytes, 4))  # MS_SYNC
 
     def drop(self, offset: int, nbytes: int) -> None:
-        """Let go of a range's clean pages, in this process and in the page cache."""
+        """Release a range's clean pages, in this process and in the page cache."""
         self._advise(offset, nbytes, _DONTNEED)
         os.posix_fadvise(self._fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def forget(self, offset: int, nbytes: int) -> None:
-        """Let go of a range's pages and of what they hold; see [Note: no content]."""
+        """Release a range's pages and discard their content; see [Note: no content]."""
         try:
             check(libc().fallocate(self._fd, _ZERO_RANGE_KEEP_SIZE, offset, nbytes))
-        except OSError:  # not every file system can, nor always
+        except OSError:  # some file systems cannot, or not always
             self.write_back(offset, nbytes)
             self.drop(offset, nbytes)
 
     def clear(self, offset: int, nbytes: int) -> None:
-        """Write zeros to a range, where `forget` has left bytes of it in the file.
+        """Write zeros to a range of which `forget` has left bytes in the file.
 
         Raises:
-            OSError: they were refused.
+            OSError: the write failed.
         """
         ctypes.memset(self.address + offset, 0, nbytes)
         self.write_back(offset, nbytes)
         self.drop(offset, nbytes)
 
     def holds_data(self, offset: int, nbytes: int) -> bool:
-        """Return whether a range may hold anything but zeros that were never written."""
+        """Return whether a range may hold written data; unwritten bytes read as zeros."""
         try:
             return os.lseek(self._fd, offset, os.SEEK_DATA) < offset + nbytes
         except OSError as error:
             return error.errno != errno.ENXIO  # no data from there on
 
     def cached(self, offset: int, nbytes: int) -> int:
-        """Return how many bytes of a range are in memory, wanted or read ahead."""
+        """Return how many bytes of a range are in memory, requested or read ahead."""
         found = self._stat(offset, nbytes)
         if found is not None:
             return int(found.cached) * mmap.PAGESIZE
@@ -191,13 +190,13 @@ class Mapping:
         return int((pages & 1).sum()) * mmap.PAGESIZE
 
     def touched(self, offset: int, nbytes: int) -> bool:
-        """Return whether pages of a range that was dropped have been in memory since; those that
-        the kernel has reclaimed are told from Linux 6.5 on."""
+        """Return whether pages of a dropped range have been in memory since; pages reclaimed by
+        the kernel are reported from Linux 6.5 on."""
         found = self._stat(offset, nbytes)
         return bool(self.cached(offset, nbytes) if found is None else found.cached + found.evicted)
 
     def modified(self, offset: int, nbytes: int) -> int:
-        """Return how many bytes of a range are still to be written; all that may be, in doubt."""
+        """Return how many bytes of a range are not yet written; all of them if unknown."""
         found = self._stat(offset, nbytes)
         return nbytes if found is None else int(found.dirty + found.writing) * mmap.PAGESIZE
 
@@ -214,5 +213,5 @@ class Mapping:
         return found
 
     def close(self) -> None:
-        """Give the addresses back."""
+        """Unmap the addresses."""
         libc().munmap(self._room, self._nbytes)

@@ -1,7 +1,7 @@
-"""The native pager's library and its signatures; nothing but the way to it.
+"""Loads the native pager's library and declares its signatures.
 
-The library is plain C (``native/``), built when the package is installed, and called through
-ctypes, which lets go of the interpreter's lock for the time of each call.
+The library is plain C (``native/``), built when the package is installed. It is called through
+ctypes, which releases the GIL during each call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TOTALS = (
     *("bytes_in", "bytes_out", "prefetched_bytes", "used_bytes", "wasted_bytes"),
     *("faults", "stalls", "events_lost", "stall_s"),
 )
-"""Fields of `NativeCounters` that are `Counters`' own; the last is in seconds."""
+"""Fields that `NativeCounters` shares with `Counters`; the last is in seconds."""
 
 
 class NativeEvent(ctypes.Structure):

@@ -1,4 +1,4 @@
-"""Memory outside of a session: what does not fit in memory when paging ends stays file-mapped."""
+"""File-mapped copies of storages that do not fit in memory when paging ends."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dynoffload.units import format_bytes
 
 
 def mapped_copy(source: torch.UntypedStorage, directory: Path) -> torch.UntypedStorage:
-    """Return a copy of ``source`` that lives in an unlinked file of ``directory``.
+    """Return a copy of ``source`` that maps an unlinked file in ``directory``.
 
     Raises:
-        SpillError: the file cannot be made, grown or mapped; names need, have and remedy.
+        SpillError: the file cannot be created, grown or mapped; states need, have and remedy.
     """
     need = source.nbytes()
     purpose = "what does not fit in memory outside of offload()"

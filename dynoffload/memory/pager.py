@@ -1,8 +1,8 @@
-"""The CPU's device: a user-space pager over userfaultfd (see ``native/pager.h``).
+"""The CPU device: a user-space pager over userfaultfd (see ``native/pager.h``).
 
-An access to an absent region sleeps in the kernel until the region is there, whoever makes it. So
-a use that nobody announced costs time, never a wrong bit. This module speaks to the native part;
-where regions lie is the business of `region_allocator`.
+Any thread that accesses an absent region sleeps in the kernel until the region is fetched. So an
+unannounced access may stall but never reads wrong data. This module calls the native part;
+`region_allocator` assigns regions their addresses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NO_BOOKS = "the system has no memory, beyond the pager's pool, for the bookkeep
 _MORE_MEMORY = "end other programs, or lower the budget"
 
 
-_USER_MODE = 2  # as `pager_probe` answers
+_USER_MODE = 2  # returned by `pager_probe`
 
 
 def probe() -> str:
@@ -49,20 +49,20 @@ def probe() -> str:
 
 
 def in_user_mode() -> bool:
-    """Return whether system calls on absent memory fail here with EFAULT, and do not wait."""
+    """Return whether system calls on absent memory fail here with EFAULT instead of waiting."""
     return bool(native_pager.load().pager_probe() == _USER_MODE)
 
 
 class Pager(RegionAllocator):
-    """A `Device` whose absent memory waits.
+    """A `Device` on which an access to an absent region waits until it is fetched.
 
     Args:
-        capacity: bytes of the pool; taken from the system at once and never more.
+        capacity: bytes of the pool, never exceeded; populated on demand and kept until `close`.
         page_bytes: power of two, 4 KiB to 2 MiB; 2 MiB pages are huge pages.
-        spill_dir: where the spill file lies.
-        need: bytes that the spill file will take at least.
+        spill_dir: directory of the spill file.
+        need: minimum bytes of the spill file.
         threads: transfer threads.
-        debug: checksum and compare what leaves and comes back, and poison what is free.
+        debug: checksum all bytes of each transfer, and poison free slots.
 
     Raises:
         BackendError: the system refuses the pager.
@@ -109,7 +109,7 @@ class Pager(RegionAllocator):
         self._process = os.getpid()
         base = int(self._native.pager_base(self._handle))
         super().__init__(pages * page_bytes, page_bytes, spill, base)
-        self._aliases: dict[int, int] = {}  # region shown elsewhere -> first page there
+        self._aliases: dict[int, int] = {}  # shown region -> first page of its alias
         self._events = (native_pager.NativeEvent * native_pager.EVENT_CAPACITY)()
 
     def _admit(self, region: int, place: Place) -> None:
@@ -140,9 +140,9 @@ class Pager(RegionAllocator):
         """See `Device.acquire`."""
         self._check_room(regions)
         ids, failure = _ids(regions), native_pager.NativeFailure()
-        acquire, told, count = self._native.pager_acquire, ctypes.byref(failure), len(ids)
-        try:  # a Ctrl-C that came meanwhile is raised when the call, and nothing else, returns
-            failed = acquire(self._handle, ids, count, pin, told)
+        acquire, report, count = self._native.pager_acquire, ctypes.byref(failure), len(ids)
+        try:  # a Ctrl-C during the call is raised as soon as the call returns
+            failed = acquire(self._handle, ids, count, pin, report)
         except BaseException:
             if pin and not failure.kind:
                 self.unpin(regions)
@@ -167,15 +167,15 @@ class Pager(RegionAllocator):
         self._native.pager_unlock(self._handle, _ids(regions), len(regions))
 
     def handed(self, timeout: float) -> int:
-        """Return a locked region that somebody waits for, -1 after ``timeout`` s, -2 at the end."""
+        """Return a locked region that a thread waits for, -1 after ``timeout`` s, -2 on close."""
         return int(self._native.pager_handed(self._handle, timeout))
 
     def show(self, regions: Sequence[int]) -> list[torch.UntypedStorage]:
-        """Return storages that show locked regions' bytes elsewhere, until `hide`: of all or none.
+        """Move locked regions to alias addresses until `hide`, all or none; return their storages.
 
         Raises:
             BackendError: a region is not locked, or the kernel holds its pages.
-            BudgetError: no room, neither of addresses nor of memory.
+            BudgetError: there are no addresses or no room in the pool.
             SpillError: the spill file cannot be read, or not written to make room.
         """
         self._check_room(regions)
@@ -199,14 +199,14 @@ class Pager(RegionAllocator):
         return storages
 
     def hide(self, regions: Sequence[int]) -> None:
-        """End `show`; the bytes are the regions' own again."""
+        """End `show`: move the pages from the aliases back to the pool."""
         for region in regions:
             alias = self._aliases.pop(region)
             self._native.pager_hide(self._handle, region, alias)
             self._give(alias, self._places[region].pages)
 
     def withdraw(self, regions: Sequence[int]) -> list[int]:
-        """Take regions from where they can be accessed, and return their `visits`.
+        """Move resident regions off their addresses; return the `visits` of all.
 
         Raises:
             BackendError: the kernel holds a region's pages.
@@ -216,25 +216,25 @@ class Pager(RegionAllocator):
         return list(visits)
 
     def visits(self, regions: Sequence[int]) -> list[int]:
-        """Return how often each region was where it can be accessed, was discarded or cleared.
+        """Return how often each region was installed at its address, discarded or cleared.
 
-        A region withdrawn, and not visited since, was neither seen nor changed by anybody.
+        A withdrawn region whose count has not changed was neither read nor written since.
         """
         visits = _ids(regions)
         self._native.pager_visits(self._handle, visits, len(visits), visits)
         return list(visits)
 
     def lend(self, regions: Sequence[int], twins: Sequence[int]) -> bool:
-        """Give each region's bytes in fast memory to its empty twin, without a copy.
+        """Move each region's pages to its empty twin, without a copy.
 
-        The region keeps its content below. Returns False, and does nothing, if one of them is not
-        in fast memory, was visited, or was modified.
+        The region keeps its content in the spill file. Returns False, and does nothing, unless all
+        regions are staged in the pool and unmodified.
         """
         ids = _ids(regions), len(regions), _ids(twins)
         return bool(self._native.pager_lend(self._handle, *ids))
 
     def exchange(self, regions: Sequence[int], twins: Sequence[int]) -> None:
-        """Let each region and its twin trade contents, wherever they are; moves no byte.
+        """Exchange the contents of each region and its twin, in any tier; moves no byte.
 
         Raises:
             BackendError: the kernel holds a region's pages; nothing was exchanged.
@@ -244,16 +244,16 @@ class Pager(RegionAllocator):
     def _try(
         self, function: Callable[..., int], regions: Sequence[int], *arguments: object
     ) -> None:
-        """Call a function of the native part; raise the error for what it could not do."""
+        """Call a native function; raise the error if it fails."""
         failure = native_pager.NativeFailure()
-        told = ctypes.byref(failure)
-        if function(self._handle, _ids(regions), len(regions), *arguments, told):
+        report = ctypes.byref(failure)
+        if function(self._handle, _ids(regions), len(regions), *arguments, report):
             raise self._failed(failure, regions)
 
     def _failed(
         self, failure: native_pager.NativeFailure, regions: Sequence[int]
     ) -> DynOffloadError:
-        """Return the error for what the native part could not do to ``regions``."""
+        """Return the error for a native call on ``regions`` that failed."""
         kind, why = FailureKind(failure.kind), reason_of(failure.error)
         need = format_bytes(sum(map(self.size, set(regions))))
         one = self._called(failure.region)
@@ -306,7 +306,7 @@ class Pager(RegionAllocator):
         return [int(region) for region in np.flatnonzero(self._states()[0] >= 2)]
 
     def _states(self) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
-        """Return the state of each region, as pager.h numbers them, and its pins."""
+        """Return each region's state, numbered as in pager.h, and its number of pins."""
         states, pins = np.zeros(REGIONS, dtype=np.uint8), np.zeros(REGIONS, dtype=np.uint32)
         self._native.pager_states(self._handle, states.ctypes.data, pins.ctypes.data, REGIONS)
         return states, pins
@@ -318,25 +318,25 @@ class Pager(RegionAllocator):
         return int(self._counters().pages_in_use) * self.page_bytes
 
     def taken_bytes(self) -> int:
-        """See `Device.taken_bytes`: empty pages circulate, and go back at the end."""
+        """See `Device.taken_bytes`: empty pages stay in the pool until `close`."""
         return int(self._counters().pages_taken) * self.page_bytes
 
     def _called(self, region: int) -> str:
         return called(self.names, region, self.size(region))
 
-    def _counters(self, *, anew: bool = False) -> native_pager.NativeCounters:
+    def _counters(self, *, reset: bool = False) -> native_pager.NativeCounters:
         found = native_pager.NativeCounters()
-        self._native.pager_counters(self._handle, ctypes.byref(found), anew)
+        self._native.pager_counters(self._handle, ctypes.byref(found), reset)
         return found
 
     def counters(self) -> Counters:
         """See `Device.counters`."""
-        native = self._counters(anew=True)
+        native = self._counters(reset=True)
         if native.error:
             region, why = native.error_region, reason_of(native.error)
             one = self._called(region)
-            told = self._spill.unwritable if native.error_is_write else self._spill.unreadable
-            raise spill_failure(native.error, told(one, why))
+            message = self._spill.unwritable if native.error_is_write else self._spill.unreadable
+            raise spill_failure(native.error, message(one, why))
         return Counters(
             **{name: getattr(native, name) for name in native_pager.TOTALS},
             resident_bytes=native.pages_in_use * self.page_bytes,

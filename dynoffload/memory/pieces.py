@@ -1,4 +1,4 @@
-"""The bytes of a tensor, piece by piece.
+"""Reads and writes the bytes of a tensor in pieces.
 
 A tensor under a budget must not be copied whole. So it is written and read through one small
 buffer, in pieces that are views of it, in the order of its elements.
@@ -34,7 +34,7 @@ def pieces(tensor: torch.Tensor, limit: int = PIECE) -> Iterator[torch.Tensor]:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements of ``tensor`` fill an unbroken stretch of memory, each once."""
+    """Return whether the elements of ``tensor`` fill a range of memory without gaps or overlap."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if size != 1:
@@ -47,7 +47,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two strided tensors of one dtype and shape have the same bits.
 
-    It copies what is not contiguous, or on another device: for pieces.
+    It copies tensors that are not contiguous, or on another device: pass pieces.
     """
     other = other.to(one.device)
     whole = (t.detach().resolve_conj().resolve_neg().contiguous().flatten() for t in (one, other))
@@ -55,27 +55,27 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class Holder(Protocol):
-    """Memory whose tensors can be kept present, piece by piece."""
+    """Keeps tensors present, piece by piece."""
 
     def pieces(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield what `pieces` does, or less at a time where no more can be held."""
+        """Yield pieces as `pieces` does, or smaller ones if fewer bytes can be held at once."""
 
     def held(self, tensor: torch.Tensor) -> AbstractContextManager[None]:
-        """Keep the bytes under one of the `pieces` present while the block runs."""
+        """Keep the bytes of one of the `pieces` present while the block runs."""
 
 
 class Buffer:
-    """`PIECE` bytes through which every tensor passes on its way out or in."""
+    """A buffer of `PIECE` bytes through which tensors are read and written."""
 
     def __init__(self) -> None:
         self._tensor = torch.empty(PIECE, dtype=torch.uint8)
         self._view = memoryview(self._tensor.numpy())  # type: ignore[arg-type]
 
     def bytes(self, nbytes: int = PIECE) -> memoryview:
-        """Return the first ``nbytes``, or as many as there are."""
+        """Return the first ``nbytes``, at most `PIECE`."""
         return self._view[:nbytes]
 
     def like(self, piece: torch.Tensor) -> torch.Tensor:
-        """Return the bytes that ``piece`` takes as a tensor of its dtype and shape."""
+        """Return the first bytes as a tensor of the dtype and shape of ``piece``."""
         nbytes = piece.numel() * piece.element_size()
         return self._tensor[:nbytes].view(piece.dtype).view(piece.shape)

@@ -1,4 +1,4 @@
-"""Where regions lie: at the same page numbers in the arena of addresses and in the spill file."""
+"""Assigns regions their places: the same page numbers in the address arena and the spill file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dynoffload.planning.extents import Extents
 from dynoffload.units import GiB, MiB, format_bytes
 
 REGIONS = 65536  # most regions alive at once
-_TOLD = 6  # regions that an error names
+_LISTED = 6  # regions that an error names
 _ARENA_BYTES = {True: 1024 * GiB, False: 64 * GiB}
 
 
@@ -30,7 +30,7 @@ def arena_pages(page_bytes: int) -> int:
 
 
 def users_of(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors hold ``storage``, and one more for its Python object."""
+    """Return how many tensors use ``storage``, plus one for its Python object."""
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
@@ -43,12 +43,12 @@ class Place(NamedTuple):
 
 
 class RegionAllocator(ABC):
-    """Gives regions their places; the ground of a `Device` whose memory is mapped addresses.
+    """Assigns regions their places; base class of the devices. Its storages map the arena.
 
     Args:
         capacity: bytes of the pool, a multiple of ``page_bytes``.
         page_bytes: regions are padded to this.
-        spill: the file behind the arena; it grows with the highest page taken.
+        spill: the file behind the arena; it grows to the highest page taken.
         base: address of the arena's first page.
     """
 
@@ -65,24 +65,24 @@ class RegionAllocator(ABC):
         self._extents = Extents(arena_pages(page_bytes))
         self._free_ids = list(range(REGIONS - 1, -1, -1))
         self._places: dict[int, Place] = {}
-        # Region of each arena page, plus one; entries that nobody touches take no memory.
+        # Region of each arena page, plus one; untouched entries take no memory.
         self._owners = np.zeros(arena_pages(page_bytes), dtype=np.int32)
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._rows: dict[int, torch.UntypedStorage] = {}  # first region of a row -> its storage
-        # A twin ends with its region: the content of each may lie in the other's place of the file.
+        # A twin ends with its region, as each one's content may be at the other's file offset.
         self._twins: dict[int, int] = {}
-        self._extra: dict[int, int] = {}  # bytes of regions on top of what the file was made for
+        self._extra: dict[int, int] = {}  # bytes of regions beyond the file's minimum size
         self._extra_bytes = 0
-        # Reentrant: an object that dies while a place is taken may release a region.
+        # Reentrant: a finalizer that runs while a place is taken may release a region.
         self._placing = threading.RLock()
 
     @abstractmethod
     def _admit(self, region: int, place: Place) -> None:
-        """Start to look after a region without content."""
+        """Register a new region, which has no content."""
 
     @abstractmethod
     def _dismiss(self, region: int) -> None:
-        """Forget a region's bytes and stop looking after it."""
+        """Discard a region's bytes and unregister it."""
 
     def padded(self, nbytes: int) -> int:
         """See `Device.padded`."""
@@ -154,7 +154,7 @@ class RegionAllocator(ABC):
             return regions
 
     def twin(self, region: int) -> int:
-        """See `Device.twin`."""
+        """Return a region's twin: one of its size to exchange contents with, made at first call."""
         with self._placing:
             other = self._twins.get(region)
             if other is None:
@@ -162,7 +162,7 @@ class RegionAllocator(ABC):
             return other
 
     def _check_room(self, regions: Sequence[int]) -> None:
-        """Refuse regions that can never be present together."""
+        """Raise `BudgetError` for regions that can never be present together."""
         if len(regions) > 1:
             need = sum(self.size(region) for region in set(regions))
             if need > self.capacity:
@@ -175,30 +175,30 @@ class RegionAllocator(ABC):
     def _no_room(
         self, regions: Iterable[int], pinned: Iterable[int], waited: str = ""
     ) -> BudgetError:
-        """Return the error for regions for which no room came free beside what is pinned.
+        """Return the error for regions that found no room next to the pinned ones.
 
         Args:
-            regions: those that are wanted.
-            pinned: those that cannot leave.
-            waited: for how long room was waited for, if that is to be told.
+            regions: those requested.
+            pinned: those that cannot be evicted.
+            waited: how long the caller waited, as text for the message.
         """
         wanted, others = set(regions), set(pinned).difference(regions)
         need, held = (sum(map(self.size, some)) for some in (wanted, others))
         lack = need + held - self.capacity
-        told = f"; it lacks {format_bytes(lack)}" if lack > 0 else ""
+        lacks = f"; it lacks {format_bytes(lack)}" if lack > 0 else ""
         return BudgetError(
             f"no room of {format_bytes(need)} came free{waited} for {self._listed(wanted)} beside "
             f"{self._listed(others)}: the rest of the pool of {format_bytes(self.capacity)} is "
-            f"pinned; raise the budget{told}"
+            f"pinned; raise the budget{lacks}"
         )
 
     def _listed(self, regions: Iterable[int]) -> str:
-        """Return the names of regions, the largest first."""
+        """Return the names of regions for a message, the largest first."""
         ordered = sorted(set(regions), key=lambda region: (-self.size(region), region))
-        told = [called(self.names, region, self.size(region)) for region in ordered[:_TOLD]]
-        if len(ordered) > _TOLD:
-            told.append(f"{len(ordered) - _TOLD} more")
-        return ", ".join(told) or "nothing"
+        names = [called(self.names, region, self.size(region)) for region in ordered[:_LISTED]]
+        if len(ordered) > _LISTED:
+            names.append(f"{len(ordered) - _LISTED} more")
+        return ", ".join(names) or "nothing"
 
     def _take(self, pages: int) -> int:
         with self._placing:
@@ -251,15 +251,15 @@ class RegionAllocator(ABC):
         return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
     def allocated_bytes(self) -> int:
-        """See `Device.allocated_bytes`: the process's resident set tells it."""
+        """See `Device.allocated_bytes`: not counted, as the resident set shows it."""
         return 0
 
     def keep(self, region: int) -> bool:
-        """See `Device.keep`: what lies in the arena ends with it."""
+        """See `Device.keep`: a storage in the arena cannot outlive it."""
         return False
 
     def below(self, region: int) -> torch.UntypedStorage | None:
-        """See `Device.below`: the file is no memory."""
+        """See `Device.below`: the lower tier is a file, not memory."""
         return None
 
     @abstractmethod

@@ -1,7 +1,7 @@
-"""The ground of a device written in Python: its regions, their plan, and who leaves first.
+"""Base class of the devices written in Python: regions, plan and eviction order.
 
-What only one of them does stands in `mapped` and `accelerator`. The mutex is held in all but what
-`Device` names.
+Subclass-specific code is in `mapped` and `accelerator`. All methods that are not part of `Device`
+require the mutex.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dynoffload.planning.cursor import NEVER, PlanCursor
 from dynoffload.planning.schedule import Kind
 
 Span = Callable[[], tuple[float, float] | None]
-"""Returns begin and end on `time.perf_counter`'s clock; None until it is over."""
-_EVENTS = 65536  # kept between two calls of `Device.events`; those beyond are counted
+"""Returns begin and end on `time.perf_counter`'s clock; None until it has ended."""
+_EVENTS = 65536  # kept between two calls of `Device.events`; further ones are counted as lost
 _TOTALS = (
     *("bytes_in", "bytes_out", "prefetched_bytes", "used_bytes", "wasted_bytes"),
     *("faults", "stalls", "stall_s", "events_lost"),
@@ -40,7 +40,7 @@ class Tally:
         self._pending: list[tuple[Span, EventKind, Cause, int, int]] = []
 
     def begun(self, span: Span, kind: EventKind, cause: Cause, region: int, nbytes: int) -> None:
-        """A copy, or a wait of the compute stream, was given to a stream."""
+        """Record a copy, or a wait of the compute stream, that was queued on a stream."""
         self._pending.append((span, kind, cause, region, nbytes))
 
     def _drain(self) -> None:
@@ -63,7 +63,7 @@ class Tally:
         nbytes: int,
         end: float | None = None,
     ) -> None:
-        """Keep an event; it ends now, if ``end`` is not said."""
+        """Record an event; it ends now unless ``end`` is given."""
         if len(self._events) == _EVENTS:
             self.events_lost += 1
             return
@@ -71,7 +71,7 @@ class Tally:
         self._events.append(Event(start, end, nbytes, region, kind, cause))
 
     def take_events(self) -> list[Event]:
-        """Return and forget the events."""
+        """Return and clear the events."""
         self._drain()
         events, self._events = self._events, []
         return events
@@ -89,11 +89,11 @@ class CachedRegion:
 
     Attributes:
         region: its number.
-        offset: where it lies in the file, and in the arena of addresses.
+        offset: in bytes, in the file and in the arena of addresses.
         padded: the bytes that it takes in each tier.
         nbytes: bytes of content.
         stamp: last use, for LRU.
-        pins: holds it in fast memory.
+        pins: number of pins; a pinned region is not evicted.
         prefetched: fetched by plan and not yet used.
     """
 
@@ -110,7 +110,7 @@ Cell = TypeVar("Cell", bound=CachedRegion)
 
 
 class RegionCache(RegionAllocator, Generic[Cell]):
-    """Counts the bytes of a pool, and knows its regions by number."""
+    """Tracks the bytes of a pool, and its regions by number."""
 
     def __init__(
         self, capacity: int, page_bytes: int, spill: SpillFile | NoFile, base: int
@@ -123,11 +123,11 @@ class RegionCache(RegionAllocator, Generic[Cell]):
 
     @abstractmethod
     def _bring(self, regions: Sequence[int], *, pin: bool, patient: bool = True) -> None:
-        """Make regions present, together; the impatient may leave out what finds no room."""
+        """Make regions present together; if not ``patient``, it may skip those that do not fit."""
 
     @abstractmethod
     def _forget(self, cell: Cell) -> None:
-        """Let go of a region's memory everywhere, and of what it held."""
+        """Release a region's memory in all tiers, and discard its content."""
 
     @abstractmethod
     def _may_leave(self, cell: Cell) -> bool:
@@ -135,23 +135,23 @@ class RegionCache(RegionAllocator, Generic[Cell]):
 
     @abstractmethod
     def _may_come(self, cell: Cell) -> bool:
-        """Return whether a region is absent, and has something to fetch."""
+        """Return whether a region is absent and has content to fetch."""
 
     def _all(self, regions: Iterable[int]) -> list[Cell]:
         return [self._cells[region] for region in regions]
 
     @property
     def _free(self) -> int:
-        """Bytes that can be had without an eviction."""
+        """Bytes available without an eviction."""
         return self.capacity - self._used
 
     @property
     def _unpinned_bytes(self) -> int:
-        """Bytes of the pool beside what pins hold."""
+        """Bytes of the pool that pinned regions do not take."""
         return self.capacity - sum(cell.padded for cell in self._cells.values() if cell.pins)
 
     def _use(self, cell: Cell) -> None:
-        """The region is used now."""
+        """Mark a region as used now."""
         self._clock += 1
         cell.stamp = self._clock
         if cell.prefetched:
@@ -159,14 +159,14 @@ class RegionCache(RegionAllocator, Generic[Cell]):
             self._tally.used_bytes += cell.nbytes
 
     def _unused(self, cell: Cell) -> None:
-        """The region leaves, perhaps before it was used."""
+        """Count a leaving region as wasted if it was prefetched and not used."""
         if cell.prefetched:
             cell.prefetched = False
             self._tally.wasted_bytes += cell.nbytes
 
     def _victim(self, later_than: int) -> Cell | None:
-        """Return the region used latest among those that may leave and are used after
-        ``later_than``; among equals the least recently used."""
+        """Return the evictable region with the farthest next use after ``later_than``; among
+        equals the least recently used."""
         found, best = None, (later_than, 0)
         for cell in self._cells.values():
             if self._may_leave(cell):
@@ -176,16 +176,16 @@ class RegionCache(RegionAllocator, Generic[Cell]):
         return found
 
     def _due(self) -> tuple[Kind, Cell] | None:
-        """Return the planned transfer that is due, past those that reality has overtaken."""
+        """Return the next due transfer of the plan, skipping obsolete ones."""
         while (action := self._plan.due()) is not None:
             cell = self._cells.get(action.region)
             if cell is not None:
                 next_use = self._plan.next_use(cell.region)
                 if action.kind is Kind.EVICT:
-                    overtaken = next_use <= self._plan.position or not self._may_leave(cell)
+                    obsolete = next_use <= self._plan.position or not self._may_leave(cell)
                 else:
-                    overtaken = next_use == NEVER or not self._may_come(cell)
-                if not overtaken:
+                    obsolete = next_use == NEVER or not self._may_come(cell)
+                if not obsolete:
                     return action.kind, cell
             self._plan.done()
         return None

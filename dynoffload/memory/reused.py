@@ -1,17 +1,16 @@
-"""Memory that is filled anew in every step, such as gradients, without what fresh memory costs.
+"""Reuses large CPU buffers, such as gradients, across steps to avoid the cost of page faults.
 
-[Note: lazily]  The allocator of C maps large blocks one by one and unmaps them as they are freed,
-so the kernel hands every page out, cleared, in each step again. For gradients of large experts that
-can be a fifth of the step. Here a block that comes back is freed lazily (`MADV_FREE`): the kernel
-takes its pages when memory is short, without writing them anywhere, and counts them as available.
-Pages that it has not taken are written again without its doing. The resident set shows them until
-it has.
+[Note: lazily]  malloc maps large blocks one by one and unmaps them when they are freed, so the
+kernel faults in and zeroes every page again in each step. For gradients of large experts that can
+be a fifth of the step. Here a returned block is freed lazily (`MADV_FREE`): the kernel reclaims its
+pages when memory is short, without writing them anywhere, and counts them as available. Pages not
+reclaimed are reused without a fault. They count in the resident set until they are reclaimed.
 
-[Note: watched]  Where a mode or torch's profiler watches what is allocated, which would not see
-these blocks, memory is torch's own. So it is while a session is open (`suspended`): a session
-places gradients itself, and pages that the kernel has not taken yet would be in its budget.
+[Note: watched]  While a dispatch mode or torch's profiler is active, memory is torch's own, as they
+would not see these blocks. The same holds while a session is open (`suspended`): a session places
+gradients itself, and pages not yet reclaimed would count in its budget.
 
-torch cannot resize such a tensor, as it cannot one over an array of numpy.
+torch cannot resize such a tensor, as with a tensor over a numpy array.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from dynoffload.memory.libc import libc, map_memory
 from dynoffload.units import MiB
 
-_MADV_FREE = 8  # of Linux
-_OWN = 32 * MiB  # from here on glibc maps a block by itself
+_MADV_FREE = 8  # on Linux
+_OWN = 32 * MiB  # glibc maps blocks of at least this size one by one
 
 
 class Blocks:
-    """Blocks of memory, each of which serves tensors of one size; see [Note: lazily].
+    """Memory blocks, each reused for buffers of one size; see [Note: lazily].
 
-    A block comes back by a finalizer, which may run in the midst of anything, in any thread. So
-    there is no lock: each operation on what is shared is one that nothing interrupts.
+    A finalizer returns a block, and may run at any point in any thread. So there is no lock: each
+    operation on shared state is atomic.
 
     Attributes:
-        idle: addresses of blocks that are back, by their size.
+        idle: addresses of returned blocks, by size.
         used: addresses of blocks in use.
     """
 
@@ -50,9 +49,9 @@ class Blocks:
         self.used: set[int] = set()
 
     def take(self, nbytes: int) -> Any:
-        """Return a buffer of so many bytes with any content, or None if there is no memory.
+        """Return an uninitialized buffer of ``nbytes``, or None if there is no memory.
 
-        The block comes back once nothing holds the buffer any more.
+        The block is returned once the buffer has no reference left.
         """
         try:
             address = self.idle[nbytes].pop()
@@ -68,25 +67,25 @@ class Blocks:
 
     def _free(self, address: int, nbytes: int) -> None:
         self.used.discard(address)
-        libc().madvise(address, nbytes, _MADV_FREE)  # a kernel without it keeps the pages
+        libc().madvise(address, nbytes, _MADV_FREE)  # kernels without it keep the pages
         self.idle.setdefault(nbytes, []).append(address)
 
 
 BLOCKS = Blocks()
-"""Of this process."""
+"""The blocks of this process."""
 
 
 def is_reused(storage: torch.UntypedStorage) -> bool:
-    """Return whether memory is that of `reused`, which nobody has but who has the storage."""
+    """Return whether ``storage`` is a reused block, which only this storage owns."""
     return storage.device.type == "cpu" and storage.data_ptr() in BLOCKS.used
 
 
-_suspensions: list[None] = []  # one for each block of `suspended`
+_suspensions: list[None] = []  # one per active `suspended` block
 
 
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
-    """Have `reused` give torch's own memory in the block, on all threads."""
+    """Make `reused` return torch's own memory in the block, on all threads."""
     _suspensions.append(None)
     try:
         yield
@@ -100,10 +99,10 @@ def _watched() -> bool:
 
 
 def reused(like: torch.Tensor) -> torch.Tensor:
-    """Return what `torch.empty_like` returns, over memory that is used again.
+    """Return a tensor like `torch.empty_like`, over reused memory.
 
-    It is `torch.empty_like` for what is on another device than the CPU, has less than 32 MiB or
-    gaps, on another system than Linux, and where somebody watches; see [Note: watched].
+    It falls back to `torch.empty_like` for tensors not on the CPU, under 32 MiB or with gaps,
+    outside Linux, and while allocations are observed; see [Note: watched].
     """
     plain = like.device.type == "cpu" and like.nbytes >= _OWN and sys.platform == "linux"
     if plain and not _watched():

@@ -1,8 +1,8 @@
-"""The file tier: one private file without a name, which has its room before it is needed.
+"""The file tier: one private, unnamed spill file, preallocated on the disk.
 
-Nobody else can open it, and nothing remains of it however the process ends. What training surely
-needs is allocated on the disk when the file is made: a disk that others fill later cannot stop what
-has begun. Where a file system allocates nothing ahead, its free space is looked at, and no more.
+No other process can open it, and nothing remains of it however the process ends. What training
+needs at least is allocated when the file is created, so a disk that fills up later cannot stop it.
+Where a file system cannot preallocate, only its free space is checked.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ UNWRITTEN = "what was not written is still in memory: go on once there is room"
 
 
 def reason(number: int) -> str:
-    """Return the word for an errno of a transfer."""
+    """Return the error text for an errno of a transfer."""
     if number == errno.EBADMSG:
         return "its bytes are not those that were written"
     return os.strerror(number)
@@ -60,7 +60,7 @@ def transfer(descriptor: int, content: torch.Tensor, offset: int, *, reads: bool
     """Read or write all of ``content``, uint8, at ``offset`` of a file.
 
     Raises:
-        OSError: the system refuses it; EIO if the file ends before.
+        OSError: the transfer fails; EIO if the file ends too early.
     """
     view = memoryview(content.numpy().data)
     done = 0
@@ -73,11 +73,11 @@ def transfer(descriptor: int, content: torch.Tensor, offset: int, *, reads: bool
 
 
 def check_room(directory: Path, needs: Mapping[str, int]) -> None:
-    """Refuse a directory in which no spill file can lie.
+    """Check that a directory can hold the spill file.
 
     Args:
-        directory: where it is to lie.
-        needs: what needs room there, and how many bytes each.
+        directory: the directory.
+        needs: bytes needed there, by purpose.
 
     Raises:
         SpillError: missing, in memory, or too full; names need, have and remedy.
@@ -105,19 +105,19 @@ def check_room(directory: Path, needs: Mapping[str, int]) -> None:
 
 
 def grown(size: int) -> int:
-    """Return the bytes that a file takes which has grown to hold ``size``."""
+    """Return the size of a file that has grown to hold ``size`` bytes."""
     return -(-size // _GROWTH) * _GROWTH
 
 
 class SpillFile:
-    """A file of mode 0600 in ``directory``, under no name.
+    """An unnamed file of mode 0600 in ``directory``.
 
     Args:
         directory: an existing directory on a disk.
-        need: bytes it will take at least; allocated at once, or refused.
-        direct: go past the page cache where the file system can; False where the file is mapped,
-            as its pages are the cache then.
-        purpose: what needs the bytes, as an error says it.
+        need: minimum bytes, allocated at once.
+        direct: bypass the page cache where the file system can; False for a file that is mapped,
+            whose mapping uses the page cache.
+        purpose: what needs the bytes, for errors.
 
     Raises:
         SpillError: missing, not writable, in memory, or too full; names need, have and remedy.
@@ -154,7 +154,7 @@ class SpillFile:
         """Make sure that ``size`` bytes are allocated on the disk.
 
         Raises:
-            SpillError: the disk is full; what is left of it is left to others.
+            SpillError: the disk is full; the file keeps its size.
         """
         if size > self.size:
             self._allocate(grown(size))
@@ -175,7 +175,7 @@ class SpillFile:
 
     def unreadable(self, what: str, why: str) -> str:
         """Return the message for bytes that cannot be read back; ``what`` names them and their
-        size, ``why`` is the system's word."""
+        size, ``why`` is the system's error text."""
         return (
             f"cannot read {what} back from the spill file in {self.directory} ({why}; it has "
             f"{format_bytes(self.size)}): check that disk, or pass spill_dir= another"
@@ -195,12 +195,12 @@ class SpillFile:
             return "nothing known"
 
     def close(self) -> None:
-        """Give the space back."""
+        """Close the file, which frees its disk space."""
         os.close(self.fd)
 
 
 class NoFile:
-    """Stands for the spill file of a device that has none."""
+    """Placeholder for the spill file of a device that has none."""
 
     need = size = 0
 
@@ -208,15 +208,15 @@ class NoFile:
         self.directory = directory
 
     def grow(self, size: int) -> None:
-        """There is nothing to grow."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing."""
 
 
 def _unnamed(directory: Path, direct: bool) -> int:
-    """Return the descriptor of a new file that nobody else can open, past the page cache if it is
-    ``direct`` and the file system can."""
+    """Return the descriptor of a new unnamed file; ``direct`` bypasses the page cache, if the file
+    system can."""
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
         descriptor = os.dup(file.fileno())
     if direct:

@@ -1,2 +1,1 @@
-"""The accelerator's device: regions in its memory, behind it pinned host memory, behind that a
-file."""
+"""The accelerator device: regions in its memory, with pinned host memory and a file below it."""

@@ -1,14 +1,13 @@
-"""The device of an accelerator: regions in its memory, host memory behind it, a file behind that.
+"""The device of an accelerator: regions in its memory, with host memory and a file below it.
 
 Regions are made present before use. The runtime announces work that touches regions
-(`Accelerator.use`), and what was absent is there by the time that work begins, in the order of the
-streams. An absent region's storage is empty, so that its tensors and all their aliases keep their
-identity.
+(`Accelerator.use`), and absent ones are present when that work begins, in stream order. An absent
+region's storage is empty, so that its tensors and all their aliases keep their identity.
 
-[Note: ahead]  Room that is free only once a copy out has ended could be given away at once, with
-the compute stream made to wait. A copy in that follows would wait with it, and begin no sooner than
-the work that needs it. So plans wait for room that is free by now, and the host is held from
-running further ahead than a few uses, as it would find no room then.
+[Note: ahead]  Room that is free only once a copy out has ended could be reused at once, with the
+compute stream made to wait. A copy in that follows would wait with it, and begin no sooner than
+the work that needs it. So plans use only room that is already free. And the host may run ahead of
+the accelerator by a few uses only, as it would find no such room further ahead.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ from dynoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-_READ_AHEAD = 8  # planned fetches whose bytes are brought from the file before their turn
+_READ_AHEAD = 8  # planned fetches whose bytes are read from the file in advance
 
 
 class Accelerator(RegionPool):
     """A `Device` whose regions are tensors of an accelerator.
 
     Attributes:
-        on_locked: called with a locked region that somebody is about to use, in his thread; it
-            unlocks it, or raises.
+        on_locked: called on the accessing thread, with a locked region that it is about to use;
+            must unlock the region or raise.
     """
 
     serves, guarded = False, True
@@ -86,14 +85,14 @@ class Accelerator(RegionPool):
 
     @contextlib.contextmanager
     def scratch(self, nbytes: int, what: str) -> Iterator[torch.UntypedStorage]:
-        """Yield a storage on the accelerator that counts as regions do, and ends with the block.
+        """Yield a storage on the accelerator that counts as regions do, and is freed at the end.
 
         Args:
-            nbytes: of it.
-            what: it is for, for the error.
+            nbytes: size of the storage.
+            what: its purpose, for the error.
 
         Raises:
-            BudgetError: there is no room beside what is held.
+            BudgetError: there is no room next to the pinned regions.
         """
         padded = self.padded(nbytes)
         storage = RegionStorage(0, device=self.device)  # type: ignore[no-untyped-call]
@@ -116,19 +115,19 @@ class Accelerator(RegionPool):
             with self._mutex, torch._C._DisableTorchDispatch():
                 self._empty(cell)
 
-    # What is used
+    # Uses
 
     def use(self, regions: Sequence[int], written: Sequence[int] = ()) -> None:
-        """Work that touches ``regions`` is about to be given to the compute stream.
+        """Announce work on ``regions`` that is about to be enqueued on the compute stream.
 
-        They are on the accelerator as it begins, and stay until `used`.
+        They are on the accelerator when it begins, and stay until `used`.
 
         Args:
             regions: all of them.
-            written: those whose bytes it changes.
+            written: those that it modifies.
 
         Raises:
-            BudgetError: they do not fit together, or others are held there.
+            BudgetError: they do not fit together, or pins leave no room.
             SpillError: the file cannot be read or written.
         """
         self.meet_owner(regions)
@@ -138,7 +137,7 @@ class Accelerator(RegionPool):
                 self._cells[region].written()
 
     def used(self, regions: Sequence[int]) -> None:
-        """That work was given."""
+        """Report that the work announced by `use` has been enqueued."""
         with self._mutex:
             for region in regions:
                 cell = self._cells.get(region)
@@ -147,9 +146,9 @@ class Accelerator(RegionPool):
                     cell.tick = self._now
 
     def acquire(self, regions: Sequence[int], *, pin: bool = False) -> None:
-        """See `Device.acquire`. Whoever asks may write the regions, and says no more."""
+        """See `Device.acquire`. It counts as a write to the regions."""
         self.meet_owner(regions)
-        with self._mutex:  # all along: what nobody holds might leave before it is noted
+        with self._mutex:  # throughout: an unpinned region could be evicted before the write counts
             self._bring(regions, pin=pin)
             for region in regions:
                 cell = self._cells[region]
@@ -165,7 +164,7 @@ class Accelerator(RegionPool):
         self._locked.difference_update(regions)
 
     def meet_owner(self, regions: Sequence[int]) -> None:
-        """Have locked regions unlocked, with no lock of the device's held."""
+        """Call `on_locked` until no region is locked; the device's mutex must not be held."""
         if self._locked:
             for region in regions:
                 while region in self._locked:
@@ -205,7 +204,7 @@ class Accelerator(RegionPool):
                 cell = self._cells[region]
                 if cell.zero:
                     continue
-                if cell.pins:  # whoever holds it goes on finding it there
+                if cell.pins:  # it must stay present
                     self._zero(cell)
                 else:
                     self._forget(cell)
@@ -237,7 +236,7 @@ class Accelerator(RegionPool):
 
     @unseen
     def _go_on(self) -> None:
-        """Carry out what is due of the plan, as far as there is room."""
+        """Execute what is due of the plan, as far as there is room."""
         self._reap()
         while (due := self._due()) is not None and self._carry_out(*due):
             self._plan.done()
@@ -247,7 +246,7 @@ class Accelerator(RegionPool):
                 self._read(cell, wait=False)
 
     def _carry_out(self, kind: Kind, cell: DeviceRegion) -> bool:
-        """Return whether a planned transfer was begun; else there is no room for it yet."""
+        """Begin a planned transfer; return False if there is no room for it yet."""
         if kind is Kind.EVICT:
             return self._leave(cell, Cause.PLAN)
         need = cell.padded + self._reserve
@@ -255,7 +254,7 @@ class Accelerator(RegionPool):
             self._reap()
         return need <= self._free and self._enter(cell, Cause.PLAN, [cell])
 
-    # What happened
+    # Reports
 
     def resident(self) -> list[int]:
         """See `Device.resident`."""
@@ -285,14 +284,14 @@ class Accelerator(RegionPool):
                     self._bring([region], pin=True)
                     cell.storage.bring = None
                     return True
-            except BudgetError:  # there, or of host memory, for what makes way
+            except BudgetError:  # no room there, or in host memory for evicted regions
                 pass
             self.capacity -= cell.padded
             return False
 
     @unseen
     def below(self, region: int) -> torch.UntypedStorage | None:
-        """See `Device.below`: host memory, if it has no budget; else others would lack it."""
+        """See `Device.below`: only if host memory has no budget, as other regions would lack it."""
         if self._host_budget is not None:
             return None
         with self._mutex:
@@ -308,7 +307,7 @@ class Accelerator(RegionPool):
             return storage
 
     def retire(self) -> int:
-        """See `Device.retire`. What somebody holds stays on the accelerator, under no budget."""
+        """See `Device.retire`. Referenced storages stay on the accelerator, outside the budget."""
         try:
             self._make_ordinary()
             with self._mutex:
@@ -336,5 +335,5 @@ class Accelerator(RegionPool):
                 self._settle(cell)
                 cell.storage.bring = None
         self._close_host()
-        self._cells.clear()  # and their memory goes, though whoever refers to this lives on
+        self._cells.clear()  # frees their memory, even if this object is still referenced
         self._by_storage.clear()

@@ -1,11 +1,10 @@
-"""The tiers below the accelerator: host memory, and a file where that has a budget of its own.
+"""The tiers below the accelerator: host memory, and a file if host memory has a budget.
 
-Everything here is called with the device's lock held. Transfers of the file run in threads of their
-own, which want no lock; copies from and to the accelerator are given to its streams by the device,
-and are only waited for here.
+All methods require the device's mutex. File transfers run in threads of their own, which take no
+lock. The device queues copies from and to the accelerator; here they are only waited for.
 
-[Note: pieces]  Host memory is taken in a few pieces. A copy may not cross from one piece that was
-pinned into another. So a region lies in one, and a region larger than a piece gets one of its own.
+[Note: pieces]  Host memory is allocated in a few pieces. A copy may not cross from one pinned piece
+into another. So a region is within one piece, and a region larger than a piece gets its own.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ class HostTier(Rows):
     """Host memory, and the file below it.
 
     Args:
-        streams: of the accelerator, whose copies go through the memory.
+        streams: of the accelerator; their copies use this memory.
         capacity: bytes of the accelerator's memory for regions.
         page_bytes: regions, and so slots, are multiples of it.
-        spill: the file; one that is none takes nothing.
-        need: bytes that regions will take at least.
+        spill: the file, or `NoFile`.
+        need: minimum bytes of all regions.
         budget: bytes of host memory; None: as many as regions take.
-        threads: that read and write the file.
+        threads: number of threads that read and write the file.
     """
 
     def __init__(
@@ -53,8 +52,8 @@ class HostTier(Rows):
     ) -> None:
         super().__init__(capacity, page_bytes, spill, 0)
         self.device, self._streams, self._host_budget = streams.device, streams, budget
-        self._pieces: list[tuple[torch.Tensor, Extents]] = []  # with what is free of each
-        self._given: set[int] = set()  # pieces of which a slot was given away
+        self._pieces: list[tuple[torch.Tensor, Extents]] = []  # with free extents
+        self._given: set[int] = set()  # pieces with a slot that was given away
         pages = -(-need // page_bytes) if budget is None else budget // page_bytes
         if pages:
             self._add_piece(pages * page_bytes)
@@ -64,22 +63,22 @@ class HostTier(Rows):
             self._workers = ThreadPoolExecutor(threads, "dynoffload-file")
 
     def taken_bytes(self) -> int:
-        """See `Device.taken_bytes`: memory of the process, which is the host's."""
+        """See `Device.taken_bytes`: this is host memory."""
         return sum(len(piece) for piece, _ in self._pieces)
 
     # Slots; see [Note: pieces]
 
     def _content(self, cell: DeviceRegion, nbytes: int = 0) -> torch.Tensor:
-        """Return the bytes of a region's slot, uint8; ``nbytes`` of them, if that is said."""
+        """Return the bytes of a region's slot, uint8; ``nbytes`` of them if given."""
         assert cell.slot is not None
         begin = cell.slot.page * self.page_bytes
         return self._pieces[cell.slot.piece][0][begin : begin + (nbytes or cell.nbytes)]
 
     def _take_slot(self, nbytes: int) -> Slot | None:
-        """Return a slot of whole pages; None if there is no room, and none can be taken.
+        """Return a slot of whole pages; None if host memory is full and has a budget.
 
         Raises:
-            BudgetError: the host has no more memory to give.
+            BudgetError: the host has no memory left.
         """
         pages = nbytes // self.page_bytes
         for number, (_, free) in enumerate(self._pieces):
@@ -96,7 +95,7 @@ class HostTier(Rows):
     def _add_piece(self, nbytes: int) -> None:
         pages = -(-nbytes // self.page_bytes)
         try:
-            with torch.inference_mode(False):  # it outlives whichever mode it is first asked for in
+            with torch.inference_mode(False):  # it outlives the caller's mode
                 piece = self._streams.host(pages * self.page_bytes)
         except MemoryError as error:
             raise BudgetError(
@@ -111,17 +110,17 @@ class HostTier(Rows):
 
         Args:
             cell: the region.
-            wait: until others have left; else only for what leaves at once.
+            wait: until other regions are evicted; else use only what is free at once.
 
         Returns:
-            Whether it has one; always, if it waits.
+            Whether it has one; always True with ``wait``.
 
         Raises:
-            BudgetError: nothing leaves.
-            SpillError: those that should leave cannot be written.
+            BudgetError: no region can be evicted.
+            SpillError: regions to be evicted cannot be written.
         """
-        for one in self._seen_over():
-            one.error = 0  # what could not be written then may be written now
+        for one in self._finish_done():
+            one.error = 0  # retry failed writes
         while cell.slot is None:
             self._drain()
             cell.slot = self._take_slot(cell.padded)
@@ -143,8 +142,8 @@ class HostTier(Rows):
         return True
 
     def _give_away(self, cell: DeviceRegion) -> torch.UntypedStorage:
-        """Return what a region's slot holds as a storage that outlives this; the slot is gone, and
-        no copy of it is under way."""
+        """Return a slot's content as a storage that outlives this object; the region loses the
+        slot. No copy from or to it may be under way."""
         assert cell.slot is not None
         content = self._content(cell).numpy().data
         self._given.add(cell.slot.piece)
@@ -152,7 +151,7 @@ class HostTier(Rows):
         return torch.frombuffer(content, dtype=torch.uint8).untyped_storage()
 
     def _leave_host(self, cell: DeviceRegion) -> None:
-        """Take a region's slot from it; what it holds there is gone."""
+        """Release a region's slot, and discard its content there."""
         cell.finish()
         slot, cell.slot, cell.in_host = cell.slot, None, False
         if slot is not None and cell.copied is not None:
@@ -170,8 +169,8 @@ class HostTier(Rows):
                 self._draining.append((slot, copied))
 
     def _host_victim(self, wanted: DeviceRegion, *, any_time: bool) -> DeviceRegion | None:
-        """Return who leaves host memory first for ``wanted``: whoever need not be written, then
-        whoever is used last; not ``any_time``: if that is later than ``wanted`` is."""
+        """Return the region to evict from host memory for ``wanted``: clean ones first, then the
+        farthest next use. Unless ``any_time``, a dirty one must be used later than ``wanted``."""
         found: DeviceRegion | None = None
         best = (False, -1 if any_time else self._plan.next_use(wanted.region), 0)
         for cell in self._cells.values():
@@ -186,14 +185,14 @@ class HostTier(Rows):
         return found
 
     def _send_below(self, cell: DeviceRegion) -> None:
-        """Let a region leave host memory: at once, or once the file has it."""
+        """Evict a region from host memory: at once, or begin to write it to the file."""
         if not cell.in_host or cell.in_file:
             self._leave_host(cell)
         else:
             self._begin(cell, reads=False)
 
     def _wait_for_any(self) -> bool:
-        """Wait until a slot may have come free; return whether anything was under way."""
+        """Wait until a slot may be free; return whether any transfer was under way."""
         under_way = [cell.io for cell in self._cells.values() if cell.io is not None]
         if under_way:
             wait_for(under_way, return_when=FIRST_COMPLETED)
@@ -208,14 +207,14 @@ class HostTier(Rows):
     # The file
 
     def _read(self, cell: DeviceRegion, *, wait: bool) -> bool:
-        """Have a region's bytes brought from the file to its slot.
+        """Read a region's bytes from the file into its slot.
 
         Args:
             cell: the region; its newest bytes are in the file.
-            wait: until they are there.
+            wait: until they are read; else begin to read them.
 
         Returns:
-            Whether they are there: if it waits, unless somebody else needed the room by then.
+            Whether host memory has them; it may be False after a wait if the slot was lost.
 
         Raises:
             BudgetError: there is no room for them.
@@ -237,7 +236,7 @@ class HostTier(Rows):
         return cell.in_host
 
     def _begin(self, cell: DeviceRegion, *, reads: bool) -> None:
-        """Have the file take or give a slot's bytes, with their padding."""
+        """Begin to read a slot's bytes from the file, or to write them, with their padding."""
         assert self._workers is not None
         assert isinstance(self._spill, SpillFile)
         content = self._content(cell, cell.padded)
@@ -246,16 +245,16 @@ class HostTier(Rows):
         cell.io = self._workers.submit(transfer, fd, content, cell.offset, reads=reads)
 
     def _check_file(self) -> None:
-        """Raise what the file did to a region since it was asked last.
+        """Raise the error of a file transfer that failed since the last call.
 
         Raises:
-            SpillError: it could not be read or written.
+            SpillError: a region could not be read or written.
         """
-        for cell in self._seen_over():
+        for cell in self._finish_done():
             self._fail(cell)
 
-    def _seen_over(self) -> list[DeviceRegion]:
-        """Note which transfers of the file are over; return the regions whose have failed."""
+    def _finish_done(self) -> list[DeviceRegion]:
+        """Finish completed file transfers; return the regions whose transfers failed."""
         if self._workers is None:
             return []
         for cell in self._cells.values():
@@ -272,7 +271,7 @@ class HostTier(Rows):
         raise failure(number, f"{self._spill.unwritable(what, why)}; {UNWRITTEN}")
 
     def _close_host(self) -> None:
-        """Give the memory back; no copy from or to it is under way."""
+        """Release the memory; no copy from or to it may be under way."""
         if self._workers is not None:
             self._workers.shutdown()
         self._draining.clear()

@@ -1,16 +1,16 @@
-"""Host memory that an accelerator copies from and to: pinned where it can be.
+"""Host memory that an accelerator copies from and to, pinned where possible.
 
-[Note: pinned memory]  Copies run beside computation only from and to pinned memory. torch's own
-pinned memory comes in powers of two, up to twice what is asked for; so on CUDA (and HIP, which
-torch gives the same name) a private mapping of the exact size is registered with the driver. Where
-that is refused, or there is no such call, torch's is taken, and where there is none, memory that is
-not pinned: copies are exact then, too, but nothing runs beside them.
+[Note: pinned memory]  Copies overlap computation only from and to pinned memory. torch's own pinned
+memory comes in powers of two, up to twice the request. So on CUDA (and HIP, which torch gives the
+same name) a private mapping of the exact size is registered with the driver. Where that is refused,
+or there is no such call, torch's pinned memory is used. Without that, memory is not pinned: copies
+are still exact, but nothing overlaps them.
 
 [Note: forks]  A forked process would get a copy of all pinned pages at once, or would leave the
-accelerator with pages that are no longer this process's. So they are not inherited while they are
-in use (MADV_DONTFORK), and an access ends a forked process; for what a session pages,
-`dynoffload.runtime.forked` raises an error first. Nor does a forked process unmap them: their
-addresses may be another's there.
+accelerator with pages that are no longer this process's. So pages in use are not inherited
+(MADV_DONTFORK), and an access ends a forked process; for paged tensors,
+`dynoffload.runtime.forked` raises an error first. A forked process does not unmap the pages either,
+as it may use their addresses for other memory.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _PORTABLE = 1  # of cudaHostRegister: pinned for every device
 
 
 class HostMemory:
-    """Gives host memory for the copies of one accelerator.
+    """Allocates host memory for the copies of one accelerator.
 
     Args:
         device: the accelerator, with its index.
 
     Attributes:
-        pinned: whether all that was given is pinned.
+        pinned: whether all allocated memory is pinned.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,15 +50,15 @@ class HostMemory:
         self.pinned = True
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Return ``nbytes``, uint8, that begin at a page; see [Note: pinned memory].
+        """Return ``nbytes`` of page-aligned memory, uint8; see [Note: pinned memory].
 
         Raises:
-            MemoryError: there are none left.
+            MemoryError: there is none left.
         """
         return self._pages(-(-nbytes // _PAGE) * _PAGE)[:nbytes]
 
     def give_back(self, memory: torch.Tensor) -> None:
-        """Unpin what `take` has given, all of it; tensors that are still over it keep it."""
+        """Unpin memory from `take`, all of it; tensors that still use it keep it allocated."""
         address = memory.data_ptr()
         if address in self._registered:
             self._registered.remove(address)
@@ -74,7 +74,7 @@ class HostMemory:
         if not why:
             self._registered.add(memory.data_ptr())
             return memory
-        del memory  # before torch takes as much
+        del memory  # before torch allocates as much
         try:
             memory = _pinned_by_torch(nbytes)
         except RuntimeError as error:
@@ -102,7 +102,7 @@ class HostMemory:
         if self._device.type != "cuda":
             return f"torch has no call for it on {self._device.type}"
         address, nbytes = memory.data_ptr(), memory.nbytes
-        ctypes.memset(address, 0, nbytes)  # by this thread, on its own memory node
+        ctypes.memset(address, 0, nbytes)  # first touch: on this thread's memory node
         with torch.accelerator.device_index(self._device.index):
             code = int(_runtime().cudaHostRegister(address, nbytes, _PORTABLE))
             if not code:
@@ -111,8 +111,8 @@ class HostMemory:
         return f"cudaHostRegister returned {code}"
 
     def _forget_error(self) -> None:
-        """Have the runtime forget an error that was dealt with: it would be told of the next kernel
-        that is launched, so one is."""
+        """Clear the runtime's sticky error, which the next kernel launch would report, by launching
+        a kernel."""
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self._device)
 
@@ -144,13 +144,13 @@ def _unmap(process: int, address: int, nbytes: int) -> None:
 
 
 def _pinned_by_torch(nbytes: int) -> torch.Tensor:
-    """Return torch's pinned memory of whole pages: one byte more could take twice as much.
+    """Return torch's pinned memory of whole pages; one byte more could double the allocation.
 
     Raises:
         RuntimeError: torch has none.
     """
     memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    if memory.data_ptr() % _PAGE:  # of the driver's own allocator it is aligned
+    if memory.data_ptr() % _PAGE:  # the driver's own allocator aligns it
         del memory
         memory = torch.empty(nbytes + _PAGE, dtype=torch.uint8, pin_memory=True)
     begin = -memory.data_ptr() % _PAGE
@@ -160,9 +160,9 @@ def _pinned_by_torch(nbytes: int) -> torch.Tensor:
 
 
 def _let_inherit(memory: torch.Tensor, *, inherited: bool) -> None:
-    """Have forked processes inherit the pages of ``memory``, or not; see [Note: forks].
+    """Set whether forked processes inherit the pages of ``memory``; see [Note: forks].
 
-    Only Linux can. A driver's own mapping refuses to be inherited, which is as well.
+    Only Linux can. A driver's own mapping rejects being inherited, which does no harm.
     """
     advice = getattr(mmap, "MADV_DOFORK" if inherited else "MADV_DONTFORK", None)
     if advice is not None:

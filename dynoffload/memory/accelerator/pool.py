@@ -1,11 +1,11 @@
-"""The pool of an accelerator's regions, and the copies by which regions come and go.
+"""The memory pool of an accelerator's regions, and the copies that fetch and evict them.
 
-[Note: streams]  The host runs ahead of the accelerator: what it gives memory, copies and takes back
-is done later. So memory that is taken back may be under work that was given before; it goes to
-later work of the compute stream alone, which comes after that by itself. A copy on another stream
-begins after the event at which the compute stream was given the memory (in), or the last work that
-uses it (out). The compute stream goes on after the copy before it uses the memory (in) or before
-the memory goes to others (out).
+[Note: streams]  The host runs ahead of the accelerator: allocations, copies and releases take
+effect later. So released memory may still be used by queued work. Only later work of the compute
+stream reuses it, which runs after that work anyway. A copy in begins after the event at which the
+compute stream was given the memory; a copy out begins after the last work that uses it. The
+compute stream waits for a copy in before it uses the memory, and for a copy out before the memory
+is reused.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ logger = logging.getLogger(__name__)
 
 PAGE = 4 * KiB
 UNKNOWN = -1
-"""The number of a use that nobody knows: work may still be given."""
-_AHEAD = 4  # uses
+"""The use number of a region on which more work may be enqueued."""
+_AHEAD = 4  # uses that the host may run ahead
 
 
 class RegionPool(HostTier):
-    """The ground of an accelerator: the pool, and the ways in and out of it.
+    """The pool of an accelerator: allocates, fetches and evicts its regions.
 
-    All of it but what `Device` names is called with ``_mutex`` held.
+    All methods that are not part of `Device` require ``_mutex``.
 
     Args:
         streams: of the accelerator.
         capacity: bytes of its memory that regions may take.
-        spill_dir: where the file lies, if there is one.
+        spill_dir: directory of the file, if there is one.
         page_bytes: regions are padded to this in every tier.
-        budget: bytes of its memory that regions and all else may take by its own allocator's
-            count, see [Note: workspace]; None: no heed is paid to that.
-        least: bytes of ``capacity`` without which nothing works.
-        need: bytes that regions will take at least.
-        host_budget: bytes of host memory for what is not on the accelerator; the rest is in the
+        budget: bytes of its memory for regions and all else, by its allocator's count; see
+            [Note: workspace]. None: not enforced.
+        least: minimum bytes of the pool, at most ``capacity``.
+        need: minimum bytes of all regions.
+        host_budget: bytes of host memory for regions not on the accelerator; the rest is in the
             file. None: host memory holds all, and there is no file.
-        threads: that read and write the file.
+        threads: number of threads that read and write the file.
 
     Raises:
-        BudgetError: the host has no such memory.
+        BudgetError: the host lacks the memory.
         SpillError: the spill directory cannot be used.
     """
 
@@ -82,10 +82,10 @@ class RegionPool(HostTier):
             spill.close()
             raise
         self.name = f"accelerator {streams.name}"
-        self._uses: deque[tuple[int, StreamEvent]] = deque()  # an event after each of the last
-        self._now = 0  # the number of the use that is under way
+        self._uses: deque[tuple[int, StreamEvent]] = deque()  # each with an event at its begin
+        self._now = 0  # the number of the current use
         self._leaving: list[DeviceRegion] = []  # in order
-        self._bare = self._bare_peak = 0  # the same without padding, as the allocator gives it
+        self._bare = self._bare_peak = 0  # used bytes without padding, as the allocator counts
         self._workspace = WorkspaceEstimate(self.capacity, least, budget)
         self._budget = self.capacity if budget is None else budget
         self._closed = self._said_full = False
@@ -101,7 +101,7 @@ class RegionPool(HostTier):
         return cell.state is not State.PRESENT and cell.has_content
 
     def _use(self, cell: DeviceRegion) -> None:
-        """Let the compute stream go on once a region that has entered is there."""
+        """Mark a region as used; the compute stream waits for its copy in."""
         super()._use(cell)
         if cell.ready is not None:
             late = not cell.ready.reached()
@@ -113,18 +113,18 @@ class RegionPool(HostTier):
     # In
 
     def _enter(self, cell: DeviceRegion, cause: Cause, wanted: Sequence[DeviceRegion]) -> bool:
-        """Give a region memory, and queue the copy of what it holds.
+        """Allocate a region's memory, and queue the copy of its content.
 
         Args:
             cell: the region.
-            cause: by plan, if there is room; else whatever it takes.
-            wanted: what is to be there together, for the error.
+            cause: for a plan, only if there is room; else by evictions and waits.
+            wanted: the regions needed together, for the error.
 
         Returns:
             Whether it was done.
         """
         must = cause is not Cause.PLAN
-        while cell.state is State.ABSENT:  # each may undo another
+        while cell.state is State.ABSENT:  # each step may undo another
             if self._free < cell.padded:
                 if not self._make_room(cell.padded, must, wanted):
                     return False
@@ -144,11 +144,11 @@ class RegionPool(HostTier):
         return True
 
     def _fill(self, cell: DeviceRegion, must: bool) -> bool:
-        """Give a region memory; return whether there was any, or others have made way and may have
-        taken what the region is to hold from where it was.
+        """Allocate a region's memory. Return False if there is none, or if evictions just freed
+        some: they may have evicted the region's content from host memory.
 
         Raises:
-            BudgetError: it must have some, and there is none.
+            BudgetError: with ``must``, there is no memory left.
         """
         try:
             self._streams.fill(cell.storage, cell.nbytes)
@@ -169,14 +169,14 @@ class RegionPool(HostTier):
         return True
 
     def _give_content(self, cell: DeviceRegion, cause: Cause) -> None:
-        """Have memory that was given to a region hold what is the region's."""
+        """Fill a region's new memory with its content."""
         try:
             if cell.zero:
                 self._zero(cell)
                 cell.zero = True
             elif cell.in_host or cell.in_file:
                 self._copy_in(cell, cause)
-        except BaseException:  # nobody may take what lies there for the region's
+        except BaseException:  # the memory does not hold the content
             self._empty(cell)
             raise
 
@@ -198,7 +198,7 @@ class RegionPool(HostTier):
             self._tally.faults += 1
 
     def _arrive(self, cell: DeviceRegion) -> TimedEvent:
-        """Let the compute stream go on once a region's bytes are there."""
+        """Make the compute stream wait for a region's copy in."""
         assert cell.ready is not None
         wait = self._streams.after(cell.ready)
         cell.ready = None
@@ -207,7 +207,7 @@ class RegionPool(HostTier):
     # Out
 
     def _make_room(self, need: int, must: bool, wanted: Sequence[DeviceRegion]) -> bool:
-        """Have ``need`` bytes free; by a plan, only those that are free by now."""
+        """Free ``need`` bytes; unless ``must``, only by releasing copies out that have ended."""
         while self._free < need:
             if self._reap() or not must:
                 if not must and self._free < need:
@@ -226,12 +226,12 @@ class RegionPool(HostTier):
         return True
 
     def _leave(self, cell: DeviceRegion, cause: Cause) -> bool:
-        """Send a region out: at once, or once host memory has its bytes.
+        """Evict a region: at once, or once host memory has its bytes.
 
         Returns:
-            Whether it left, or is on its way; by a plan it may have to wait for host memory.
+            Whether it left or is leaving; False if a plan's eviction finds no host memory yet.
         """
-        if cell.ready is not None:  # nobody has used it
+        if cell.ready is not None:  # not used yet
             self._arrive(cell)
         self._unused(cell)
         if not cell.is_dirty:
@@ -250,7 +250,7 @@ class RegionPool(HostTier):
         return True
 
     def _end(self, cell: DeviceRegion) -> None:
-        """Take the memory of a region that is leaving; the compute stream waits for its copy."""
+        """Release the memory of a leaving region; the compute stream waits for its copy out."""
         assert cell.gone is not None
         self._streams.after(cell.gone)
         cell.gone = None
@@ -258,7 +258,7 @@ class RegionPool(HostTier):
         self._empty(cell)
 
     def _reap(self) -> bool:
-        """Take the memory of what has left by now; return whether anything has."""
+        """Release the memory of regions whose copies out have ended; return whether any have."""
         gone = [one for one in self._leaving if one.gone is not None and one.gone.reached()]
         for cell in gone:
             self._end(cell)
@@ -272,7 +272,7 @@ class RegionPool(HostTier):
 
     @unseen
     def _forget(self, cell: DeviceRegion) -> None:
-        """Let go of a region's memory everywhere, and of what it held."""
+        """Release a region's memory in all tiers, and discard its content."""
         self._unused(cell)
         if cell.ready is not None:
             self._arrive(cell)
@@ -283,11 +283,11 @@ class RegionPool(HostTier):
         self._leave_host(cell)
         cell.forget()
 
-    # How far the host is ahead; see [Note: ahead] in `accelerator`
+    # Run-ahead limit; see [Note: ahead] in `accelerator`
 
     def _begin_use(self) -> StreamEvent | None:
-        """A use begins, and all work of those before was given; return what to wait for, so that
-        the host is not too far ahead."""
+        """Begin a use, with all work of earlier ones enqueued. Return the event that the host must
+        wait for, so that it is not too far ahead."""
         self._now += 1
         self._uses.append((self._now, self._streams.now()))
         return self._uses.popleft()[1] if len(self._uses) > _AHEAD else None
@@ -297,11 +297,11 @@ class RegionPool(HostTier):
         later = (event for number, event in self._uses if number > use != UNKNOWN)
         return next(later, None) or self._streams.now()
 
-    # The pool, and the end
+    # The pool's size
 
     @unseen
     def allocated_bytes(self) -> int:
-        """See `Device.allocated_bytes`; the pool follows, by [Note: workspace]."""
+        """See `Device.allocated_bytes`; also resizes the pool by [Note: workspace]."""
         with self._mutex:
             peak = self._streams.peak_bytes()
             self._streams.trim(self._budget)
@@ -310,15 +310,15 @@ class RegionPool(HostTier):
             return peak
 
     def count_anew(self) -> None:
-        """Have `allocated_bytes` count from now on: what was taken so far was for no step."""
+        """Reset the peak that `allocated_bytes` returns, to exclude setup."""
         with self._mutex:
             self._streams.peak_bytes()
             self._bare_peak = self._bare
 
     @unseen
     def make_way(self) -> bool:
-        """An operator has found no memory: all regions that are not used make way, and the pool is
-        a quarter smaller, until its size is measured again; return whether any could."""
+        """After an operator ran out of memory: evict all unpinned regions, and shrink the pool by a
+        quarter until its size is measured again. Return whether any memory was freed."""
         with self._mutex:
             before = self.capacity, self._used
             while self._used and self._send_out():
@@ -338,14 +338,14 @@ class RegionPool(HostTier):
             return freed > 0
 
     def _resize(self, capacity: int) -> None:
-        """Let regions take no more than ``capacity`` bytes, or as little as they can now."""
+        """Set the pool's capacity, and evict regions beyond it as far as possible."""
         self.capacity = capacity // self.page_bytes * self.page_bytes
         while self._used > self.capacity and self._send_out():
             pass
 
     def _send_out(self) -> bool:
-        """Take the memory of what is leaving, or is used last, at once; return whether there was
-        any."""
+        """Release the memory of a leaving region, or evict the one with the farthest next use;
+        return whether there was one."""
         if self._leaving:
             self._end(self._leaving[0])
             return True

@@ -1,9 +1,8 @@
-"""Where the bytes of a region are: on the accelerator, in host memory, in a file, or nowhere.
+"""Tracks which tiers hold the bytes of a region: the accelerator, host memory, a file, or none.
 
-[Note: newest]  Several tiers may have a region's newest bytes at once. A write makes one of them
-the only one; a copy adds one as it is given to a stream, and a reader then waits for its end. A
-region of which no tier has bytes has no content, and one that is `zero` holds zeros, which takes no
-bytes anywhere.
+[Note: newest]  Several tiers may have a region's newest bytes at once. A write makes one tier the
+only one. A copy adds a tier as soon as it is queued on a stream, and a reader waits for its end. A
+region without bytes in any tier has no content. A `zero` region holds zeros and needs no bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from dynoffload.memory.region_cache import CachedRegion
 
 
 class State(Enum):
-    """Whether a region takes memory of the accelerator."""
+    """Whether a region takes memory of the accelerator: no, yes, or until its copy out ends."""
 
     ABSENT = "absent"
     PRESENT = "present"
@@ -47,13 +46,13 @@ class DeviceRegion(CachedRegion):
         in_file: the file has them.
         zero: it holds zeros.
         slot: its place in host memory, or None.
-        copied: the last copy from or to the slot, until somebody has seen that it is over.
+        copied: the last copy from or to the slot, until its end was noticed.
         ready: the end of the copy in, for which the compute stream has not waited yet.
-        gone: the end of the copy out, while it is leaving.
-        io: a transfer between the slot and the file, until somebody has seen that it is over.
-        reads: into the slot, or out of it.
-        error: errno of such a transfer that somebody is to be told.
-        tick: the number of its last use, in whose order work is given to the compute stream.
+        gone: the end of the copy out, while ``state`` is LEAVING.
+        io: a transfer between the slot and the file, until its end was noticed.
+        reads: whether ``io`` reads into the slot; else it writes the file.
+        error: errno of a failed ``io``, until reported.
+        tick: the number of its last use, in the order in which work is enqueued.
     """
 
     storage: RegionStorage = field(kw_only=True)
@@ -82,15 +81,15 @@ class DeviceRegion(CachedRegion):
         return self.here or self.in_host or self.in_file
 
     def written(self) -> None:
-        """The accelerator's bytes are the only newest ones from now on."""
+        """Mark the accelerator's bytes as the only newest ones."""
         self.here, self.in_host, self.in_file, self.zero = True, False, False, False
 
     def forget(self) -> None:
-        """There is no content."""
+        """Discard the content."""
         self.here = self.in_host = self.in_file = self.zero = self.prefetched = False
 
     def slot_is_idle(self) -> bool:
-        """Return whether nothing is copied from or to the slot."""
+        """Return whether no transfer uses the slot."""
         if self.io is not None and self.io.done():
             self.finish()
         if self.copied is not None and self.copied.reached():
@@ -98,7 +97,7 @@ class DeviceRegion(CachedRegion):
         return self.copied is None and self.io is None
 
     def finish(self) -> None:
-        """Wait until the file does nothing with the slot, and note what it has done."""
+        """Wait for the slot's file transfer, if any, and record its result."""
         if self.io is None:
             return
         failed, self.io = self.io.exception(), None

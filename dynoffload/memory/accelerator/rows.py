@@ -1,8 +1,8 @@
 """Rows of an accelerator: tensors over many regions, each of which has a storage of its own.
 
-On the CPU the regions of a row lie side by side. Here each has memory where it is given some, and
-what lies over the row lies over a `RowStorage`, which has none. So views, strides, versions and
-identity are torch's as ever, and cost nothing.
+On the CPU the regions of a row are contiguous. Here each region's memory is allocated separately,
+and tensors over the row use a `RowStorage`, which has no memory. So views, strides, versions and
+identity are torch's own, and cost nothing.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from dynoffload.memory.spill import NoFile, SpillFile
 
 logger = logging.getLogger(__name__)
 
-NOBODYS = -1  # what a storage is that is no region's; a row's number is below that
+NOBODYS = -1  # `lookup` of a storage without a region; row numbers are below it
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
 
 
 def unseen(method: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
-    """Hide what a method does from dispatch modes: ours, which tells of others, and the user's."""
+    """Hide a method's operators from all dispatch modes: the runtime's own, and the user's."""
 
     @functools.wraps(method)
     def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
@@ -44,11 +44,11 @@ def unseen(method: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
 
 @dataclass(eq=False, frozen=True, slots=True)
 class Row:
-    """A run of regions that a tensor can lie over.
+    """A sequence of regions that one tensor can span.
 
     Attributes:
         regions: one for each slice.
-        slice_bytes: of each.
+        slice_bytes: bytes of each slice.
         storage: over all of them.
     """
 
@@ -57,23 +57,23 @@ class Row:
     storage: RowStorage
 
     def under(self, tensor: torch.Tensor) -> range:
-        """Return the numbers of the slices between the first and the last byte of ``tensor``, which
-        lies over the row."""
+        """Return the indices of the slices between the first and the last byte of ``tensor``, which
+        is over the row."""
         if not tensor.numel():
             return range(0)
         first, last = span_of(tensor)
         return range(first // self.slice_bytes, last // self.slice_bytes + 1)
 
     def first_under(self, held: torch.Tensor | torch.UntypedStorage) -> int:
-        """Return the region that has the first byte of what lies over the row."""
+        """Return the region with the first byte of a tensor or storage over the row."""
         if not isinstance(held, torch.Tensor):
             return self.regions[0]
         start = int(held.storage_offset()) * held.element_size() // self.slice_bytes
-        return self.regions[start] if start < len(self.regions) else -1  # of no element, at the end
+        return self.regions[start] if start < len(self.regions) else -1  # empty, at the end
 
 
 def span_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first and the last byte of a tensor's elements, counted in its storage."""
+    """Return the offsets in its storage of the first and the last byte of a tensor's elements."""
     start = int(tensor.storage_offset())
     each = zip(tensor.stride(), tensor.shape, strict=True)
     end = start + sum(int(step) * (size - 1) for step, size in each)
@@ -87,12 +87,12 @@ def bytes_of(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.Te
 
 
 def tensors_over(storage: torch.UntypedStorage) -> Iterator[torch.Tensor]:
-    """Yield the tensors over ``storage`` that Python knows; a graph may hold others.
+    """Yield the tensors over ``storage`` that Python knows; autograd graphs may hold others.
 
-    It looks at every object there is: tens of milliseconds.
+    It scans all Python objects, which takes tens of milliseconds.
     """
     for one in gc.get_objects():
-        # Asked of the type: a stand-in of somebody's may answer anything to isinstance.
+        # Tests the type, as a proxy object may answer anything to isinstance.
         if not issubclass(type(one), torch.Tensor) or not torch._C._has_storage(one):
             continue
         strided = one.layout is torch.strided and not one.is_meta
@@ -101,7 +101,7 @@ def tensors_over(storage: torch.UntypedStorage) -> Iterator[torch.Tensor]:
 
 
 class Rows(RegionCache[DeviceRegion]):
-    """The ground of an accelerator: which storage is which region's, or which row's."""
+    """Maps the storages of an accelerator to their regions or rows."""
 
     def __init__(
         self, capacity: int, page_bytes: int, spill: SpillFile | NoFile, base: int
@@ -114,11 +114,11 @@ class Rows(RegionCache[DeviceRegion]):
 
     @abstractmethod
     def use(self, regions: Sequence[int], written: Sequence[int] = ()) -> None:
-        """Have ``regions`` there for work that is about to be given, until `used`."""
+        """Make ``regions`` present, until `used`, for work that is about to be enqueued."""
 
     @abstractmethod
     def used(self, regions: Sequence[int]) -> None:
-        """That work was given."""
+        """Report that the work announced by `use` has been enqueued."""
 
     def allocate_row(self, count: int, nbytes: int, *, extra: bool = False) -> list[int]:
         """See `Device.allocate_row`."""
@@ -149,8 +149,8 @@ class Rows(RegionCache[DeviceRegion]):
         return self._rows[regions[0]]
 
     def lookup(self, held: torch.Tensor | torch.UntypedStorage) -> int:
-        """Return the region whose storage ``held`` is or lies over, `NOBODYS`, or, below that, the
-        number of a `row`."""
+        """Return the region whose storage ``held`` is or uses, `NOBODYS` if there is none, or a
+        smaller number, that of a `row`."""
         storage = held.untyped_storage() if isinstance(held, torch.Tensor) else held
         return self._by_storage.get(storage._cdata, NOBODYS)
 
@@ -183,7 +183,7 @@ class Rows(RegionCache[DeviceRegion]):
     @unseen
     @torch.no_grad()
     def _copy_row(self, row: Row, other: torch.UntypedStorage, *, writes: bool = False) -> None:
-        """Copy a row's bytes into an ordinary storage, or give it those of one."""
+        """Copy a row's bytes to an ordinary storage, or from one if ``writes``."""
         for number, region in enumerate(row.regions):
             theirs = bytes_of(other, number * row.slice_bytes, row.slice_bytes)
             self.use([region], [region] if writes else [])
@@ -195,9 +195,9 @@ class Rows(RegionCache[DeviceRegion]):
     @unseen
     @torch.no_grad()
     def _make_ordinary(self) -> None:
-        """Give the tensors that lie over rows storages with memory.
+        """Move the tensors over rows to storages with memory.
 
-        A tensor that only a graph knows cannot be given one: it raises where it is used.
+        A tensor that only an autograd graph holds cannot be moved: it raises where it is used.
         """
         for row in self._by_number.values():
             if users_of(row.storage) == 1:

@@ -1,8 +1,7 @@
-"""Storages of regions, which bring their bytes when Python code asks for them.
+"""Storages of regions, which fetch their bytes when Python code accesses them.
 
-torch hands out the Python object that a storage was made with, so whoever takes a tensor's storage
-to copy, pickle or save it meets this one. What operators do is announced elsewhere
-(`Accelerator.use`), and passes by here.
+torch returns the Python object that a storage was made with, so copying, pickling or saving a
+tensor's storage uses this class. Operators bypass it, and are announced by `Accelerator.use`.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ class RegionStorage(torch.UntypedStorage):
     """A storage that is empty while its region is absent.
 
     Attributes:
-        bring: called before its bytes are looked at, with whether they may be written; None once
-            it is a storage like any other.
+        bring: called before its bytes are accessed, with whether they may be written; None once
+            it is an ordinary storage.
         content: bytes that it has while it is present.
     """
 
@@ -45,14 +44,14 @@ class RegionStorage(torch.UntypedStorage):
 
 
 def size_of(storage: torch.UntypedStorage) -> int:
-    """Return the bytes of a storage; that of a region is not brought for that."""
+    """Return the bytes of a storage, without fetching that of a region."""
     if isinstance(storage, RegionStorage) and storage.bring is not None:
         return storage.content
     return int(storage.nbytes())
 
 
 def _brings(name: str, *, writes: bool) -> None:
-    """Let a method of `RegionStorage` bring its bytes first."""
+    """Make a method of `RegionStorage` fetch its bytes first."""
     inherited = getattr(torch.UntypedStorage, name)
 
     def method(self: RegionStorage, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +63,7 @@ def _brings(name: str, *, writes: bool) -> None:
 
 
 def _shares(name: str) -> None:
-    """Let a method of `RegionStorage` refuse what another process would hold on to."""
+    """Make a method of `RegionStorage` refuse to share its memory with another process."""
     inherited = getattr(torch.UntypedStorage, name)
 
     def method(self: RegionStorage, *args: Any, **kwargs: Any) -> Any:
@@ -93,21 +92,21 @@ _HAS_NO_ADDRESS = (
 
 
 class RowStorage(torch.UntypedStorage):
-    """The storage over a whole row: of its size, and without memory.
+    """The storage over a whole row: it has the row's size, but no memory.
 
-    Tensors lie over it, and views of them, while the bytes are in the storages of the row's
-    regions. Whoever asks for its bytes in Python gets them from there, slice by slice.
+    Tensors and their views use it, while the bytes are in the storages of the row's regions. Python
+    code that asks for its bytes gets them from there, slice by slice.
 
-    [Note: no memory]  It has the null address, and torch refuses to hand that out to be written; a
-    build for CUDA refuses to hand it out at all. So what takes an address past the dispatcher
-    (`data_ptr`, numpy, DLPack) raises. An operator that nobody has given the slices' own storages
-    (`dynoffload.runtime.over_rows`), as in a thread in which nobody listens, raises where torch
-    asks for the address; where it does not, the process ends there. So it does where torch prints
-    a tensor, which it does with all modes off. On a GPU none of this has run.
+    [Note: no memory]  Its address is null, and torch refuses to return it for writing; a build for
+    CUDA refuses to return it at all. So code that takes an address without the dispatcher
+    (`data_ptr`, numpy, DLPack) raises. An operator needs the slices' own storages
+    (`dynoffload.runtime.over_rows`). Without them, as in a thread without the runtime's mode, it
+    raises where torch checks the address, and else ends the process. Printing a tensor also ends
+    it, as torch prints with all modes off. On a GPU none of this has run.
 
     Attributes:
-        slice_bytes: of each slice.
-        slices: the storages' objects of the slices' regions, by address.
+        slice_bytes: bytes of each slice.
+        slices: the addresses (`_cdata`) of the storages of the slices' regions.
         read: copies its bytes into an ordinary storage of the same size, on any device.
         write: takes its bytes from such a storage.
     """
@@ -119,7 +118,7 @@ class RowStorage(torch.UntypedStorage):
 
     @staticmethod
     def of(nbytes: int, device: torch.device) -> RowStorage:
-        """Return a new one of ``nbytes`` on ``device``."""
+        """Return a new storage of ``nbytes`` on ``device``."""
         storage: Any = torch._C._construct_storage_from_data_pointer(0, device, nbytes)
         storage.__class__ = RowStorage
         over = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
@@ -156,8 +155,8 @@ class RowStorage(torch.UntypedStorage):
 
 
 def place_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where the first byte of a tensor lies: the same of two tensors if and only if it is
-    one byte, and for as long as they live, also where memory comes and goes."""
+    """Return an identifier of a tensor's first byte. It is equal for two tensors if and only if
+    they begin at the same byte, and never changes, even if the memory moves."""
     storage = tensor.untyped_storage()
     offset = int(tensor.storage_offset()) * tensor.element_size()
     if isinstance(storage, RowStorage):
@@ -169,7 +168,7 @@ def place_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _of_copy(name: str, *, writes: bool) -> None:
-    """Let a method of `RowStorage` be that of a copy in host memory, which is written back."""
+    """Make a method of `RowStorage` act on a copy in host memory; write it back if ``writes``."""
     inherited = getattr(torch.UntypedStorage, name)
 
     def method(self: RowStorage, *args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,10 @@
-"""What paging needs of an accelerator beside its memory: streams, events in them, and copies.
+"""The protocol of an accelerator's streams: events, copies, and memory for them.
 
-Work that is given to an accelerator is done later, in the order of its stream; streams know of each
-other only by the events that they wait for. The *compute* stream is the one on which torch runs
-operators for the calling thread, and there is one stream for copies in each direction.
+Work that is enqueued on an accelerator runs later, in the order of its stream; streams are ordered
+among each other only by the events that they wait for. The *compute* stream is the one on which
+torch runs operators for the calling thread, and there is one stream for copies in each direction.
 `torch_streams` implements this for real accelerators. Tests implement it with threads and vector
-clocks, which find every event that was not waited for.
+clocks, which detect every missing wait.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ import torch
 from dynoffload.errors import BackendError
 
 Bytes = torch.UntypedStorage | torch.Tensor
-"""A storage of the accelerator, or a part of one as a tensor of bytes."""
+"""A storage of the accelerator, or a part of one as a uint8 tensor."""
 
 
 class StreamEvent(Protocol):
-    """A place in a stream, reached when all that the stream was given before is done."""
+    """A point in a stream, reached when all work enqueued before it is done."""
 
     def reached(self) -> bool:
-        """Return whether it is reached by now."""
+        """Return whether it has been reached."""
 
     def wait(self) -> None:
-        """Hold the calling thread until it is reached."""
+        """Block the calling thread until it is reached."""
 
 
 class TimedEvent(Protocol):
     """The end of a copy or of a wait whose time is measured."""
 
     def span(self) -> tuple[float, float] | None:
-        """Return its begin and end on `time.perf_counter`'s clock; None until it is over."""
+        """Return its begin and end on `time.perf_counter`'s clock; None until it has ended."""
 
 
 class CopyEvent(StreamEvent, TimedEvent, Protocol):
@@ -45,9 +45,9 @@ class Streams(Protocol):
     """The streams of one accelerator.
 
     Attributes:
-        name: what plan lines and errors call the accelerator.
-        device: where its tensors are.
-        pinned: whether `host` gives memory that copies pass through without another copy.
+        name: of the accelerator, in plan lines and errors.
+        device: the torch device of its tensors.
+        pinned: whether `host` returns pinned memory, which copies use without a staging copy.
     """
 
     name: str
@@ -55,20 +55,20 @@ class Streams(Protocol):
     pinned: bool
 
     def now(self) -> StreamEvent:
-        """Return an event after all that the compute stream has been given."""
+        """Return an event after all work enqueued on the compute stream."""
 
     def after(self, event: StreamEvent) -> TimedEvent:
-        """Let the compute stream go on after ``event``; return the wait."""
+        """Make the compute stream wait for ``event``; return the end of the wait."""
 
     def fill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Give an empty storage memory, whose bytes anything may be, for the compute stream.
+        """Allocate uninitialized memory for an empty storage, for use by the compute stream.
 
         Raises:
             torch.OutOfMemoryError: the accelerator has none left.
         """
 
     def empty(self, storage: torch.UntypedStorage) -> None:
-        """Take a storage's memory back, for what the compute stream is given from now on."""
+        """Free a storage's memory, for reuse by later work of the compute stream."""
 
     def copy_in(
         self, target: Bytes, source: torch.Tensor, after: Sequence[StreamEvent]
@@ -77,8 +77,8 @@ class Streams(Protocol):
 
         Args:
             target: of the accelerator.
-            source: uint8 of the same size, of what `host` has given; it must stay as it is until
-                the event that is returned.
+            source: uint8 of the same size, memory from `host`; it must not change until the
+                returned event is reached.
         """
 
     def copy_out(
@@ -95,34 +95,34 @@ class Streams(Protocol):
         """
 
     def release(self, memory: torch.Tensor, *, held: bool) -> None:
-        """Give memory back that `host` has given; no copy of it is under way.
+        """Release memory from `host`; no copy from or to it may be under way.
 
         Args:
             memory: all of it.
-            held: others read and write parts of it from now on: it is ordinary memory, theirs."""
+            held: other storages go on using parts of it, as ordinary memory."""
 
     def peak_bytes(self) -> int:
-        """Return the most bytes that the accelerator's own allocator had given since the last
-        call; 0 where it does not count."""
+        """Return the peak bytes allocated by the accelerator's own allocator since the last call;
+        0 if it does not count."""
 
     def given_bytes(self) -> int:
-        """Return the bytes that the accelerator's own allocator has given by now, regions and all
-        else; 0 where it does not count."""
+        """Return the bytes that the accelerator's own allocator has allocated now, regions and all
+        else; 0 if it does not count."""
 
     def free_bytes(self) -> int:
-        """Return the bytes of the accelerator that the process can still take: those that nobody
-        has, and those that its own allocator keeps unused."""
+        """Return the bytes of the accelerator that the process can still take: free ones, and those
+        that its own allocator keeps unused."""
 
     def trim(self, limit: int) -> None:
-        """Hand memory that the allocator keeps unused back, if it has far more than ``limit`` bytes
+        """Release memory that the allocator keeps unused, if it has far more than ``limit`` bytes
         in all; see [Note: fragments] in `torch_streams`."""
 
 
 def check_paging(streams: Streams) -> None:
-    """Try what a backend of torch may lack and paging needs, before anything is touched.
+    """Probe what paging needs and a backend of torch may lack, before anything is changed.
 
     Raises:
-        BackendError: it lacks something.
+        BackendError: the backend lacks it.
     """
     storage = torch.UntypedStorage(0, device=streams.device)  # type: ignore[no-untyped-call]
     needed: list[tuple[str, Callable[[], Any]]] = [

@@ -1,13 +1,13 @@
 """The streams of a real accelerator, through `torch.accelerator`.
 
-[Note: fragments]  Regions of many sizes come and go, and torch's allocator cuts the blocks that it
-keeps. What it keeps and cannot use grows with that. Beyond the budget and `_BEYOND` of it, the
-allocator is asked to hand whole unused blocks back. That costs a wait for the accelerator, and
-taking memory again costs time, so it is not done for less.
+[Note: fragments]  Regions of many sizes come and go, and torch's allocator splits the blocks that
+it keeps. So the memory that it keeps and cannot use grows. Once it reserves the budget plus
+`_SLACK` of it, whole unused blocks are released. That waits for the accelerator, and allocating
+memory again takes time, so it is not done for less.
 
-[Note: other streams]  The compute stream is the current one. Where the user changes it, the new one
-goes on after all that the last one was given, from the next event that is asked for. Operators that
-need no copy ask for none: a user of two streams has each wait for the other.
+[Note: other streams]  The compute stream is the current one. When the user changes it, the new one
+waits for all work enqueued on the last one, from the next requested event on. Operators that need
+no copy request no event: a user of two streams must make each wait for the other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dynoffload.errors import BackendError
 from dynoffload.memory.accelerator.pinned import HostMemory
 from dynoffload.memory.accelerator.streams import Bytes, Streams, lacking
 
-_BEYOND = 0.125
+_SLACK = 0.125
 _ORIGIN_S = 600.0
 
 
@@ -41,11 +41,11 @@ class _Event:
         self._event.synchronize()
 
     def hold(self, stream: torch.Stream) -> None:
-        """Let ``stream`` go on after it."""
+        """Make ``stream`` wait for it."""
         stream.wait_event(self._event)
 
     def since(self, other: _Event) -> float:
-        """Return the seconds from another event, both reached and timed."""
+        """Return the seconds since another event; both must be timed and reached."""
         return float(other._event.elapsed_time(self._event)) / 1e3
 
 
@@ -53,10 +53,10 @@ class _Timed(_Event):
     """A `CopyEvent`, or the end of a wait.
 
     Args:
-        begin: timed.
-        stream: that is now at the end.
+        begin: a timed event.
+        stream: its current point is the end.
         origin: a timed event that was reached at ``clock``.
-        clock: on `time.perf_counter`'s clock.
+        clock: seconds on `time.perf_counter`'s clock.
     """
 
     def __init__(self, begin: _Event, stream: torch.Stream, origin: _Event, clock: float) -> None:
@@ -102,7 +102,7 @@ class TorchStreams:
             raise BackendError(f"parameters are to be on {str(device)!r}, but {why}")
         index = torch.accelerator.current_device_index() if device.index is None else device.index
         count = torch.accelerator.device_count()
-        if index >= count:  # some backends end the process where they are asked for it
+        if index >= count:  # some backends end the process for such an index
             raise BackendError(
                 f"parameters are to be on {str(device)!r}, but torch finds {count} of "
                 f"{here.type!r} here: pass device='{here.type}', or a number below {count} with it"
@@ -110,8 +110,8 @@ class TorchStreams:
         self.device = torch.device(device.type, index)
         self.name = str(self.device)
         self._host = HostMemory(self.device)
-        self._giving = threading.Lock()  # a stream is entered by one thread at a time
-        self._last: torch.Stream | None = None  # on which the calling thread was last
+        self._copying = threading.Lock()  # a stream is entered by one thread at a time
+        self._last: torch.Stream | None = None  # the last compute stream
         self.pinned = True
         try:
             self._in, self._out = torch.Stream(self.device), torch.Stream(self.device)
@@ -120,7 +120,7 @@ class TorchStreams:
             raise lacking(self.device, "streams with timed events", error) from error
 
     def _set_origin(self) -> None:
-        """From now on copies are timed from here."""
+        """Time copies relative to now."""
         self._origin = _Event(self._compute(), timed=True)
         self._origin.wait()
         self._clock = time.perf_counter()
@@ -153,14 +153,14 @@ class TorchStreams:
         storage.resize_(nbytes)
 
     def empty(self, storage: torch.UntypedStorage) -> None:
-        """See `Streams.empty`. The allocator gives it to later work of the same stream only."""
+        """See `Streams.empty`. The allocator reuses it for later work of the same stream only."""
         storage.resize_(0)
 
     def peak_bytes(self) -> int:
         """See `Streams.peak_bytes`."""
         peak = torch.accelerator.max_memory_allocated(self.device)
         torch.accelerator.reset_peak_memory_stats(self.device)
-        if time.perf_counter() - self._clock > _ORIGIN_S:  # what is elapsed is a float of 32 bits
+        if time.perf_counter() - self._clock > _ORIGIN_S:  # elapsed time is a 32-bit float
             self._set_origin()
         return int(peak)
 
@@ -172,16 +172,16 @@ class TorchStreams:
         """See `Streams.free_bytes`."""
         free, total = torch.accelerator.get_memory_info(self.device)
         reserved = int(torch.accelerator.memory_reserved(self.device))
-        if self.device.type == "cuda":  # a process may be allowed a part of it only
+        if self.device.type == "cuda":  # a process may be limited to a share of it
             share = torch.cuda.get_per_process_memory_fraction(self.device)
             free = min(int(free), int(share * total) - reserved)
         return max(0, int(free)) + self._kept_bytes()
 
     def trim(self, limit: int) -> None:
         """See `Streams.trim`."""
-        beyond = int(_BEYOND * limit)
+        slack = int(_SLACK * limit)
         reserved = int(torch.accelerator.memory_reserved(self.device))
-        if reserved > limit + beyond and self._kept_bytes() > beyond:
+        if reserved > limit + slack and self._kept_bytes() > slack:
             torch.accelerator.empty_cache()
 
     def _kept_bytes(self) -> int:
@@ -201,8 +201,8 @@ class TorchStreams:
     def _copy(
         self, stream: torch.Stream, target: Bytes, source: Bytes, after: Sequence[Any]
     ) -> _Timed:
-        # No mode may hear of it: ours would take it for a use, and the stream for the compute one.
-        with self._giving, torch._C._DisableTorchDispatch(), torch.no_grad():
+        # Hidden from dispatch modes: the runtime's would take it for a use, on the compute stream.
+        with self._copying, torch._C._DisableTorchDispatch(), torch.no_grad():
             for event in after:
                 event.hold(stream)
             begin = _Event(stream, timed=True)
@@ -219,7 +219,7 @@ class TorchStreams:
         return memory
 
     def release(self, memory: torch.Tensor, *, held: bool) -> None:
-        """See `Streams.release`. A mapping ends with the last tensor over it."""
+        """See `Streams.release`. A mapping is freed with the last tensor over it."""
         self._host.give_back(memory)
 
 

@@ -1,12 +1,12 @@
-"""How much of an accelerator's budget is left to regions, beside what operators take.
+"""Sizes the pool of regions within an accelerator's budget, next to the memory of operators.
 
-[Note: workspace]  An accelerator has one memory for regions and for all else: temporaries of
-operators, workspaces of libraries, inputs. A budget is kept by the count of its allocator, which
-sees both; what the rest takes is not known before it has run. So the pool begins smaller by an
-eighth of the budget, and from then on is what the rest has left of it in the last steps: the most
-that it took at a look between two uses, and at least what the step's peak shows beyond the most of
-regions. What comes and goes between two looks, while regions are fewer, is not seen. The pool is
-never smaller than what the largest update needs.
+[Note: workspace]  An accelerator has one memory for regions and for the rest: temporaries of
+operators, workspaces of libraries, inputs. Its allocator counts both, and the budget limits this
+count. What the rest takes is unknown before it has run. So the pool begins smaller by an eighth of
+the budget. From then on it is the budget less the rest's peak of the last steps. That peak is the
+most sampled between two uses, and at least the step's peak less the peak of regions. Short peaks
+between two samples, while regions take less, are missed. The pool is never smaller than what the
+largest update needs.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from dynoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-_FIRST = 8  # part of the budget, for what nobody has seen yet
-_STEPS = 32  # in which the rest was seen
-_LOOK_S = 0.001  # between two looks at the allocator's count within a step
+_FIRST = 8  # initial margin: 1/8 of the budget
+_STEPS = 32  # whose peaks of the rest are kept
+_LOOK_S = 0.001  # between two samples of the allocator's count within a step
 
 
 class WorkspaceEstimate:
     """Sizes the pool.
 
     Args:
-        most: bytes of the pool at most.
-        least: bytes without which it cannot work.
-        budget: bytes that regions and all else may take; None: the pool is what it is at most.
+        most: maximum bytes of the pool.
+        least: minimum bytes of the pool.
+        budget: bytes that regions and all else may take; None: the pool begins with ``most``.
 
     Attributes:
         capacity: bytes of the pool now.
@@ -45,10 +45,10 @@ class WorkspaceEstimate:
         self.capacity = most if budget is None else max(self._least, most - budget // _FIRST)
 
     def see(self, given: Callable[[], int], regions: int) -> None:
-        """In the midst of a step: look what the rest takes now, if the last look is some time ago.
+        """Within a step, sample what the rest takes now, unless the last sample is recent.
 
         Args:
-            given: returns the bytes that the allocator has given.
+            given: returns the bytes that the allocator has allocated.
             regions: bytes of regions among them.
         """
         now = time.perf_counter()
@@ -57,7 +57,7 @@ class WorkspaceEstimate:
             self._seen = max(self._seen, given() - regions)
 
     def shrunk(self) -> int:
-        """Return the bytes of a pool that is a quarter smaller, for something found no memory."""
+        """Shrink the pool by a quarter, after memory ran out; return its bytes."""
         self.capacity = max(self._least, self.capacity - self.capacity // 4)
         return self.capacity
 
@@ -65,8 +65,8 @@ class WorkspaceEstimate:
         """Return the bytes of the pool after a step.
 
         Args:
-            peak: the most bytes that the allocator has given in it; 0 if it does not count.
-            regions: the most bytes of regions in it.
+            peak: the allocator's peak bytes in the step; 0 if it does not count.
+            regions: the peak bytes of regions in the step.
         """
         if self._budget is None or not peak:
             return self.capacity

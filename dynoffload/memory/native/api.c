@@ -1,4 +1,4 @@
-/* What Python calls, through ctypes (which lets go of the interpreter's lock for each call). */
+/* The functions that Python calls through ctypes, which releases the GIL during each call. */
 #include "pager.h"
 
 #include <errno.h>
@@ -18,7 +18,7 @@ API void pager_set_reserve(struct pager *p, uint32_t pages)
     pthread_cond_broadcast(&p->work);
 }
 
-/* How long to wait for room that nobody makes, in seconds; see [Note: no room]. */
+/* How many seconds to wait for room when nothing can be evicted; see [Note: no room]. */
 API void pager_set_patience(struct pager *p, uint32_t seconds)
 {
     HOLD(p);
@@ -43,7 +43,7 @@ API int pager_create(struct pager *p, uint32_t id, uint32_t page, uint32_t pages
     return 0;
 }
 
-/* Wait until its pages rest, and let nobody wait for it any more. */
+/* Wait until no transfer uses its pages, and end all waits for it. */
 static struct region *settle(struct pager *p, uint32_t id)
 {
     struct region *r = &p->regions[id];
@@ -63,14 +63,14 @@ static void forget(struct pager *p, uint32_t id)
     pthread_cond_broadcast(&p->done);
 }
 
-/* The content is not needed any more; the place stays. */
+/* Discard the content; the region remains. */
 API void pager_discard(struct pager *p, uint32_t id)
 {
     HOLD(p);
     forget(p, id);
 }
 
-/* The content is zeros from now on; see [Note: clear regions]. */
+/* Set the content to zeros; see [Note: clear regions]. */
 API void pager_clear(struct pager *p, const uint32_t *ids, uint32_t count)
 {
     HOLD(p);
@@ -80,7 +80,7 @@ API void pager_clear(struct pager *p, const uint32_t *ids, uint32_t count)
     }
 }
 
-/* Say of each region that was cleared whether it holds nothing else now. */
+/* Answer for each cleared region whether it still holds zeros only. */
 API void pager_is_clear(struct pager *p, const uint32_t *ids, uint32_t count, uint8_t *answers)
 {
     HOLD(p);
@@ -88,7 +88,7 @@ API void pager_is_clear(struct pager *p, const uint32_t *ids, uint32_t count, ui
         answers[i] = (uint8_t)transfer_is_clear(p, ids[i]);
 }
 
-/* The region is no more. */
+/* End the region. */
 API void pager_release(struct pager *p, uint32_t id)
 {
     HOLD(p);
@@ -102,7 +102,7 @@ API void pager_release(struct pager *p, uint32_t id)
 }
 
 /* Wait until the region is at its address; 1 with `*failure` if it cannot be. */
-static int bring(struct pager *p, uint32_t id, struct failure *failure)
+static int make_resident(struct pager *p, uint32_t id, struct failure *failure)
 {
     struct region *r = &p->regions[id];
     while (r->state != RESIDENT) {
@@ -137,17 +137,17 @@ API int pager_acquire(struct pager *p, const uint32_t *ids, uint32_t count, int 
         r->stamp = ++p->clock;
         r->failure.kind = 0;
         if (r->state == ABSENT && !r->has_copy && !r->queued && pager_room(p) >= r->pages) {
-            transfer_fill(p, ids[i]); /* new: nothing to read, nobody to ask */
+            transfer_fill(p, ids[i]); /* new: nothing to read */
         }
     }
     for (uint32_t i = 0; i < count; i++)
         if (!p->regions[ids[i]].locked && p->regions[ids[i]].state == ABSENT)
             transfer_want(p, ids[i]); /* all at once */
     for (uint32_t i = 0; i < count && !failed; i++)
-        failed = bring(p, ids[i], failure);
+        failed = make_resident(p, ids[i], failure);
     for (uint32_t i = 0; i < count && (!pin || failed); i++) {
         struct region *r = &p->regions[ids[i]];
-        if (r->pins) /* else it has ended meanwhile */
+        if (r->pins) /* else it was released meanwhile */
             r->pins--;
         if (failed && !r->pins && !r->asleep && r->queued)
             transfer_unwant(p, ids[i]);
@@ -167,7 +167,7 @@ API void pager_unpin(struct pager *p, const uint32_t *ids, uint32_t count)
     pthread_cond_broadcast(&p->work);
 }
 
-/* Install what is staged already, wait for nothing. */
+/* Install regions that are staged already; wait for nothing. */
 API void pager_touch(struct pager *p, const uint32_t *ids, uint32_t count)
 {
     HOLD(p);
@@ -185,7 +185,7 @@ static void unlock(struct pager *p, uint32_t id)
     r->locked = 0;
     if (!r->reported)
         return;
-    r->reported = 0; /* somebody sleeps on it */
+    r->reported = 0; /* a thread sleeps on it */
     r->asleep = 1;
     if (r->state == RESIDENT) {
         r->asleep = 0;
@@ -196,7 +196,7 @@ static void unlock(struct pager *p, uint32_t id)
         transfer_want(p, id);
 }
 
-/* The owner has brought the regions up to date, or is about to under its own eyes. */
+/* Allow accesses again: the owner has updated the regions, or is about to do so itself. */
 API void pager_unlock(struct pager *p, const uint32_t *ids, uint32_t count)
 {
     HOLD(p);
@@ -206,8 +206,8 @@ API void pager_unlock(struct pager *p, const uint32_t *ids, uint32_t count)
     pthread_cond_broadcast(&p->work);
 }
 
-/* From now on an access to the regions waits for their owner: to all of them, or to none if one
- * cannot be withdrawn. 0, or 1 with `*failure`. */
+/* Make accesses to the regions wait for their owner: to all of them, or to none if one cannot be
+ * withdrawn. 0, or 1 with `*failure`. */
 API int pager_lock(struct pager *p, const uint32_t *ids, uint32_t count, struct failure *failure)
 {
     int error = 0;
@@ -231,7 +231,7 @@ API int pager_lock(struct pager *p, const uint32_t *ids, uint32_t count, struct 
     return error != 0;
 }
 
-/* The next locked region that somebody waits for; -1 after `timeout_s`, -2 when closing. */
+/* The next locked region that a thread waits for; -1 after `timeout_s`, -2 when closing. */
 API int64_t pager_handed(struct pager *p, double timeout_s)
 {
     double end = pager_now() + timeout_s;
@@ -253,8 +253,8 @@ API int64_t pager_handed(struct pager *p, double timeout_s)
     return id;
 }
 
-/* Show a locked region's pages at arena page `page`, where nobody else looks. 0, or 1 with
- * `*failure`: it is not shown then. */
+/* Show a locked region's pages at arena page `page`, its alias. 0, or 1 with `*failure`: it is not
+ * shown then. */
 API int pager_show(struct pager *p, uint32_t id, uint32_t page, struct failure *failure)
 {
     int failed = 0, error;
@@ -323,7 +323,7 @@ API int pager_plan(struct pager *p, const struct action *action, uint32_t action
             p->regions[use[i].region].next_use = use[i].position;
         }
         for (uint32_t i = 0; i < p->region_high; i++)
-            p->regions[i].busy = 0; /* what could not move then may move now */
+            p->regions[i].busy = 0; /* retry failed moves */
     }
     pthread_cond_broadcast(&p->work);
     free(last);
@@ -337,7 +337,7 @@ API void pager_advance(struct pager *p, int64_t position)
     pthread_cond_broadcast(&p->work);
 }
 
-/* State of each region, FREE..WRITING, and how often it is pinned. */
+/* State of each region, FREE..WRITING, and its number of pins. */
 API void pager_states(struct pager *p, uint8_t *states, uint32_t *pins, uint32_t count)
 {
     HOLD(p);
@@ -347,19 +347,19 @@ API void pager_states(struct pager *p, uint8_t *states, uint32_t *pins, uint32_t
     }
 }
 
-/* The totals. If `anew` the peak begins anew, and an error is told, which it is once. */
-API void pager_counters(struct pager *p, struct counters *counters, int anew)
+/* The totals. With `reset` the peak begins again, and the error is cleared once reported. */
+API void pager_counters(struct pager *p, struct counters *counters, int reset)
 {
     HOLD(p);
     *counters = p->counters;
     counters->pages_taken = p->populated;
-    if (anew) {
+    if (reset) {
         p->counters.peak_pages = p->counters.pages_in_use;
         p->counters.error = 0;
     }
 }
 
-/* Copy out and forget the events since the last call; how many there were. */
+/* Copy and clear the events since the last call; returns their number. */
 API uint32_t pager_events(struct pager *p, struct event *events)
 {
     HOLD(p);

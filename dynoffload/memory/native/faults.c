@@ -1,4 +1,4 @@
-/* The thread that answers the kernel when somebody touches an absent page. */
+/* The thread that serves page faults on absent pages, which the kernel reports by userfaultfd. */
 #include "pager.h"
 
 #include <errno.h>
@@ -15,8 +15,8 @@
 #define MODE_USER_ONLY 1
 #define GRACE_S 60.0
 
-/* A descriptor with UFFD_FEATURE_MOVE, or -errno. Privileged first: then system calls on absent
- * memory wait too; without privilege they return EFAULT. */
+/* A descriptor with UFFD_FEATURE_MOVE, or -errno. It tries a privileged one first: then system calls
+ * on absent memory wait too; without privilege they return EFAULT. */
 int fault_open(int *user_mode_only)
 {
     int fd = (int)syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK);

@@ -1,15 +1,15 @@
-/* Regions in the spill file, and checksums of what is written, to be compared with what comes back.
+/* Reads and writes regions in the spill file; checksums writes, and compares them with reads.
  *
- * [Note: checksums]  In debug mode all bytes of a region count. Otherwise the first word of every
- * sector does: what a file system or a disk loses, or gives back as it was before, is whole sectors.
- * A stale sector whose first word is what it was is not told from the right one.
+ * [Note: checksums]  In debug mode the checksum covers all bytes of a region. Otherwise it covers the
+ * first word of every sector, as file systems and disks lose, or return stale, whole sectors. A stale
+ * sector with the same first word is not detected.
  */
 #include "pager.h"
 
 #include <errno.h>
 #include <sys/uio.h>
 
-#define IOV 256 /* pages of one call */
+#define IOV 256 /* most pages per call */
 
 #define SECTOR 512u
 
@@ -30,7 +30,7 @@ static uint64_t sum_of(const struct pager *p, const struct region *r)
     return sum;
 }
 
-/* What is not what was written is refused. */
+/* Record the checksum of a write; compare it after a read: 0 or EBADMSG. */
 static int compare(struct pager *p, struct region *r, int write)
 {
     uint64_t sum = sum_of(p, r);
@@ -46,7 +46,7 @@ int file_transfer(struct pager *p, struct region *r, int write)
     uint64_t page = p->page_bytes, end = r->pages * page;
     for (uint64_t at = 0; at < end;) {
         int n = 0;
-        uint64_t skip = at % page; /* of a page that was moved in part */
+        uint64_t skip = at % page; /* of a page that was transferred in part */
         for (uint64_t i = at / page; i < r->pages && n < IOV; i++, skip = 0)
             iov[n++] = (struct iovec){slot_address(p, r->slots[i]) + skip, page - skip};
         ssize_t got = write ? pwritev(p->fd, iov, n, r->offset + (int64_t)at)
@@ -56,7 +56,7 @@ int file_transfer(struct pager *p, struct region *r, int write)
         if (got < 0)
             return errno;
         if (got == 0)
-            return EIO; /* past the end of a file that was allocated whole: it was truncated */
+            return EIO; /* the file was truncated, as all of it had been allocated */
         at += (uint64_t)got;
     }
     return compare(p, r, write);

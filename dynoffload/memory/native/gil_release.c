@@ -1,4 +1,4 @@
-/* A signal by which a thread that waits for a locked region releases the interpreter's lock: see
+/* The signal that makes a thread which waits for a locked region release the GIL: see
  * [Note: releasing the lock]. */
 #include "pager.h"
 
@@ -12,26 +12,26 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* An open pager, as the handler finds it. Readers are never freed, only used again. */
+/* An open pager, for the handler. Readers are never freed, only reused. */
 struct reader {
     struct pager *pager; /* NULL: closed */
-    uint32_t handlers;   /* looking at it now */
+    uint32_t handlers;   /* that read it now */
     struct reader *next;
 };
 
 static struct reader *readers;
-static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* of who opens and closes */
-static int let_go_signal; /* 0: there is no interpreter, or no signal to spare */
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* held while a pager opens */
+static int release_signal; /* 0: there is no interpreter, or no signal to spare */
 static int (*holds_lock)(void);
-static void *(*let_go)(void);
-static void (*take_again)(void *);
+static void *(*save_thread)(void);
+static void (*restore_thread)(void *);
 
 static long futex(uint32_t *word, int operation, uint32_t value)
 {
     return syscall(SYS_futex, word, operation | FUTEX_PRIVATE_FLAG, value, NULL, NULL, 0);
 }
 
-/* Whether the region at `address` is as locked as it was; `*locks` is 0 at first. */
+/* Is the region at `address` still under the same lock as at the first call, with `*locks` 0? */
 static int still_locked(struct reader *reader, uint64_t address, uint32_t *locks)
 {
     struct pager *p = __atomic_load_n(&reader->pager, __ATOMIC_SEQ_CST);
@@ -48,7 +48,8 @@ static int still_locked(struct reader *reader, uint64_t address, uint32_t *locks
     return __atomic_load_n(&r->locked, __ATOMIC_SEQ_CST) && now == *locks;
 }
 
-/* Sleep while the region at `address` is locked; what is to be taken again, NULL if it was not. */
+/* Sleep, without the GIL, while the region at `address` is locked. Returns the thread state to
+ * restore, or NULL if it was not locked. */
 static void *wait_unlocked(struct reader *reader, uint64_t address)
 {
     uint32_t locks = 0;
@@ -59,13 +60,13 @@ static void *wait_unlocked(struct reader *reader, uint64_t address)
         if (!still_locked(reader, address, &locks))
             break;
         if (!state)
-            state = let_go();
+            state = save_thread();
         futex(&p->unlocks, FUTEX_WAIT, seen);
     }
     return state;
 }
 
-static void on_let_go(int number, siginfo_t *info, void *context)
+static void on_release(int number, siginfo_t *info, void *context)
 {
     (void)number, (void)context;
     if (info->si_code != SI_QUEUE || info->si_pid != getpid() || !holds_lock())
@@ -79,26 +80,26 @@ static void on_let_go(int number, siginfo_t *info, void *context)
         __atomic_sub_fetch(&reader->handlers, 1, __ATOMIC_SEQ_CST);
     }
     if (state)
-        take_again(state); /* at the end of the interpreter this may not return */
+        restore_thread(state); /* while the interpreter finalizes this may not return */
     errno = error;
 }
 
-/* Find the interpreter and a signal that nobody uses. */
+/* Find the interpreter's functions and an unused signal. */
 static void find_signal(void)
 {
-    struct sigaction now, ours = {.sa_sigaction = on_let_go, .sa_flags = SA_SIGINFO | SA_RESTART};
-    if (let_go_signal && !sigaction(let_go_signal, NULL, &now) && now.sa_sigaction == on_let_go)
+    struct sigaction now, ours = {.sa_sigaction = on_release, .sa_flags = SA_SIGINFO | SA_RESTART};
+    if (release_signal && !sigaction(release_signal, NULL, &now) && now.sa_sigaction == on_release)
         return;
-    let_go_signal = 0; /* somebody has taken it */
+    release_signal = 0; /* other code has replaced the handler */
     *(void **)&holds_lock = dlsym(RTLD_DEFAULT, "PyGILState_Check");
-    *(void **)&let_go = dlsym(RTLD_DEFAULT, "PyEval_SaveThread");
-    *(void **)&take_again = dlsym(RTLD_DEFAULT, "PyEval_RestoreThread");
+    *(void **)&save_thread = dlsym(RTLD_DEFAULT, "PyEval_SaveThread");
+    *(void **)&restore_thread = dlsym(RTLD_DEFAULT, "PyEval_RestoreThread");
     for (int number = SIGRTMAX - 2;
-         !let_go_signal && holds_lock && let_go && take_again && number > SIGRTMIN; number--) {
+         !release_signal && holds_lock && save_thread && restore_thread && number > SIGRTMIN; number--) {
         if (sigaction(number, NULL, &now) || now.sa_handler != SIG_DFL)
             continue;
         if (sigaction(number, &ours, NULL) == 0)
-            let_go_signal = number;
+            release_signal = number;
     }
 }
 
@@ -120,7 +121,7 @@ int gil_release_enter(struct pager *p)
     return reader ? 0 : ENOMEM;
 }
 
-/* From now on no handler looks at the pager. */
+/* Wait until no handler reads the pager any more. */
 void gil_release_leave(struct pager *p)
 {
     if (!p->reader)
@@ -140,11 +141,11 @@ void gil_release_unlocked(struct pager *p)
 
 void gil_release_signal(uint32_t thread, uint64_t address)
 {
-    if (!let_go_signal)
+    if (!release_signal)
         return;
-    siginfo_t info = {.si_code = SI_QUEUE, .si_signo = let_go_signal};
+    siginfo_t info = {.si_code = SI_QUEUE, .si_signo = release_signal};
     info.si_pid = getpid();
     info.si_uid = getuid();
     info.si_value.sival_ptr = (void *)(uintptr_t)address;
-    syscall(SYS_rt_tgsigqueueinfo, getpid(), thread, let_go_signal, &info);
+    syscall(SYS_rt_tgsigqueueinfo, getpid(), thread, release_signal, &info);
 }

@@ -1,4 +1,4 @@
-/* The beginning and the end of a pager, and of the process where there is no other way. */
+/* Opens and closes a pager, and ends the process on errors that no caller can receive. */
 #include "pager.h"
 
 #include <errno.h>
@@ -22,7 +22,7 @@ void pager_let_go(pthread_mutex_t **held)
     pthread_mutex_unlock(*held);
 }
 
-/* For what nobody can be told in any other way: say it, and end the process. */
+/* Print an error that no caller can receive, and end the process. */
 void pager_end(const char *format, ...)
 {
     va_list values;
@@ -57,14 +57,14 @@ static void destroy(struct pager *p)
     free(p);
 }
 
-/* End whatever threads were started; the fault thread last, as others may sleep until it serves. */
+/* End the threads that were started; the fault thread last, as others may wait for its service. */
 static void stop(struct pager *p)
 {
     pthread_mutex_lock(&p->mutex);
     p->stopping = 1;
     pthread_cond_broadcast(&p->work);
     pthread_cond_broadcast(&p->hand);
-    while (p->serving) /* whoever is in pager_handed leaves before its memory goes */
+    while (p->serving) /* callers of pager_handed return before the memory is freed */
         pthread_cond_wait(&p->done, &p->mutex);
     pthread_mutex_unlock(&p->mutex);
     for (uint32_t i = 0; i < p->worker_count; i++)
@@ -86,8 +86,8 @@ API int pager_probe(void)
     return user_mode_only ? 2 : 1;
 }
 
-/* A new pager over `fd`, or NULL with `*error` set. Sizes are in pages of `page_bytes`. With `debug`
- * all bytes that leave are checksummed and what is free is poisoned. */
+/* A new pager over `fd`, or NULL with `*error` set. Sizes are in pages of `page_bytes`. `debug`
+ * checksums all bytes of each transfer and poisons free slots. */
 API struct pager *pager_open(int fd, uint64_t page_bytes, uint32_t arena_pages, uint32_t pool_pages,
                              uint32_t region_capacity, uint32_t workers, int debug, int *error)
 {
@@ -148,7 +148,7 @@ failed:
     return NULL;
 }
 
-/* End the threads and unmap everything: no tensor may use the arena any more. */
+/* End the threads and unmap everything: no tensor may use the arena afterwards. */
 API void pager_close(struct pager *p)
 {
     gil_release_leave(p);

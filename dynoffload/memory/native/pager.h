@@ -1,64 +1,63 @@
 /*
- * The user-space pager: regions of anonymous memory whose pages circulate in a fixed pool.
+ * The user-space pager: regions of anonymous memory whose pages move within a fixed pool.
  *
- * [Note: pages]  A pool has at most P pages; they are populated as they are first needed and never
- * given back before the end. Each page lies either in a
- * slot of the pool or at the address of a region. UFFDIO_MOVE carries it from one to the other
- * without a copy. A fetch reads the spill file into free slots ("staged") and moves them in place
- * ("resident"); an eviction moves them out into vacant slots, writes them, and frees the slots.
- * So the budget holds by construction: there is no other memory to take.
+ * [Note: pages]  A pool has at most P pages. They are populated as they are first needed and kept
+ * until the pager is closed. Each page is either in a slot of the pool or at the address of a region.
+ * UFFDIO_MOVE moves it from one to the other without a copy. A fetch reads the spill file into free
+ * slots ("staged") and moves the pages in place ("resident"). An eviction moves them out into vacant
+ * slots, writes them, and frees the slots. So the budget holds by construction.
  *
- * [Note: no interpreter]  Nothing here calls into Python. The thread that touches an absent page
- * sleeps in the kernel, perhaps with the interpreter's lock held; the threads of this file wake it
- * without ever wanting that lock.
+ * [Note: no interpreter]  Nothing here calls into Python. A thread that accesses an absent page
+ * sleeps in the kernel, perhaps with the GIL held. The pager's threads wake it and never need the
+ * GIL.
  *
- * [Note: dirtiness]  What was ever at its address may have been written and is written back; what
- * was only staged is clean. Nothing is inferred from who should have written.
+ * [Note: dirtiness]  Pages that were ever at their address may have been written and are written
+ * back; pages that were only staged are clean. No announcement of reads or writes is relied on.
  *
  * [Note: locked regions]  A region whose content is about to be replaced (its optimizer update is
- * put off) is locked: it may be staged but not installed. A fault on it is handed to the owner,
- * who brings it up to date under another address ("alias") and unlocks it.
+ * deferred) is locked: it may be staged but not installed. A fault on it is reported to the owner,
+ * who updates it at another address ("alias") and unlocks it.
  *
- * [Note: twins]  Two regions of one size may trade contents: pages, dirtiness and place in the file,
- * but not addresses. So new content can be made in the one while the other keeps the old, in the
- * file if it is unmodified, and a trade makes it count, or dropping it undoes it. Whether anybody
- * could have seen or changed a region since it was withdrawn is told by its visits.
+ * [Note: twins]  Two regions of one size may exchange contents: pages, dirtiness and file offset, but
+ * not addresses. So new content can be made in one while the other keeps the old, in the file if it
+ * is unmodified. An exchange commits the new content; dropping it discards it. A region's count of
+ * visits shows whether any access could have read or written it since it was withdrawn.
  *
- * [Note: clear regions]  A region may be declared to hold zeros only. As long as nobody has had it at
- * its address since, there is nothing to read or write: its pages are zeroed as it is fetched, and
- * dropped as it is evicted. Gradients that stay zero are still read and scaled in place by those who
- * clip them. So one that was cleared and then visited is looked through, up to the first byte that
- * is not zero, before it is written or spoken for: zeros only, and it is clear again.
+ * [Note: clear regions]  A region may be declared to hold zeros only. Until it is next at its address
+ * there is nothing to read or write: its pages are zeroed as it is fetched, and dropped as it is
+ * evicted. Gradients that stay zero are still read and scaled in place by gradient clipping. So a
+ * region that was cleared and then visited is scanned, up to the first byte that is not zero, before
+ * it is written or reported as not clear. If it holds zeros only, it is clear again.
  *
- * [Note: releasing the lock]  The owner needs the interpreter's lock, and the thread that waits may hold it:
- * numpy and pickle read memory under it. A signal to that thread interrupts its sleep; the handler,
- * which runs on it, lets go of the lock, sleeps until the region is unlocked, and takes the lock
- * again before the access is repeated. To the code in between this is one of the many places at
- * which an extension lets other threads run.
- *   The signal may arrive late, when the access was served, the region has ended or the pager is
- * closed: the handler looks only at the pager's own books, never at the arena, and a pager that
- * closes waits for the handlers that look at its books. The handler stays installed for good: a
- * signal still queued when its disposition returned to the default would end the process.
- *   Whether a thread holds the lock is asked of PyGILState_Check, which says yes to every thread
- * once there are sub-interpreters. With them a locked region must not be touched by surprise.
+ * [Note: releasing the lock]  The owner needs the GIL, and the thread that waits may hold it: numpy
+ * and pickle read memory under it. A signal to that thread interrupts its sleep. The handler, which
+ * runs on it, releases the GIL, sleeps until the region is unlocked, and takes the GIL again before
+ * the access is repeated. To the interrupted code this is like any other place at which an extension
+ * lets other threads run.
+ *   The signal may arrive late, when the access was served, the region was released or the pager is
+ * closed. So the handler reads only the pager's own data, never the arena, and a pager that closes
+ * waits for the handlers that read its data. The handler stays installed for good: a signal still
+ * queued when its disposition returned to the default would end the process.
+ *   PyGILState_Check reports whether a thread holds the GIL. It returns true for every thread once
+ * there are sub-interpreters. With them, accesses to locked regions must be announced.
  *
- * [Note: operands]  An operator reads and writes its operands side by side. Those that the plan does
- * not hold would evict each other at every step of its loop, while what is planned stays. So the
- * regions that faulted last leave last, and the oldest of them first.
+ * [Note: operands]  An operator reads and writes its operands side by side. Unplanned ones would
+ * evict each other at every step of its loop, while planned regions stay. So the regions that
+ * faulted last are evicted last, and the oldest of them first.
  *
- * [Note: no room]  A request for room that nobody will make ends. When nothing is in flight and
- * nothing can be evicted, because all is pinned or the disk refuses what is to be written, writes
- * are tried again every second. Whoever called a function is told: of a refusing disk soon, of pins
- * after `patience` seconds. For a thread that sleeps on an access there is nothing to be told; the
- * process ends after as long, and says why.
+ * [Note: no room]  A request for room that cannot be met ends. When nothing is in flight and nothing
+ * can be evicted, because all is pinned or writes fail, writes are tried again every second. Callers
+ * of a function get an error: soon if writes fail, after `patience` seconds if all is pinned. A
+ * thread that sleeps on an access cannot get one, so the process ends after `patience`, with a
+ * message.
  *
  * [Note: moves]  Pages that the kernel has split, swapped out, or holds for a moment move in parts,
  * with EAGAIN and EBUSY in between. Linux 6.18 also moves pages whose first attempt met a busy lock
- * and then reports EEXIST (it tries again what it has done, and wakes nobody). So after an error
- * the page table is asked where the page is. A page that cannot be moved whole goes back whole.
- *   A driver may hold a page at an address for long. Whoever needs it lets others have the mutex
- * between two attempts, in which the region is whole and may change its state. Pages in slots have
- * no address that anybody could give to a driver, so an install waits for the kernel alone.
+ * and then reports EEXIST (it repeats what it has done, and wakes no thread). So after an error the
+ * page table is read to find the page. A page that cannot be moved whole is moved back whole.
+ *   A driver may hold a page at an address for long. A thread that needs it releases the mutex
+ * between two attempts, when the region is whole and may change its state. Pages in slots have no
+ * address that a driver could be given, so an install waits for the kernel alone.
  */
 #ifndef DYNOFFLOAD_PAGER_H
 #define DYNOFFLOAD_PAGER_H
@@ -72,7 +71,7 @@
 #define NEVER INT64_MAX
 #define NO_REGION UINT32_MAX
 #define EVENT_CAPACITY 65536u
-#define FAULT_LOOKAHEAD 8 /* uses that a fault may prove past: streams, not jumps */
+#define FAULT_LOOKAHEAD 8 /* uses by which a fault may advance the plan's position */
 #define OPERANDS 4        /* of one operator; see [Note: operands] */
 
 enum state { FREE = 0, ABSENT, READING, STAGED, RESIDENT, WRITING };
@@ -83,10 +82,10 @@ enum failure_kind { FAILED_READ = 1, FAILED_WRITE, FAILED_PINNED, FAILED_LOCKED,
 
 #define PATIENCE 60u      /* seconds, or rounds of `transfer_watch` */
 #define MOVE_SOON_S 0.05  /* there are other pages to evict */
-#define MOVE_SURELY_S 10. /* somebody needs this one */
-#define MOVE_TRY_S 0.005  /* before others are let in; see `pool_again` */
+#define MOVE_SURELY_S 10. /* a thread needs this one */
+#define MOVE_TRY_S 0.005  /* before the mutex is released; see `pool_again` */
 
-struct failure { /* why a function could not do what it was called for */
+struct failure { /* why a function failed */
     int32_t kind, error;
     uint32_t region;
 };
@@ -98,18 +97,18 @@ struct region {
     uint8_t clear;      /* see [Note: clear regions] */
     uint8_t cleared;    /* it was clear, and may be again */
     uint8_t locked;     /* see [Note: locked regions] */
-    uint8_t waited;     /* somebody waits for it: install as soon as staged */
-    uint8_t asleep;     /* and cannot be told of a failure: an access that sleeps in the kernel */
+    uint8_t waited;     /* a thread waits for it: install as soon as staged */
+    uint8_t asleep;     /* a thread sleeps on it in the kernel, and cannot get an error */
     uint8_t queued;     /* in the urgent queue */
     uint8_t prefetched; /* staged by plan and not yet used */
     uint8_t busy;       /* its pages cannot move now (pinned by the kernel) */
-    uint8_t reported;   /* its fault under lock was handed to the owner */
+    uint8_t reported;   /* its fault under lock was reported to the owner */
     uint8_t shown;      /* its pages are at an alias */
     int32_t pins;
     uint32_t locks;     /* how often it was locked */
-    uint32_t visits;    /* how often it was put at its address, discarded or cleared */
-    struct failure failure; /* of the last request, for those who wait */
-    uint32_t told;      /* the last thread that was told to let go while it waits for the owner */
+    uint32_t visits;    /* how often it was installed at its address, discarded or cleared */
+    struct failure failure; /* of the last request, for the callers that wait */
+    uint32_t told;      /* the last thread that was signalled to release the GIL */
     uint32_t page, pages; /* place in the arena */
     uint64_t bytes;       /* of content, for the counters */
     uint64_t sum;         /* of the file's copy */
@@ -117,7 +116,7 @@ struct region {
     uint32_t *slots;      /* one per page while not at its address */
     int64_t next_use;     /* position in the reference string, or NEVER */
     uint64_t stamp;       /* last use, for LRU */
-    uint64_t fault;       /* number of the last fault that brought it, or 0 */
+    uint64_t fault;       /* number of the last fault that fetched it, or 0 */
     double waited_since;
 };
 
@@ -148,7 +147,7 @@ struct counters {
 };
 
 struct pager {
-    /* the maps: arena pages first, then the pool's slots */
+    /* the mapping: arena pages first, then the pool's slots */
     char *base;
     uint64_t page_bytes;
     uint32_t arena_pages, pool_pages;
@@ -156,31 +155,31 @@ struct pager {
     int uffd, fd, pagemap, stop_pipe[2];
     uint32_t *full, *vacant; /* stacks of slots */
     uint32_t fulls, vacants, reserve;
-    uint32_t populated; /* slots that have had a page; the pool grows to its size as it is used */
+    uint32_t populated; /* slots that have had a page; grows as the pool is used */
 
     struct region *regions;
     uint32_t region_capacity, region_high; /* one past the highest region ever made */
     uint64_t clock;
-    uint64_t served; /* faults that brought a region */
+    uint64_t served; /* faults that fetched a region */
 
-    uint32_t *urgent; /* ring of regions that somebody waits for */
+    uint32_t *urgent; /* ring of regions that threads wait for */
     uint32_t urgent_head, urgent_tail;
-    uint32_t *handed; /* ring of locked regions that somebody waits for */
+    uint32_t *handed; /* ring of locked regions that threads wait for */
     uint32_t handed_head, handed_tail;
     double handed_since;
     uint32_t serving; /* threads inside pager_handed */
-    uint32_t writing; /* pages on their way out */
-    uint32_t waiting; /* regions that somebody waits for, now */
+    uint32_t writing; /* pages being evicted */
+    uint32_t waiting; /* regions that threads wait for now */
     double waiting_since;
 
     /* see [Note: no room] */
     uint32_t moving;   /* regions in flight */
-    uint32_t progress; /* counts whatever may have made room */
-    uint32_t watched;  /* the count at the last look */
-    uint32_t stuck;    /* looks since which nothing could be done */
+    uint32_t progress; /* counts events that may have made room */
+    uint32_t watched;  /* `progress` at the last check */
+    uint32_t stuck;    /* checks in a row at which nothing could be done */
     uint32_t patience;
     double watched_at;
-    int32_t write_error; /* errno of the last write, 0 if it went well */
+    int32_t write_error; /* errno of the last write, 0 if it succeeded */
     uint32_t write_region;
 
     struct reader *reader; /* see [Note: releasing the lock] */
@@ -210,7 +209,7 @@ void pager_let_go(pthread_mutex_t **);
     __attribute__((cleanup(pager_let_go))) pthread_mutex_t *held_mutex = &(p)->mutex;               \
     pthread_mutex_lock(held_mutex)
 void pager_end(const char *format, ...) __attribute__((noreturn, format(printf, 1, 2)));
-/* Pages that can be had without an eviction. */
+/* Pages available without an eviction. */
 static inline uint32_t pager_room(const struct pager *p)
 {
     return p->fulls + (p->pool_pages - p->populated);
@@ -229,7 +228,7 @@ static inline char *slot_address(const struct pager *p, uint32_t slot)
     return p->base + (uint64_t)(p->arena_pages + slot) * p->page_bytes;
 }
 
-/* pool.c: 0 or an errno; what fails has moved nothing */
+/* pool.c: 0 or an errno; a failed move is undone */
 int pool_map(struct pager *);
 void pool_unmap(struct pager *);
 int pool_install(struct pager *, struct region *, double patience_s);  /* slots -> address */
@@ -244,12 +243,12 @@ void pool_wake(struct pager *, struct region *);
 /* transfer.c */
 void *transfer_worker(void *);
 void transfer_want(struct pager *, uint32_t region);
-void transfer_unwant(struct pager *, uint32_t region); /* whoever sleeps on it asks again */
+void transfer_unwant(struct pager *, uint32_t region); /* sleeping accesses fault again */
 int transfer_install(struct pager *, uint32_t region);
 void transfer_fill(struct pager *, uint32_t region); /* pages for a region without a copy */
 void transfer_record(struct pager *, int kind, int cause, uint32_t region, double start, uint64_t bytes);
 void transfer_end_wait(struct pager *, uint32_t region);
-void transfer_drop(struct pager *, uint32_t region); /* forget its pages, whatever they hold */
+void transfer_drop(struct pager *, uint32_t region); /* discard its pages and content */
 int transfer_is_clear(struct pager *, uint32_t region);
 void transfer_watch(struct pager *);                 /* see [Note: no room] */
 
@@ -260,7 +259,7 @@ int plan_next(struct pager *, uint32_t *region);
 uint32_t plan_victim(struct pager *, int64_t later_than);
 
 /* swap.c */
-int region_put_aside(struct pager *, uint32_t id); /* address -> slots, and nobody waits for it */
+int region_put_aside(struct pager *, uint32_t id); /* address -> slots, and end its waits */
 
 /* faults.c */
 void *fault_serve(void *);
@@ -273,6 +272,6 @@ int file_transfer(struct pager *, struct region *, int write);
 int gil_release_enter(struct pager *); /* 0 or an errno */
 void gil_release_leave(struct pager *);
 void gil_release_signal(uint32_t thread, uint64_t address);
-void gil_release_unlocked(struct pager *); /* a region was unlocked, or is no more */
+void gil_release_unlocked(struct pager *); /* a region was unlocked or released */
 
 #endif

@@ -1,4 +1,4 @@
-/* Following a plan: positions, next uses, the next transfer that is due, the best victim. */
+/* Follows a plan: position, next uses, the next due transfer, the best victim. */
 #include "pager.h"
 
 #include <stdlib.h>
@@ -16,10 +16,10 @@ void plan_clear(struct pager *p)
     p->position = 0;
 }
 
-/* Progress has reached `position`: uses before it are past, and next uses follow. */
+/* Advance to `position`: uses before it are past, and next uses are updated. */
 void plan_advance(struct pager *p, int64_t position)
 {
-    if (position < p->position) { /* anchored again, further back: count from the start */
+    if (position < p->position) { /* moved back: count from the start */
         for (uint32_t i = p->uses; i-- > 0;)
             if (p->use[i].position >= position)
                 p->regions[p->use[i].region].next_use = p->use[i].position;
@@ -36,14 +36,15 @@ void plan_advance(struct pager *p, int64_t position)
     }
 }
 
-/* Without a plan the least recently used region leaves, which is none of these. */
+/* Is it one of the regions that faulted last and are not planned? See [Note: operands]. Never
+ * without a plan, where the least recently used region is evicted. */
 static int faulted_last(const struct pager *p, const struct region *r)
 {
     return p->next_used < p->uses && r->next_use == NEVER && r->fault &&
            p->served - r->fault < OPERANDS;
 }
 
-/* Does `a` leave before `b`? The one used later; among equals the less recently used. */
+/* Is `a` evicted before `b`? The one used later; among equals the less recently used. */
 static int leaves_first(const struct pager *p, const struct region *a, const struct region *b)
 {
     int last = faulted_last(p, a);
@@ -54,8 +55,8 @@ static int leaves_first(const struct pager *p, const struct region *a, const str
     return a->next_use > b->next_use || (a->next_use == b->next_use && a->stamp < b->stamp);
 }
 
-/* The first to leave of the regions that may and are used after `later_than`; those that faulted
- * last only if it is negative. NO_REGION if there is none. See [Note: operands]. */
+/* The first to evict of the evictable regions used after `later_than`; those that faulted last only
+ * if it is negative. NO_REGION if there is none. See [Note: operands]. */
 uint32_t plan_victim(struct pager *p, int64_t later_than)
 {
     uint32_t best = NO_REGION;
@@ -71,8 +72,7 @@ uint32_t plan_victim(struct pager *p, int64_t later_than)
     return best;
 }
 
-/* The next planned transfer that can start now: its kind and region, or -1.
- * What reality has overtaken is skipped. */
+/* The next planned transfer that can start now: its kind and region, or -1. Skips obsolete ones. */
 int plan_next(struct pager *p, uint32_t *region)
 {
     while (p->next_action < p->actions && p->action[p->next_action].position <= p->position) {
@@ -95,7 +95,7 @@ int plan_next(struct pager *p, uint32_t *region)
             return ACTION_FETCH;
         }
         if (pager_room(p) + p->writing >= r->pages + p->reserve || r->next_use > p->position + 1)
-            return -1; /* room is on its way, or there is time to wait for it */
+            return -1; /* room is being made, or there is time to wait for it */
         *region = plan_victim(p, r->next_use);
         return *region == NO_REGION ? -1 : ACTION_EVICT;
     }

@@ -33,7 +33,7 @@ struct uffdio_move {
 #define HALF "the kernel has moved half of a region and refuses to move it on or back: %s"
 #define POISON 0xff /* a NaN in every format of floats */
 
-/* In debug mode nobody mistakes what lies in a free slot for content. */
+/* In debug mode, make the bytes of a free slot recognizable. */
 static void poison(struct pager *p, uint32_t slot)
 {
     if (p->debug)
@@ -79,7 +79,7 @@ void pool_unmap(struct pager *p)
     p->base = NULL;
 }
 
-/* What the page table holds at `address`: a page, here or swapped out? -1 if that is not told. */
+/* Does the page table hold a page at `address`, present or swapped out? -1 if it cannot be read. */
 static int holds_page(struct pager *p, char *address)
 {
     uint64_t entry;
@@ -89,7 +89,7 @@ static int holds_page(struct pager *p, char *address)
     return (entry & (PRESENT | SWAPPED)) != 0;
 }
 
-/* Move `bytes`, or as many as can be within `patience_s`; how many in `*done`. */
+/* Move `bytes`, or as many as possible within `patience_s`; how many in `*done`. */
 static int move_span(struct pager *p, char *to, char *from, uint64_t bytes, double patience_s,
                      uint64_t *done)
 {
@@ -123,7 +123,7 @@ static int move_span(struct pager *p, char *to, char *from, uint64_t bytes, doub
         if (pager_now() - since > patience_s)
             return EBUSY;
         if (attempt % 50 == 0 && holds_page(p, here) == 1)
-            madvise(here, SYSTEM_PAGE, MADV_POPULATE_WRITE); /* out of swap, and nobody else's */
+            madvise(here, SYSTEM_PAGE, MADV_POPULATE_WRITE); /* back from swap, and unshared */
         usleep(attempt < 1000 ? 50 : 1000);
     }
     *done = bytes;
@@ -173,7 +173,7 @@ int pool_relocate(struct pager *p, struct region *r, uint32_t page, int out, dou
             for (uint32_t j = r->pages; j-- > 0;)
                 p->vacant[p->vacants++] = r->slots[j];
         else
-            r->dirty = 1; /* what was in place for a moment may have been written */
+            r->dirty = 1; /* pages that were in place for a moment may have been written */
         return error;
     }
     if (!out)
@@ -182,12 +182,12 @@ int pool_relocate(struct pager *p, struct region *r, uint32_t page, int out, dou
     return 0;
 }
 
-/* May a move that has failed with `error` be tried again? Lets others have the mutex before. */
+/* May a move that has failed with `error` be tried again? If so, releases the mutex for 5 ms. */
 int pool_again(struct pager *p, int error, double since, double patience_s)
 {
     if (error != EBUSY || pager_now() - since > patience_s)
         return 0;
-    p->moving++; /* no time at which nothing can be done: see [Note: no room] */
+    p->moving++; /* so that it does not count as stuck: see [Note: no room] */
     pthread_mutex_unlock(&p->mutex);
     usleep(5000);
     pthread_mutex_lock(&p->mutex);
@@ -195,7 +195,7 @@ int pool_again(struct pager *p, int error, double since, double patience_s)
     return 1;
 }
 
-/* For a region that ends while the kernel holds its pages: they are left to whoever holds them. */
+/* Give a region that ends new pages, in slots. The kernel, which holds the old ones, keeps them. */
 int pool_replace(struct pager *p, struct region *r)
 {
     if (madvise(arena_address(p, r), (uint64_t)r->pages * p->page_bytes, MADV_DONTNEED))

@@ -1,9 +1,9 @@
-/* Regions that trade contents; see [Note: twins]. */
+/* Twins: regions that exchange contents for speculative updates; see [Note: twins]. */
 #include "pager.h"
 
 #include <errno.h>
 
-/* Wait until its pages rest in slots or in the file; 0 or an errno. */
+/* Wait until its pages are in slots or it is absent, and end its waits; 0 or an errno. */
 int region_put_aside(struct pager *p, uint32_t id)
 {
     struct region *r = &p->regions[id];
@@ -13,7 +13,7 @@ int region_put_aside(struct pager *p, uint32_t id)
         while (r->state == READING || r->state == WRITING || r->shown)
             pthread_cond_wait(&p->done, &p->mutex);
         if (r->waited || r->asleep || r->queued)
-            transfer_unwant(p, id); /* whoever sleeps on it asks again, for what it is then */
+            transfer_unwant(p, id); /* sleeping accesses fault again */
         if (r->state != RESIDENT)
             return 0;
         error = pool_withdraw(p, r, MOVE_TRY_S);
@@ -23,7 +23,7 @@ int region_put_aside(struct pager *p, uint32_t id)
     return error;
 }
 
-/* Take regions from their addresses and tell how often each was there. 0, or 1 with `*failure`. */
+/* Move regions off their addresses and return their visits. 0, or 1 with `*failure`. */
 API int pager_withdraw(struct pager *p, const uint32_t *ids, uint32_t count, uint32_t *visits,
                        struct failure *failure)
 {
@@ -39,7 +39,7 @@ API int pager_withdraw(struct pager *p, const uint32_t *ids, uint32_t count, uin
     return failed;
 }
 
-/* How often each region was at its address so far. */
+/* How often each region was installed at its address, discarded or cleared. */
 API void pager_visits(struct pager *p, const uint32_t *ids, uint32_t count, uint32_t *visits)
 {
     HOLD(p);
@@ -54,8 +54,8 @@ static int can_lend(const struct region *r, const struct region *twin)
            !twin->asleep && !twin->queued && !twin->has_copy && !twin->clear && r->pages == twin->pages;
 }
 
-/* Give the pages of each region to its twin, which must be empty; the region itself keeps its
- * content in the file. 1, or 0 if one of them is not at hand unmodified: then nothing is done. */
+/* Move the pages of each region to its twin, which must be empty; the region itself keeps its
+ * content in the file. 1, or 0 with no change unless all regions are staged and unmodified. */
 API int pager_lend(struct pager *p, const uint32_t *ids, uint32_t count, const uint32_t *twins)
 {
     int all = 1;
@@ -79,14 +79,14 @@ API int pager_lend(struct pager *p, const uint32_t *ids, uint32_t count, const u
     return all;
 }
 
-/* Let each region and its twin trade contents. 0, or 1 with `*failure`: then none have. */
+/* Exchange the contents of each region and its twin. 0, or 1 with `*failure`: then none are. */
 API int pager_exchange(struct pager *p, const uint32_t *ids, uint32_t count, const uint32_t *twins,
                        struct failure *failure)
 {
     int failed = 0;
     HOLD(p);
     for (int at_rest = 0; !at_rest && !failed;) {
-        at_rest = 1; /* unless one comes back while another is waited for */
+        at_rest = 1; /* unless one is installed while another is waited for */
         for (uint32_t i = 0; i < 2 * count && !failed; i++) {
             uint32_t id = i < count ? ids[i] : twins[i - count];
             struct region *r = &p->regions[id];

@@ -1,4 +1,4 @@
-/* Transfers between slots and the spill file: what is due, and the threads that make them. */
+/* Transfers between slots and the spill file, their queue, and the threads that make them. */
 #include "pager.h"
 
 #include <errno.h>
@@ -36,7 +36,7 @@ void transfer_end_wait(struct pager *p, uint32_t id)
     transfer_record(p, EVENT_STALL, BY_FAULT, id, r->waited_since, r->bytes);
 }
 
-/* Somebody waits for the region: it goes before all that is planned. */
+/* A thread waits for the region: queue it before all planned transfers. */
 void transfer_want(struct pager *p, uint32_t id)
 {
     struct region *r = &p->regions[id];
@@ -48,7 +48,7 @@ void transfer_want(struct pager *p, uint32_t id)
     }
 }
 
-/* Nobody waits for it any more. Accesses that sleep on it are repeated, and ask again. */
+/* End all waits for it. Accesses that sleep on it are repeated, and fault again. */
 void transfer_unwant(struct pager *p, uint32_t id)
 {
     struct region *r = &p->regions[id];
@@ -68,8 +68,8 @@ void transfer_unwant(struct pager *p, uint32_t id)
     pthread_cond_broadcast(&p->done);
 }
 
-/* Tell those who called a function and wait for the region why it will not come. */
-static void refuse(struct pager *p, uint32_t id, int kind, int error, uint32_t culprit)
+/* Fail the function calls that wait for the region. */
+static void fail_waits(struct pager *p, uint32_t id, int kind, int error, uint32_t culprit)
 {
     p->regions[id].failure = (struct failure){kind, error, culprit};
     transfer_unwant(p, id);
@@ -83,7 +83,7 @@ int transfer_install(struct pager *p, uint32_t id)
     if (error && r->asleep)
         pager_end("the kernel cannot move region %u, on which a thread sleeps, into place: %s", id,
                   strerror(error));
-    r->visits++; /* also if it was in place in part, and went back */
+    r->visits++; /* also if it was moved in part, and back */
     if (error)
         return error;
     r->state = RESIDENT;
@@ -113,8 +113,8 @@ static void leave(struct pager *p, struct region *r)
     p->progress++;
 }
 
-/* The pages are in slots: whoever waits for them gets them; else they leave, if they may. */
-static void rest(struct pager *p, uint32_t id, int may_leave)
+/* The pages are in slots: install them if a thread waits, else evict them if they may leave. */
+static void finish_move(struct pager *p, uint32_t id, int may_leave)
 {
     struct region *r = &p->regions[id];
     r->state = STAGED;
@@ -126,7 +126,7 @@ static void rest(struct pager *p, uint32_t id, int may_leave)
     pthread_cond_broadcast(&p->work);
 }
 
-/* Take a region to slots, if it is at its address; 0 or an errno. */
+/* Move a region to slots, if it is at its address; 0 or an errno. */
 static int withdraw(struct pager *p, struct region *r)
 {
     int error = r->state == RESIDENT ? pool_withdraw(p, r, MOVE_SOON_S) : 0;
@@ -135,7 +135,7 @@ static int withdraw(struct pager *p, struct region *r)
     return error;
 }
 
-/* Forget the pages of a region that is not in flight. */
+/* Discard the pages and content of a region that is not in flight. */
 void transfer_drop(struct pager *p, uint32_t id)
 {
     struct region *r = &p->regions[id];
@@ -168,10 +168,9 @@ static int holds_zeros(struct pager *p, const struct region *r)
     return 1;
 }
 
-/* Look through a region that is in slots and was cleared, and write it if `writes`, unless it holds
- * zeros only; then it is clear again. Drops the mutex. Returns whether it does; `*error` of the
- * write. */
-static int look(struct pager *p, struct region *r, int writes, int *error)
+/* Scan a cleared region in slots: if it holds zeros only, it is clear again, else write it if
+ * `writes`. Releases the mutex. Returns whether it holds zeros; `*error` of the write. */
+static int scan(struct pager *p, struct region *r, int writes, int *error)
 {
     r->state = WRITING;
     p->moving++;
@@ -187,7 +186,7 @@ static int look(struct pager *p, struct region *r, int writes, int *error)
     return zeros;
 }
 
-/* Evict a region that is resident or staged. Drops the mutex while it writes. */
+/* Evict a region that is resident or staged. Releases the mutex while it writes. */
 static void evict(struct pager *p, uint32_t id, int cause)
 {
     struct region *r = &p->regions[id];
@@ -200,13 +199,13 @@ static void evict(struct pager *p, uint32_t id, int cause)
         int error;
         r->clear = 0;
         p->writing += r->pages;
-        int zeros = look(p, r, 1, &error);
+        int zeros = scan(p, r, 1, &error);
         p->writing -= r->pages;
         if (!zeros) {
             p->write_error = error;
             p->write_region = id;
         }
-        if (error) { /* what could not be written stays; the owner is told */
+        if (error) { /* it stays; `pager_counters` reports the error */
             r->busy = 1;
             failed(p, id, error, 1);
         } else if (!zeros) {
@@ -216,11 +215,11 @@ static void evict(struct pager *p, uint32_t id, int cause)
             transfer_record(p, EVENT_EVICT, cause, id, start, r->bytes);
         }
     }
-    rest(p, id, !r->busy);
+    finish_move(p, id, !r->busy);
 }
 
-/* Does the region hold zeros only, as far as that is told without reading the file? Drops the mutex
- * while it looks; if it does, its pages go. */
+/* Does the region hold zeros only, as far as is known without reading the file? Releases the mutex
+ * while it scans; drops the pages if it does. */
 int transfer_is_clear(struct pager *p, uint32_t id)
 {
     struct region *r = &p->regions[id];
@@ -231,13 +230,13 @@ int transfer_is_clear(struct pager *p, uint32_t id)
         return 1;
     if (!r->cleared || r->locked || r->pins || r->shown || r->state == ABSENT || withdraw(p, r))
         return 0;
-    int zeros = look(p, r, 0, &error);
-    rest(p, id, zeros);
+    int zeros = scan(p, r, 0, &error);
+    finish_move(p, id, zeros);
     return zeros;
 }
 
-/* Give a region without a copy its slots, for which there is room; zeroed, without the mutex, if it
- * is clear. */
+/* Take slots, for which there is room, for a region without a copy. If it is clear, zero them with
+ * the mutex released. */
 void transfer_fill(struct pager *p, uint32_t id)
 {
     struct region *r = &p->regions[id];
@@ -256,7 +255,7 @@ void transfer_fill(struct pager *p, uint32_t id)
     r->dirty = 0;
 }
 
-/* Bring an absent region into slots, for which there is room. Drops the mutex while it reads. */
+/* Fetch an absent region into slots, for which there is room. Releases the mutex while it reads. */
 static void fetch(struct pager *p, uint32_t id, int cause)
 {
     struct region *r = &p->regions[id];
@@ -282,7 +281,7 @@ static void fetch(struct pager *p, uint32_t id, int cause)
         if (error) {
             leave(p, r);
             if (r->waited)
-                refuse(p, id, FAILED_READ, error, id);
+                fail_waits(p, id, FAILED_READ, error, id);
             else
                 failed(p, id, error, 0);
             return;
@@ -297,7 +296,7 @@ static void fetch(struct pager *p, uint32_t id, int cause)
     r->dirty = 0;
     r->stamp = ++p->clock;
     p->progress++;
-    rest(p, id, 0);
+    finish_move(p, id, 0);
 }
 
 static int serve_urgent(struct pager *p)
@@ -322,12 +321,12 @@ static int serve_urgent(struct pager *p)
     if (victim == NO_REGION)
         victim = plan_victim(p, -1);
     if (victim == NO_REGION)
-        return 0; /* all is pinned or in flight: somebody will let go */
+        return 0; /* all is pinned or in flight: wait for an unpin or a transfer */
     evict(p, victim, BY_ROOM);
     return 1;
 }
 
-/* Called often; looks once a second. See [Note: no room]. */
+/* Called often; checks once a second. See [Note: no room]. */
 void transfer_watch(struct pager *p)
 {
     double now = pager_now();
@@ -341,7 +340,7 @@ void transfer_watch(struct pager *p)
     }
     struct region *first = &p->regions[p->urgent[p->urgent_head % p->region_capacity]];
     if (p->moving || pager_room(p) >= first->pages || plan_victim(p, -1) != NO_REGION)
-        return; /* there is something that can be done, and workers for it */
+        return; /* the workers can make progress */
     p->stuck++;
     int out_of_patience = p->stuck > p->patience;
     for (uint32_t i = p->urgent_head; i != p->urgent_tail;) {
@@ -356,14 +355,14 @@ void transfer_watch(struct pager *p)
                       p->write_error ? strerror(p->write_error)
                                      : "all is in use at once; raise the budget");
         if (!r->asleep && p->write_error && p->stuck > 1)
-            refuse(p, id, FAILED_WRITE, p->write_error, p->write_region);
+            fail_waits(p, id, FAILED_WRITE, p->write_error, p->write_region);
         else if (!r->asleep && out_of_patience)
-            refuse(p, id, FAILED_PINNED, EDEADLK, id);
+            fail_waits(p, id, FAILED_PINNED, EDEADLK, id);
         else
             i++;
     }
     for (uint32_t i = 0; i < p->region_high; i++)
-        p->regions[i].busy = 0; /* what could not leave then may leave now */
+        p->regions[i].busy = 0; /* retry failed evictions */
     pthread_cond_broadcast(&p->work);
 }
 
