@@ -1,9 +1,9 @@
-"""Resident mode: everything a step takes fits the budget, so nothing is paged.
+"""Resident mode: everything that a step takes fits the budget, so nothing is paged.
 
-`Fit` decides while a model is paged whether all would fit; `Resident` watches afterwards that it
-still does. No hook sees what is saved then: `Growth` compares the heap's use after each forward
-with its least use before one in the step. A sample that turns out too large has run by then, and
-the next one is paged.
+While a model is paged, `Fit` decides whether everything would fit. Afterwards `Resident` checks
+that it still does. No hook sees saved tensors then, so `Growth` compares the heap's use after each
+forward with its least use before a forward of the step. A sample that is too large is found out
+after it ran, and the next one is paged.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from dynoffload.runtime.unseen import unseen
 from dynoffload.telemetry import StepStats
 
 RESIDENT_SHARE = 0.9
-"""Of the budget: a session that needs no more than this stops paging."""
+"""Share of the budget: a session that needs no more than this stops paging."""
 
 _MEASURED_STEPS = 2  # steps measured before paging stops
-_GROWTH = 1.1  # a sample so much larger than those measured is paged again
+_GROWTH = 1.1  # samples larger than the measured ones by this factor are paged again
 
 
 class Fit:
-    """Whether all that a step takes would fit the budget, as measured while it is paged.
+    """Decides whether everything a step takes would fit the budget, measured while it is paged.
 
     Attributes:
         largest: the size of the largest sample so far.
         whole: bytes of a step that touches everything, without activations: the most since
-            `reset`, so what is thawed now and then does not end resident mode each time.
-        need: bytes that a step takes, the most since `reset`.
+            `reset`, so parameters that are thawed now and then do not end resident mode each time.
+        need: bytes that a step takes: the most since `reset`.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, budget: int) -> None:
@@ -49,15 +49,15 @@ class Fit:
         self.reset()
 
     def reset(self) -> None:
-        """Measure anew."""
+        """Restart the measurement."""
         self.whole = self.need = self._peak = 0
 
     def count(self) -> None:
-        """Count what there is and what is to come."""
+        """Count existing bytes, and those of gradients and state still to be made."""
         self.whole = max(self.whole, whole_bytes(self.model, self.optimizer))
 
     def holds(self, stats: StepStats, paging: Paging) -> bool:
-        """Return whether all fits, as far as this step of ``paging`` and those before it show."""
+        """Return whether everything fits, judging by this step of ``paging`` and earlier ones."""
         self._peak = max(self._peak, stats.peak_fast_bytes, stats.peak_allocated_bytes)
         if stats.bytes_in or stats.bytes_out or stats.step + 1 < _MEASURED_STEPS:
             return False
@@ -66,9 +66,9 @@ class Fit:
         return self.need <= RESIDENT_SHARE * self.budget and stats.step >= _MEASURED_STEPS
 
     def _absent(self, paging: Paging) -> int:
-        """Return the bytes that no step has had in memory, and that would be there without paging:
-        what no sample has touched, its gradients and state also where there are none yet, and
-        gradients of fused parameters as a whole."""
+        """Return the bytes that no step has had in memory, but that would be there without paging:
+        tensors that no sample has touched, their gradients and state even before they exist, and
+        whole gradients of fused parameters."""
         here = ordinary_bytes(self.model, self.optimizer, paging.device)
         absent = max(0, self.whole - here - paging.device.resident_bytes())
         fused = [one.parameter for one in paging.rows]
@@ -76,9 +76,9 @@ class Fit:
 
 
 class Resident(Mode):
-    """Everything is in memory, and watched so that it stays within the budget; see `Mode`.
+    """Keeps everything in memory, and checks that it stays within the budget; see `Mode`.
 
-    ``given`` returns the bytes that an accelerator's allocator has given; None: on the CPU.
+    ``given`` returns the bytes that an accelerator's allocator has allocated; None: on the CPU.
     """
 
     def __init__(self, fit: Fit, recording: Recording, given: Callable[[], int] | None) -> None:
@@ -92,7 +92,7 @@ class Resident(Mode):
         self._handle = None if hook is None else hook(lambda *_: self._end_step())
 
     def outgrown(self, size: int) -> str:
-        """Return why a sample of ``size`` has to be paged, "" if it fits. It reads no content."""
+        """Return why a sample of ``size`` must be paged, or "" if it fits. It reads no content."""
         if self._too_large or size > self._fit.largest * _GROWTH:
             return "a larger sample than any measured"
         stepped, self._stepped = self._stepped, False
@@ -109,7 +109,7 @@ class Resident(Mode):
         self._seen = self._signs()
 
     def _signs(self) -> tuple[int, int, int]:
-        """Return what tells that there may be more: some 0.2 microseconds a parameter."""
+        """Return counts that show whether more is trained: some 0.2 microseconds a parameter."""
         optimizer = self._fit.optimizer
         groups = [] if optimizer is None else optimizer.param_groups
         nbytes = sum([one.nbytes for one in self._parameters])
@@ -135,23 +135,23 @@ class Resident(Mode):
 
 
 class Growth:
-    """Measures what the forwards of a step leave in memory, without gradients."""
+    """Measures what the forwards of a step leave in memory, gradients excluded."""
 
     def __init__(self, model: nn.Module, given: Callable[[], int] | None) -> None:
         self._model, self._given = model, given
         self._least: int | None = None  # before a forward of this step
 
     def begin(self) -> None:
-        """A forward begins, the first of a step or another."""
+        """Called as a forward begins, the first of a step or a later one."""
         used = self._used()
         self._least = used if self._least is None else min(self._least, used)
 
     def finish(self) -> int:
-        """A forward is over: return the bytes that the step's forwards have left and still hold."""
+        """After a forward, return the bytes that the step's forwards have left and still hold."""
         return 0 if self._least is None else max(0, self._used() - self._least)
 
     def end(self) -> None:
-        """The step is over."""
+        """Called as the step ends."""
         self._least = None
 
     def _used(self) -> int:
