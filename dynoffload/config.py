@@ -157,8 +157,8 @@ class OffloadConfig:
     def of(cls, options: OffloadConfig | Mapping[str, Any] | None) -> OffloadConfig:
         """Return ``options`` as a config; a mapping may hold only known keys.
 
-        ConfigError: names the unknown key and the known ones.
-        ConfigError: naming the unknown key and the known ones.
+        Raises:
+            ConfigError: names the unknown key and the known ones.
         """
         if options is None:
             return cls()

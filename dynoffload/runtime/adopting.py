@@ -296,7 +296,7 @@ class Adoption:
             self._device.unpin(regions)
 
     def adopt(self, parameter: nn.Parameter) -> None:
-        """Move the optimizer state of ``parameter`` into regions, after its first update."""
+        """Move new optimizer state of ``parameter`` into regions."""
         slot, fused = self.store.slots.get(parameter), self.store.fused.get(parameter)
         if self._optimizer is None or isinstance(self._optimizer, HostOptimizer):
             return

@@ -29,8 +29,8 @@ class Planned(NamedTuple):
 class OffloadBlock(contextlib.AbstractContextManager[Session]):
     """What `offload` returns: entered once, by ``with`` or `start`, it yields the session.
 
-    Until then nothing is offloaded. A block that is never entered is probably a mistake, so it logs
-    a warning.
+    Until then nothing is offloaded. A block that is never entered is probably a mistake, so a
+    `RuntimeWarning` is issued.
 
     It ends when ``with`` is left, when the session's ``close()`` is called, or when the interpreter
     exits, whichever comes first. No tensor may remain in paged memory at exit.

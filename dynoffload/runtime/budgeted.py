@@ -69,7 +69,7 @@ class BudgetedSession(Session):
         self._fit = Fit(model, optimizer, sizing.budget)
         self._fits = False  # everything fits: paging ends with the next sample
         self._called = False  # the root was called to train, or a warning was logged that it is not
-        self._said_overrun = False
+        self._warned_overrun = False
         self._pid = os.getpid()
         self._calls = Calls()
         self._in_sample = False
@@ -113,7 +113,7 @@ class BudgetedSession(Session):
             before_call(model, enter, unseen, first=True),
             after_call(model, leave, unseen),
         ]
-        self._say_plan(paging, spill_reason)
+        self._log_plan(paging, spill_reason)
         paging.begun()
         interruptible(self._meta_init.give)(paging.bring)
         paging.count_anew()
@@ -122,7 +122,7 @@ class BudgetedSession(Session):
         buckets = beside(self._wrappers, device, self.sizing.bucket_bytes)
         return ordinary_bytes(self.model, self.optimizer, device) + buckets
 
-    def _say_plan(self, paging: Paging, spill_reason: str) -> None:
+    def _log_plan(self, paging: Paging, spill_reason: str) -> None:
         if launched_rank():
             return
         sizing, target, config = self.sizing, self._target, self._config
@@ -194,7 +194,7 @@ class BudgetedSession(Session):
             resident = self._mode if isinstance(self._mode, Resident) else None
             if resident and self._may_move() and (reason := resident.outgrown(size)):
                 logger.info("%s: paging again", reason)
-                self._come_back(resident)
+                self._page_again(resident)
             if self.paging:
                 self._fit.largest = max(self._fit.largest, size)
         self._in_sample, self._around = True, sys.exception()
@@ -231,16 +231,16 @@ class BudgetedSession(Session):
                 type(self.model).__name__,
             )
         if stats.peak_fast_bytes > self.sizing.budget:
-            self._say_overrun(paging, stats)
+            self._warn_overrun(paging, stats)
         if self._config.step_aside and not self._config.rollback:
             self._consider_aside(paging, stats)
         self._forecast.judge(stats)
 
-    def _say_overrun(self, paging: Paging, stats: StepStats) -> None:
+    def _warn_overrun(self, paging: Paging, stats: StepStats) -> None:
         """Warn once that unpageable tensors have grown beyond the budget, and name the largest."""
-        if self._said_overrun:
+        if self._warned_overrun:
             return
-        self._said_overrun = True
+        self._warned_overrun = True
         name, nbytes, cause = largest_outside(self.model, paging.optimizer, paging.device)
         kept_bytes, kept = paging.activations.kept.largest
         if kept_bytes > nbytes:
@@ -289,7 +289,7 @@ class BudgetedSession(Session):
                 Aftermath(self.model, self.optimizer, paging.loss)
 
     @uninterrupted
-    def _come_back(self, resident: Resident) -> None:
+    def _page_again(self, resident: Resident) -> None:
         paging = self._page()  # if this fails the session stays resident, and logs so again
         resident.close()
         self._fit.reset()
@@ -304,7 +304,7 @@ class BudgetedSession(Session):
         places: list[str] = []
         with contextlib.ExitStack() as ends:  # in reverse order, even if one raises
             if os.getpid() == self._pid:
-                ends.callback(self._say_where, places)
+                ends.callback(self._log_where, places)
                 ends.callback(lambda: places.append(self._homes.leave()))
                 if isinstance(mode, Paging):
                     ends.callback(lambda: places.append(self._end(mode)))
@@ -318,7 +318,7 @@ class BudgetedSession(Session):
             if os.getpid() == self._pid:  # runs user code and may be slow
                 interruptible(self._forecast.close)()
 
-    def _say_where(self, places: list[str]) -> None:
+    def _log_where(self, places: list[str]) -> None:
         where = ", ".join(place for place in places if place)
         if where:
             logger.warning("what does not fit in memory stays usable: %s", where)

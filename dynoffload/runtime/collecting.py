@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 class Collector:
     """Adopts gradients, and calls ``on_gradient`` after each.
 
-    If the model is ``replicated``, gradients change until backward ends; see
+    If the model is ``replicated``, gradients change when backward ends; see
     `dynoffload.distributed.replicas`. ``last`` names the parameter of the latest gradient.
     """
 
@@ -43,7 +43,7 @@ class Collector:
         self._activations, self._updates = activations, updates
         self._replicated, self._on_gradient = replicated, on_gradient
         self._awaits_end = self._ended = False
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self.last = ""
 
     def hooks(
@@ -91,7 +91,7 @@ class Collector:
         self._note(slot.name)
         gradient = parameter.grad
         if gradient is not None and gradient.requires_grad:
-            self._say(
+            self._warn_once(
                 f"backward(create_graph=True) made the gradient of {slot.name!r}: gradients with a "
                 "graph, and what that graph saves, stay in memory beside the budget; use "
                 "torch.autograd.grad(..., create_graph=True) for the term that needs it, and plain "
@@ -114,7 +114,7 @@ class Collector:
         self.last = name
         self._on_gradient()
         if self._updates is None:
-            self._say(
+            self._warn_once(
                 "gradients are made, but offload() was given no optimizer: its state is not under "
                 "the budget, and no step is recorded; pass offload(model, optimizer, ...)",
                 once="no optimizer",
@@ -123,7 +123,7 @@ class Collector:
             self._awaits_end = True
             as_backward_ends(self.adopt_reduced)
 
-    def _say(self, text: str, *, once: str) -> None:
-        if once not in self._said:
-            self._said.add(once)
+    def _warn_once(self, text: str, *, once: str) -> None:
+        if once not in self._warned:
+            self._warned.add(once)
             logger.warning(text)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from dynoffload.errors import BackendError
 
-_TOLD = {
+_METADATA = {
     *(
         getattr(torch.Tensor, name).__get__
         for name in ("device", "dtype", "grad", "is_leaf", "layout", "ndim", "requires_grad")
@@ -59,7 +59,7 @@ def _refuse(
     kind: type, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
 ) -> Any:
     """Be the ``__torch_function__`` of tensors without memory: return metadata, else raise."""
-    if function in _TOLD:
+    if function in _METADATA:
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
     given = tree_leaves((args, kwargs))
@@ -71,7 +71,7 @@ def _without_bytes(kind: type) -> type:
     return type(kind)(kind.__name__, (kind,), {"__torch_function__": classmethod(_refuse)})
 
 
-def _tell() -> None:
+def _disable_in_child() -> None:
     for holder in list(_holders):
         for name, tensor in holder.end_in_child():
             if "_paged_as" not in tensor.__dict__:
@@ -80,4 +80,4 @@ def _tell() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_tell)
+    os.register_at_fork(after_in_child=_disable_in_child)

@@ -130,13 +130,13 @@ def _checked(init: object, model: nn.Module, empty: Collection[str]) -> WeightFi
     def gives(value: object) -> bool:
         return callable(value) or isinstance(value, Initialiser)
 
-    beside = isinstance(init, tuple) and len(init) == 2 and gives(init[1])
-    path = init[0] if beside and isinstance(init, tuple) else init
+    is_pair = isinstance(init, tuple) and len(init) == 2 and gives(init[1])
+    path = init[0] if is_pair and isinstance(init, tuple) else init
     if isinstance(path, str | Path):
         stored = WeightFiles(path)
-        stored.check(model, empty, makes=beside)
+        stored.check(model, empty, makes=is_pair)
         return stored
-    if beside or not (init is None or gives(init)):
+    if is_pair or not (init is None or gives(init)):
         raise ConfigError(
             f"init={init!r:.80} says nothing of how to give weights: pass None (each module's "
             "reset_parameters), a function of a module, the path of a safetensors file, or a tuple "

@@ -90,7 +90,6 @@ def offload(
     Raises:
         ConfigError: an option is wrong, or the optimizer cannot be split by parameter.
         BudgetError: the budget is too small for the largest operator, or the host for the rest.
-        BudgetError: the budget cannot hold the largest operator, or the host what lies below it.
         SpillError: the spill directory is missing, in memory, or too full.
         PilotError: the pilot is corrupt, or of another network.
         BackendError: the backend does not work on this system, or there is no such accelerator.
@@ -148,7 +147,7 @@ def _plan(
     if pilot is None and options.policy == "pilot":
         options = replace(options, policy="on-demand")
     call = {"budget": limit, "pilot": pilot, "spill_dir": spill_dir, "host_budget": host_budget}
-    _say_overruled(given, {**call, "device": device, "policy": asked.policy})
+    _log_overruled(given, {**call, "device": device, "policy": asked.policy})
     _check_open(model, optimizer)
     if optimizer is not None:
         check_optimizer(optimizer)
@@ -191,22 +190,22 @@ def _plan(
 def _paged(setup: Setup) -> Iterator[Session]:
     with suspended():
         session = managers[id(setup.model)] = BudgetedSession(setup)
-        beside = None
+        watchdog = None
         left_by: BaseException | None = None
         try:
-            beside = session._watch_ranks()
+            watchdog = session._watch_ranks()
             yield session
         except BaseException as error:
             left_by = error
-            told = None if beside is None else beside.explain(error)
-            if told is not None:
-                raise told from error
+            explained = None if watchdog is None else watchdog.explain(error)
+            if explained is not None:
+                raise explained from error
             raise
         finally:
             managers.pop(id(setup.model), None)
             try:
-                if beside is not None and os.getpid() == session._pid:
-                    beside.end(left_by)
+                if watchdog is not None and os.getpid() == session._pid:
+                    watchdog.end(left_by)
             finally:
                 session._close()
 
@@ -269,7 +268,7 @@ def _predictor(pilot: Predictor | str | Path | None) -> Predictor | str | None:
     return pilot
 
 
-def _say_overruled(given: Defaults, call: Mapping[str, Any]) -> None:
+def _log_overruled(given: Defaults, call: Mapping[str, Any]) -> None:
     """Log which command-line options, ``given``, are overridden by the script's ``call``."""
     for name, value in call.items():
         option = getattr(given, name)

@@ -36,7 +36,7 @@ class Effects:
 
 
 # Writes that a schema does not declare: running statistics of batch normalization.
-_UNTOLD = {torch.ops.aten.native_batch_norm.default: (("running_mean", 3), ("running_var", 4))}
+_UNDECLARED = {torch.ops.aten.native_batch_norm.default: (("running_mean", 3), ("running_var", 4))}
 _UNFOLLOWED = {"set_", "resize_", "resize_as_", "resize", "_resize_output_", "swap_tensors"}
 
 
@@ -48,7 +48,7 @@ def effects_of(func: Any) -> Effects:
         (argument.name, place)
         for place, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
-    ) + _UNTOLD.get(func, ())
+    ) + _UNDECLARED.get(func, ())
     return Effects(
         written=written,
         draws=torch.Tag.nondeterministic_seeded in func.tags,

@@ -54,7 +54,7 @@ OF_EMPTY = {
 }
 """Views that torch can also make of empty storages."""
 
-_MAKES_NO_USE = {"set_", "resize_", "resize_as_"}
+_CHANGES_STORAGE = {"set_", "resize_", "resize_as_"}
 
 
 @functools.cache
@@ -69,7 +69,7 @@ def _touches_no_byte(func: Any) -> bool:
     """Return whether an operator makes views, changes a tensor's storage, or uses only shape, dtype
     and device."""
     name = func._schema.name.rpartition("::")[2]
-    if func.is_view or func in OF_EMPTY or name in _MAKES_NO_USE:
+    if func.is_view or func in OF_EMPTY or name in _CHANGES_STORAGE:
         return True
     return bool(name.endswith("_like") or name.startswith("new_"))
 
@@ -158,23 +158,23 @@ class OverRows:
                     else gathered.get(one.row)
                     for one in over
                 }
-                result = self._on_others(func, args, kwargs, places)
+                result = self._on_stand_ins(func, args, kwargs, places)
             finally:
                 self._device.used(used)
             for one in into:
                 if one not in alone and one.slices:
-                    self._bring_back(one, *gathered[one.row])
+                    self._copy_back(one, *gathered[one.row])
         return result
 
-    def _on_others(
+    def _on_stand_ins(
         self, func: Any, args: Any, kwargs: Any, places: dict[Over, _Place | None]
     ) -> Any:
-        others = {id(one.given): _other(one, place) for one, place in places.items()}
-        mine = {id(other): one for other, one in zip(others.values(), places, strict=True)}
+        stand_ins = {id(one.given): _stand_in(one, place) for one, place in places.items()}
+        mine = {id(other): one for other, one in zip(stand_ins.values(), places, strict=True)}
         rows = {p[0]._cdata: (one.row, p[1]) for one, p in places.items() if p is not None}
 
         def given(tensor: torch.Tensor) -> torch.Tensor:
-            return others.get(id(tensor), tensor)
+            return stand_ins.get(id(tensor), tensor)
 
         def returned(tensor: torch.Tensor) -> torch.Tensor:
             one = mine.get(id(tensor))
@@ -219,7 +219,7 @@ class OverRows:
                 self._exchange(row, number, storage, place, out=True)
             yield storage
 
-    def _bring_back(self, one: Over, storage: torch.UntypedStorage, start: int) -> None:
+    def _copy_back(self, one: Over, storage: torch.UntypedStorage, start: int) -> None:
         """Copy what an operator wrote in gathered memory back to the slices."""
         for number in one.slices:
             place = number - start // one.row.slice_bytes
@@ -351,7 +351,7 @@ def _wide(over: Sequence[Over]) -> dict[Row, range]:
     return found
 
 
-def _other(one: Over, place: _Place | None) -> torch.Tensor:
+def _stand_in(one: Over, place: _Place | None) -> torch.Tensor:
     """Return the stand-in for a tensor over a row."""
     plain = one.plain
     with torch._C._DisableTorchDispatch():

@@ -303,7 +303,7 @@ class Paging(Stepping):
         self.device.touch([slot.region for tensor in tensors for slot in slots(tensor)])
 
     def revert(self) -> None:
-        """Unused so far: restore the meta tensors on close."""
+        """Restore the meta tensors on close, as the beginning failed before any use."""
         self._undoes = True
 
     def meta_is_held(self) -> bool:

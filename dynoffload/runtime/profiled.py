@@ -51,12 +51,12 @@ def profiled(
     assert given.profile_dir is not None
     directory, limit = given.profile_dir, given.profile_steps
     directory.mkdir(parents=True, exist_ok=True)
-    if beside := of_another(directory, model):
+    if foreign := of_another(directory, model):
         logger.warning(
             "%s holds traces of another network, such as %s: a pilot learns from those of one, so "
             "keep each in a directory of its own",
             directory,
-            beside.name,
+            foreign.name,
         )
     first, saved = next_number(directory), 0
 

@@ -95,12 +95,12 @@ class Residency(TorchDispatchMode):  # type: ignore[no-untyped-call]
             try:
                 return self._call(func, args, kwargs)
             except torch.OutOfMemoryError:
-                if not _may_be_called_again(func) or not self._make_way():
+                if not _may_be_called_again(func) or not self._free_memory():
                     raise
             return self._call(func, args, kwargs)
 
     @uninterrupted
-    def _make_way(self) -> bool:
+    def _free_memory(self) -> bool:
         return self._device.make_way()
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

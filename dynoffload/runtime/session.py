@@ -111,7 +111,7 @@ class Session:
     ) -> None:
         """Save the run to ``directory``, which is replaced at once; see `save_checkpoint`.
 
-        Deferred updates are applied first. Tensors are written in place, piece by piece, so the
+        Deferred updates are applied first. Tensors are read in place, piece by piece, so the
         memory taken is the budget and some megabytes. Call it between steps: gradients are not
         saved, and existing ones stay as they are.
 

@@ -116,9 +116,9 @@ def sizing_of(
         f"a budget of {format_bytes(budget)}{_unit_of(budget)} cannot hold the largest update: "
         f"{division.culprit or 'the model'} needs {format_bytes(division.largest)} at once "
         "(parameter, gradient and optimizer state), besides the smaller tensors that stay, "
-        f"activations and reserve{_beside(buckets)}: raise the budget to at least "
+        f"activations and reserve{_bucket_text(buckets)}: raise the budget to at least "
         f"{format_bytes(enough)}, or make "
-        f"that layer smaller{_splits(model, division)}{_held_too(model)}"
+        f"that layer smaller{_split_advice(model, division)}{_held_text(model)}"
     )
     error.lacking = enough - budget
     raise error
@@ -151,7 +151,7 @@ def _unit_of(budget: int) -> str:
     return f" (an int is in bytes: write '{budget}GiB' or '{budget}MB' if that is meant)"
 
 
-def _beside(buckets: int) -> str:
+def _bucket_text(buckets: int) -> str:
     if not buckets:
         return ""
     return (
@@ -160,7 +160,7 @@ def _beside(buckets: int) -> str:
     )
 
 
-def _splits(model: nn.Module, division: _Division) -> str:
+def _split_advice(model: nn.Module, division: _Division) -> str:
     """Return a text on splitting the culprit if it is a layer's weight, else ""."""
     path, _, key = division.culprit.rpartition(".")
     if key != "weight" or type(model.get_submodule(path)) not in (nn.Linear, nn.Embedding):
@@ -171,7 +171,7 @@ def _splits(model: nn.Module, division: _Division) -> str:
     )
 
 
-def _held_too(model: nn.Module) -> str:
+def _held_text(model: nn.Module) -> str:
     """Return a text on parameters that cannot move, or "" if all can."""
     held = held_parameters(model)
     name = next((name for name, parameter in model.named_parameters() if parameter in held), "")
@@ -254,13 +254,13 @@ class _Divider:
         for name, parameter in model.named_parameters():
             nbytes = local_bytes(parameter)
             states, trained = kept.sizes(parameter), is_trained(parameter)
-            beside = sum(states) + (nbytes if trained else 0)
-            total += nbytes + beside
+            extra = sum(states) + (nbytes if trained else 0)
+            total += nbytes + extra
             if states and trained:
                 small += SCALARS
             if nbytes < least or not can_move(parameter) or parameter in self.staying:
                 resident.append(parameter)
-                small += beside
+                small += extra
                 continue
             slices = slices_of(parameter, page, least) if id(parameter) in alone else 1
             paged = kept.paged(parameter, least, slices)

@@ -166,20 +166,20 @@ def _opened(path: Path) -> Iterator[Any]:
     from safetensors import safe_open
 
     with contextlib.ExitStack() as stack:
-        with _told(path):
+        with _naming(path):
             file = stack.enter_context(safe_open(path, framework="pt"))
         yield file
 
 
 def _read(opened: Any, path: Path, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-    with _told(path):
+    with _naming(path):
         found = opened.get_slice(name)[index] if index else opened.get_tensor(name)
     tensor: torch.Tensor = found
     return tensor
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _naming(path: Path) -> Iterator[None]:
     """Name the file in errors raised inside."""
     from safetensors import SafetensorError
 
