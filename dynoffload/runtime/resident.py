@@ -1,15 +1,22 @@
 """Resident mode: everything that a step takes fits the budget, so nothing is paged.
 
 While a model is paged, `Fit` decides whether everything would fit. Afterwards `Resident` checks
-that it still does. No hook sees saved tensors then, so `Growth` compares the heap's use after each
-forward with its least use before a forward of the step. A sample that is too large is found out
-after it ran, and the next one is paged.
+that it still does. In between, the session makes the tensors ordinary.
+
+No hook sees saved tensors in resident mode. So `Growth` takes the heap's growth over each forward,
+and sums it over a step. A sample that is too large is found after it ran, and the next is paged.
+
+[Note: what was freed]  Between two forwards of a step, a backward frees what the first has left,
+but other code frees memory too. So freed bytes count only up to those left by forwards whose graphs
+have ended. A hook on the output's node shows this: backward calls it, or it dies with the graph.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -22,6 +29,7 @@ from dynoffload.runtime.adoption.changes import Changes
 from dynoffload.runtime.counting import ordinary_bytes, state_tensors, whole_bytes
 from dynoffload.runtime.modes import Mode
 from dynoffload.runtime.paging import Paging
+from dynoffload.runtime.passes.activations import tensors_in
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.unseen import unseen
 from dynoffload.telemetry import StepStats
@@ -96,7 +104,7 @@ class Resident(Mode):
         if self._too_large or size > self._fit.largest * _GROWTH:
             return "a larger sample than any measured"
         stepped, self._stepped = self._stepped, False
-        if not self._changes.any() and not (stepped and self._signs() != self._seen):
+        if not self._changes.any() and not (stepped and self._counts() != self._seen):
             return ""
         before = self._fit.whole
         self._watch()
@@ -106,9 +114,9 @@ class Resident(Mode):
         self._fit.count()
         self._changes.begin(self._fit.model)
         self._parameters = list(self._fit.model.parameters())
-        self._seen = self._signs()
+        self._seen = self._counts()
 
-    def _signs(self) -> tuple[int, int, int]:
+    def _counts(self) -> tuple[int, int, int]:
         """Return counts that show whether more is trained: some 0.2 microseconds a parameter."""
         optimizer = self._fit.optimizer
         groups = [] if optimizer is None else optimizer.param_groups
@@ -119,7 +127,8 @@ class Resident(Mode):
         self._growth.begin()
 
     def end_sample(self, output: Any, *, whole: bool) -> None:
-        left = self._growth.finish()
+        """See `Mode.end_sample`: measures what the step's forwards have left in memory."""
+        left = self._growth.finish(output)
         self._too_large = self._recording.grew(left) > self._fit.budget
 
     @unseen
@@ -134,28 +143,77 @@ class Resident(Mode):
         return ""
 
 
-class Growth:
-    """Measures what the forwards of a step leave in memory, gradients excluded."""
+class _End:
+    """A hook: backward calls it as it passes an output of a forward. It dies with the graph."""
 
-    def __init__(self, model: nn.Module, given: Callable[[], int] | None) -> None:
+    def __init__(self) -> None:
+        self.passed = False
+
+    def __call__(self, *args: Any) -> None:
+        self.passed = True
+
+
+@dataclass
+class _Left:
+    """What a forward has left in memory, and its graph's hook; None if it has no graph."""
+
+    nbytes: int
+    end: weakref.ref[_End] | None
+
+    def has_ended(self) -> bool:
+        end = None if self.end is None else self.end()
+        return end is None or end.passed
+
+
+class Growth:
+    """Measures what the forwards of ``model`` leave in memory until the end of a step.
+
+    Gradients are not included; they are counted elsewhere.
+
+    Args:
+        model: the root.
+        given: returns the bytes that an accelerator's allocator has allocated; None: on the CPU.
+    """
+
+    def __init__(self, model: nn.Module, given: Callable[[], int] | None = None) -> None:
         self._model, self._given = model, given
-        self._least: int | None = None  # before a forward of this step
+        self._left: list[_Left] = []
+        self._alive = self._before = self._after = 0
 
     def begin(self) -> None:
         """Called as a forward begins, the first of a step or a later one."""
-        used = self._used()
-        self._least = used if self._least is None else min(self._least, used)
+        self._before = self._used()
+        ended = sum(left.nbytes for left in self._left if left.has_ended())
+        self._left = [left for left in self._left if not left.has_ended()]
+        # See [Note: what was freed]; memory added since is not from forwards.
+        self._alive = max(0, self._alive - min(ended, max(0, self._after - self._before)))
 
-    def finish(self) -> int:
-        """After a forward, return the bytes that the step's forwards have left and still hold."""
-        return 0 if self._least is None else max(0, self._used() - self._least)
+    def finish(self, output: Any = None) -> int:
+        """Called after a forward with ``output``. Return the bytes that the step's forwards have
+        left and still hold."""
+        self._after = self._used()
+        nbytes = max(0, self._after - self._before)
+        self._left.append(_Left(nbytes, _end_of(output)))
+        self._alive += nbytes
+        return self._alive
 
     def end(self) -> None:
         """Called as the step ends."""
-        self._least = None
+        self._left = []
+        self._alive = self._before = self._after = 0
 
     def _used(self) -> int:
         live = live_bytes() if self._given is None else self._given()
         given = (p.grad for p in self._model.parameters() if p.grad is not None)
         gradients = sum(map(local_bytes, given))
         return (resident_bytes() if live is None else live) - gradients
+
+
+def _end_of(output: Any) -> weakref.ref[_End] | None:
+    nodes = [tensor.grad_fn for tensor in tensors_in(output, 3) if tensor.grad_fn is not None]
+    if not nodes:
+        return None
+    end = _End()
+    for node in nodes:
+        node.register_hook(end)
+    return weakref.ref(end)
