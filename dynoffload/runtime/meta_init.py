@@ -97,8 +97,8 @@ def noted(model: nn.Module) -> Init:
 
 
 def check_parts(model: nn.Module) -> None:
-    """Refuse a model if weights are noted for only a part of it, or for a larger model of which it
-    is a part on the meta device: they would not be given.
+    """Refuse a model if weights are noted for only a part of it, or for a larger model that it is a
+    part of. These weights would not be given.
 
     Raises:
         ConfigError: names the part.

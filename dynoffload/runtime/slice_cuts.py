@@ -1,10 +1,10 @@
 """Cuts operators on tensors over rows into operators on single slices.
 
-[Note: by slices]  Elementwise operators give the same bits by slices, except at the ends of the
-share of a CPU thread (see the note on tails in `dynoffload.runtime.adoption.slicing`). Tensors of
-the same shape are cut alike, and smaller ones go to each slice whole. A clear slice that is
-multiplied or clamped stays clear if the factor allows it. Reading the factor makes the host wait
-for the accelerator once.
+[Note: by slices]  Elementwise operators give the same bits by slices, except at the ends of a CPU
+thread's share: see the note on tails in `dynoffload.runtime.adoption.slicing`. Tensors of the same
+shape are cut alike, and smaller ones go to each slice whole. A clear slice that is multiplied or
+clamped stays clear if the factor allows it. Reading the factor makes the host wait for the
+accelerator once.
 """
 
 from __future__ import annotations
