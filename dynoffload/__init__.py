@@ -3,7 +3,7 @@
     with dynoffload.offload(model, optimizer, budget="8GiB") as session:
         ...  # the training loop as it was
 
-What is named here is the public surface; it is loaded when it is first used.
+The names below are the public API; each is loaded at first use.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dynoffload.version import __version__
 
 _root = Path(__file__).resolve().parent
 if not (_root / "profiler").exists() and (_root.parent / "profiler").is_dir():
-    # An archive made without links: the wings lie beside the package.
+    # An archive made without links: the subpackages are stored next to the package.
     __path__.append(str(_root.parent))
 
 _NAMES = {
@@ -30,7 +30,7 @@ _NAMES = {
     "tiling.modules": "TiledEmbedding TiledLinear",
     "tiling.splitting": "tile untile whole_state_dict",
 }
-"""By module, what it gives to the public surface; what else there is are errors."""
+"""The public names of each module; all other public names are errors."""
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [

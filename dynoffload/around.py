@@ -1,10 +1,10 @@
-"""Calls before and after a module's forward, unseen where torch chooses kernels by hooks.
+"""Calls before and after a module's forward, hidden where torch chooses kernels by hooks.
 
-[Note: unseen hooks]  `nn.TransformerEncoderLayer` leaves its fast path, and computes other bits,
-where it or a module inside it has a hook. There, ours stand elsewhere. A module's ``__call__``
-first looks for ``_compiled_call_impl``, where `Module.compile` puts its result: `Around` stands
-there, and calls what stood there before. Torch leaves that attribute out of copies and pickles, and
-nobody else asks for it. Compiled code calls forward itself and passes it by. All other modules have
+[Note: unseen hooks]  `nn.TransformerEncoderLayer` leaves its fast path, and computes other bits, if
+it or a module inside it has a hook. There, `Around` replaces hooks. A module's ``__call__`` first
+looks for ``_compiled_call_impl``, where `Module.compile` stores its result. `Around` is stored
+there instead, and calls what it replaced. Torch leaves that attribute out of copies and pickles,
+and uses it nowhere else. Compiled code calls forward itself and bypasses it. All other modules have
 ordinary hooks, which `Module.compile` and copies of a module's ``__dict__`` keep.
 """
 
@@ -22,10 +22,10 @@ _PLACE = "_compiled_call_impl"
 
 
 class Handle(Protocol):
-    """What takes a hook off."""
+    """A registration of a hook."""
 
     def remove(self) -> None:
-        """Take it off; a second time does nothing."""
+        """Remove the hook; a second call does nothing."""
 
 
 def choosing(root: nn.Module) -> Set[nn.Module]:
@@ -41,13 +41,13 @@ def choosing(root: nn.Module) -> Set[nn.Module]:
 def before_call(
     module: nn.Module, hook: Before, unseen: Set[nn.Module], *, first: bool = False
 ) -> Handle:
-    """Have ``hook`` called with a module, and its arguments, before each of its calls.
+    """Call ``hook`` with a module, its args and its kwargs before each of its calls.
 
     Args:
         module: a module of the network.
         hook: returns None.
-        unseen: the modules that may have no ordinary hook; see `choosing`.
-        first: whether it is called before what is there already.
+        unseen: modules that may have no ordinary hook; see `choosing`.
+        first: call it before the hooks that exist already.
     """
     if module not in unseen:
         return module.register_forward_pre_hook(hook, with_kwargs=True, prepend=first)
@@ -57,9 +57,9 @@ def before_call(
 
 
 def after_call(module: nn.Module, hook: After, unseen: Set[nn.Module]) -> Handle:
-    """Have ``hook`` called with a module, its arguments and its output after each of its calls.
+    """Call ``hook`` with a module, its arguments and its output after each of its calls.
 
-    The output is None where the call has ended by an error. See `before_call`.
+    The output is None if the call raised an error. See `before_call`.
     """
     if module not in unseen:
         return module.register_forward_hook(hook, always_call=True)
@@ -69,12 +69,12 @@ def after_call(module: nn.Module, hook: After, unseen: Set[nn.Module]) -> Handle
 
 
 def is_around(module: nn.Module) -> bool:
-    """Return whether something of ours stands around the calls of ``module``, unseen."""
+    """Return whether an `Around` replaces the calls of ``module``."""
     return isinstance(module.__dict__.get(_PLACE), Around)
 
 
 class Around:
-    """Stands in for a module's call; see [Note: unseen hooks]."""
+    """Replaces a module's call; see [Note: unseen hooks]."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -85,7 +85,7 @@ class Around:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
         run = module._call_impl if self.inner is None else self.inner
-        before, after = self.before, self.after  # looked up once: what is entered is left
+        before, after = self.before, self.after  # looked up once, so every entry has its exit
         if not after:
             for hook in before:
                 hook(module, args, kwargs)
@@ -103,7 +103,7 @@ class Around:
         return result
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """A copy of the module, where its class copies this at all, is a plain one."""
+        """Copy as None: a copy of the module, if its class copies this at all, has no hooks."""
         return type(None), ()
 
 

@@ -1,21 +1,21 @@
-"""Operators called from a dispatch mode as torch calls them where there is no mode.
+"""Calls operators from a dispatch mode as torch calls them without a mode.
 
-A dispatch mode is called with the dispatch keys above it excluded, for the operator and for what
-its C++ code calls. Two choices of kernels follow from what those keys would do.
+Torch calls a dispatch mode with the dispatch keys above it excluded, for the operator and for what
+its C++ code calls. Some kernels are chosen by what those keys would do.
 
-[Note: views]  In inference mode a composite operator, a C++ function of others, comes to a mode
-whole. Some choose by their views: ``linear`` of a transposed batch asks whether the view of its
-weight belongs to a tensor that requires a gradient. So views are noted there as ever. Nor would a
-conjugate that is made within be resolved: ``hfftn`` would give the transform of another tensor.
+[Note: views]  In inference mode a composite operator, a C++ function of others, reaches a mode
+undecomposed. Some choose by their views: ``linear`` of a transposed batch asks whether the view of
+its weight belongs to a tensor that requires a gradient. So views are tracked there as usual.
+Conjugates made inside are resolved too, else ``hfftn`` would transform another tensor.
 
-[Note: autocast]  What a composite operator calls there is cast as ever, unless autocast knows the
-operator itself. Outside of inference mode two others are made of products that autocast casts.
+[Note: autocast]  The operators that a composite one calls there are cast as usual, unless autocast
+handles the composite itself. Outside inference mode, two others consist of products that autocast
+casts.
 
 [Note: whether a mode is on]  A few operators choose by that alone, which nothing below the mode can
-change. An accelerator's mode refuses them where they would choose otherwise: gradients as backward
-makes them, tangents of dual numbers as forward does. ``eigvalsh`` comes to the mode as ``eigh``
-does, and ``svdvals`` as a reduced ``svd``, so these are refused with them.
-"""
+change. An accelerator's mode refuses them where their choice would differ: gradients in backward,
+tangents of dual numbers in forward. ``eigvalsh`` reaches the mode as ``eigh``, and ``svdvals`` as a
+reduced ``svd``, so these are refused with them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _OF_PRODUCTS = {"aten::_transformer_encoder_layer_fwd", "aten::_trilinear"}
 
 
 def _may_be_values_alone(args: tuple[Any, ...]) -> bool:
-    """Return whether ``svdvals`` or ``eigvalsh`` may have asked, which want no vectors."""
+    """Return whether the caller may be ``svdvals`` or ``eigvalsh``, which need no vectors."""
     has_gradient = torch.is_grad_enabled() and args[0].requires_grad
     return not has_gradient and args[1:2] != (True,)  # a full svd
 
@@ -74,24 +74,24 @@ _GRADIENTS_BY_MODE = {
     ),
     "MaskedFillBackward1": ("masked_fill()'s value", "call torch.where(mask, value, x)"),
 }
-"""By the node of the graph: what it is the gradient of, and what to call instead."""
+"""By autograd node name: the operator it is the gradient of, and what to call instead."""
 _GRAPHS_BY_MODE = {"LinalgDetBackward0": "det()", "LinalgLstsqBackward0": "lstsq()"}
-"""By the node of the graph: what it is the gradient of, where that is to have a gradient."""
+"""By autograd node name: the operator it is the gradient of; refused with create_graph=True."""
 _TANGENTS_BY_MODE = re.compile(r"(batch|group|layer)_norm|^aten::prod(\.dim_int)?$")
 
 
 def refuse_by_mode(func: Any, args: tuple[Any, ...]) -> None:
-    """Refuse what torch would compute otherwise only because a mode is on; see the note above.
+    """Refuse what torch would compute differently only because a mode is on; see the note above.
 
     Raises:
-        DynOffloadError: naming it, and what to call instead.
+        DynOffloadError: names it, and what to call instead.
     """
     node = torch._C._current_autograd_node()
     if node is not None:
         name = node.name()
         if (found := _GRADIENTS_BY_MODE.get(name)) is not None:
             ends = node.next_functions
-            if len(ends) < 2 or ends[1][0] is not None:  # of masked_fill, the value's
+            if len(ends) < 2 or ends[1][0] is not None:  # for masked_fill: the value's gradient
                 _refuse(f"the gradient of {found[0]}", found[1])
         if name in _GRAPHS_BY_MODE and torch.is_grad_enabled():
             _refuse(f"the gradient of {_GRAPHS_BY_MODE[name]} with create_graph=True", "do without")
@@ -110,7 +110,7 @@ def _refuse(what: str, remedy: str) -> NoReturn:
 
 
 def call_below(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return what ``func`` gives, called from a dispatch mode; see the notes above."""
+    """Return the result of ``func``, called from a dispatch mode; see the notes above."""
     composite, casts, *_ = _choices_of(func)
     whole = composite and torch.is_inference_mode_enabled()
     if not whole and not casts:
@@ -127,7 +127,7 @@ def call_below(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
 
 @contextmanager
 def noting_views(func: Any) -> Iterator[None]:
-    """Call within what the parts of a composite operator are called; see [Note: views]."""
+    """Return a context for calling the parts of a composite operator; see [Note: views]."""
     with ExitStack() as keys:
         if torch.is_inference_mode_enabled() and _choices_of(func)[0]:
             for key in _BELOW_AUTOGRAD:
@@ -137,13 +137,13 @@ def noting_views(func: Any) -> Iterator[None]:
 
 @functools.cache
 def _choices_of(func: Any) -> tuple[bool, bool, Any, bool]:
-    """Return whether an operator is a composite one, whether it is made of products, when it would
+    """Return whether an operator is composite, whether it consists of products, when it would
     choose by a mode, and whether its tangents do."""
     if not isinstance(func, torch._ops.OpOverload):
         return False, False, None, False
     name: str = func.name()  # type: ignore[no-untyped-call]
     composite = _has_kernel(func, _Key.CompositeImplicitAutograd)
-    makes_views = _has_kernel(func, _Key.ADInplaceOrView)  # it would note them twice
+    makes_views = _has_kernel(func, _Key.ADInplaceOrView)  # it would track them twice
     tangents = _TANGENTS_BY_MODE.search(name) is not None
     return composite and not makes_views, name in _OF_PRODUCTS, _BY_MODE.get(name), tangents
 

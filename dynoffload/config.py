@@ -1,8 +1,8 @@
 """What a user may set: `OffloadConfig` for one session, and the process-wide defaults of `run`.
 
-`OffloadConfig` is validated when it is made, so that nothing below it checks options again. The
-defaults are how ``dynoffload run --budget … script.py`` reaches a script that only calls
-``offload(model, optimizer)``: what the call leaves open is taken from here.
+`OffloadConfig` validates options when it is created, so no other code checks them again. The
+defaults carry the options of ``dynoffload run --budget … script.py`` to a script that only calls
+``offload(model, optimizer)``: they fill what the call leaves open.
 """
 
 from __future__ import annotations
@@ -40,65 +40,64 @@ def _flag(name: str) -> bool:
 class OffloadConfig:
     """Options of one session beyond the budget and the pilot.
 
-    Those in bytes are read as ``budget`` is: an int, or a text such as ``"512MiB"``. Each says when
-    to change it.
+    Sizes in bytes are read as ``budget`` is: an int, or a text such as ``"512MiB"``. Each option
+    says when to change it.
 
     Attributes:
-        backend: of models on the CPU: ``"pager"`` (userfaultfd), ``"mapped"`` (mapped spill file)
-            or ``"auto"``: the pager where the system has it, else the mapped file; the plan line,
-            which is logged at INFO, names the choice. On an accelerator ``"accelerator"``, which
-            ``"auto"`` is there. Name one to have a system without it refused.
-        policy: ``"auto"`` is what ``dynoffload run --policy`` says, else ``"pilot"``. ``"pilot"``
-            prefetches by the pilot's prediction while it does better of late than the last order,
-            else by that; ``"repeat"`` by the last order, in which a step finds its place again
-            after a visit out of order. Prefetch by these that loses against on-demand goes off
-            by itself, and says so. ``"on-demand"`` does not prefetch; what was used longest ago
-            leaves first.
-        defer_updates: ``"auto"`` puts each paged parameter's optimizer update off to just before
-            its next use where the backend can guard it; ``"never"`` updates inside ``step()``. Pass
-            it where an error says so: a thread that the pager cannot interrupt reads what waits.
-        draft_share: share of the parameters' bytes, 0 to 1, whose updates are made in backward
-            already, and count if nothing they depend on changes until ``step()``; where updates are
-            deferred. It spreads the traffic over the phases. Pass 0, all in the forward after,
-            where the optimizer has effects of its own that must not happen before ``step()``.
-        rollback: undo a step of a `torch.optim` optimizer that is cut off half way, by an error of
-            the optimizer or of the disk: parameters and optimizer state are those of the last
-            finished step then. What the loop itself has changed is not put back: hyperparameters,
-            buffers that forward writes, what schedulers and scalers have counted. What a step
-            changes is written once more, to a second file in the spill directory; all updates of a
-            step are made before the next step's, those of experts that are not hit too; none is
-            made in backward, and paging does not step aside. Pass True where a lost step must not
-            need a checkpoint. An optimizer that is not one of `torch.optim`, subclasses included,
-            leaves what it leaves in plain training.
+        backend: for models on the CPU: ``"pager"`` (userfaultfd), ``"mapped"`` (mapped spill file)
+            or ``"auto"``: the pager if the system has it, else the mapped file. The plan line,
+            logged at INFO, names the choice. On an accelerator: ``"accelerator"``, which ``"auto"``
+            selects. Name one to have a system without it refused.
+        policy: ``"auto"`` is the choice of ``dynoffload run --policy``, else ``"pilot"``.
+            ``"pilot"`` prefetches by the pilot's prediction while that has recently been better
+            than the last order, else by the last order. ``"repeat"`` prefetches by the last order,
+            and a step finds its place again after a visit out of order. If prefetching by these
+            is slower than on-demand, it is switched off, and this is logged. ``"on-demand"`` does
+            not prefetch, and evicts the least recently used first.
+        defer_updates: ``"auto"`` defers each paged parameter's optimizer update to just before its
+            next use if the backend can guard it; ``"never"`` updates inside ``step()``. Pass that
+            if an error says so: a thread that the pager cannot interrupt reads pending updates.
+        draft_share: share of the parameters' bytes, 0 to 1, whose updates are already computed in
+            backward, and count if their inputs do not change until ``step()``; only where updates
+            are deferred. It spreads the traffic over the phases. Pass 0, all in the next forward,
+            if the optimizer has side effects that must not happen before ``step()``.
+        rollback: undo a step of a `torch.optim` optimizer that fails half way, by an error of the
+            optimizer or of the disk. Parameters and optimizer state are then those of the last
+            finished step. Changes of the loop itself are not undone: hyperparameters, buffers that
+            forward writes, counts of schedulers and scalers. What a step changes is written once
+            more, to a second file in the spill directory. All updates of a step, also of experts
+            that are not hit, are made before the next step's, and none in backward. Resident mode
+            is off. Pass True if a lost step must not need a checkpoint. Optimizers that are not of
+            `torch.optim`, subclasses included, fail as in plain training.
         page_bytes: bytes of one page of the pool, a power of two from 4 KiB to 2 MiB; ``None``
             takes the largest that pads the parameters little and leaves the pool 40 pages. Pass
             what a `BudgetError` names.
         min_paged_bytes: tensors below this stay resident (and are counted); ``None``: the lesser
-            of 1 MiB and 1/256 of the budget. Lower it where small parameters alone fill the budget.
-        slices: page parameters that hold one matrix for each of several experts by expert, where
-            the optimizer treats every element by itself. Pass False to measure what that is worth.
-        page_activations: page what autograd saves in the model's forward. Pass False, by which it
+            of 1 MiB and 1/256 of the budget. Lower it if small parameters alone fill the budget.
+        slices: page fused parameters, with one matrix per expert, by expert, if the optimizer is
+            elementwise. Pass False to measure what that is worth.
+        page_activations: page what autograd saves in the model's forward. Pass False, so that it
             stays in memory, uncounted, where saved-tensor hooks are refused, as by
             `torch.func.grad` in forward.
-        step_aside: leave paging off while the budget holds a step's measured peak and what no step
-            has taken yet: what was not touched, and its gradients and optimizer state. Pass False
-            to measure paging under a budget that needs none.
+        step_aside: switch paging off while the budget holds a step's measured peak, and what no
+            step has used yet: untouched tensors, with their gradients and optimizer state. Pass
+            False to measure paging under a budget that needs none.
         heap_slack_bytes: bytes beyond the budget, such as operators' temporaries and freed heap, at
-            which the C library is asked to hand its free pages back. Lower it where the process
-            must not grow as far; that takes time.
-        rank_timeout: of a run of several processes: seconds that a rank may keep the others waiting
-            before they end with a `RankError`; it is set as the timeout of the process groups for
-            the time of the block. A process whose wait no timeout ends, ends itself with code 70.
-            ``None``: as long as the groups allow, 30 minutes by default; a longer wait is warned
-            of. Set it where a hung run costs more than one that is ended.
+            which the C library is asked to return its free pages. Lower it if the process must not
+            grow as far; that takes time.
+        rank_timeout: in a run of several processes: seconds that a rank may keep the others waiting
+            before they end with a `RankError`. It is the process groups' timeout during the block.
+            A process whose wait no timeout ends, ends itself with code 70. ``None``: as long as the
+            groups allow, 30 minutes by default; a longer wait logs a warning. Set it if a hung run
+            costs more than one that is ended.
         features: called with the root module's inputs, returns `InputFeatures` or a mapping of
             floats; ``None``: the model's ``sample_features`` if it has one, else shapes and tokens.
             Pass what a pilot's traces were recorded with.
-        debug: checksum all bytes of a region on its way out of fast memory and compare them on its
-            way in (the pager always does so with a word of each 512 bytes; on the mapped file what
-            was touched meanwhile is not compared), and, on the pager, fill the free pages of its
-            pool with NaNs; by default if ``DYNOFFLOAD_DEBUG=1`` is set. It costs time, and no
-            memory. Pass True where wrong values are suspected.
+        debug: checksum all bytes of a region when it is evicted, and compare them when it is
+            fetched. The pager always does so with a word of each 512 bytes; the mapped file skips
+            what was touched meanwhile. On the pager, also fill the pool's free pages with NaNs. On
+            by default if ``DYNOFFLOAD_DEBUG=1`` is set. It costs time, and no memory. Pass True if
+            wrong values are suspected.
     """
 
     backend: str = "auto"
@@ -159,7 +158,7 @@ class OffloadConfig:
         """Return ``options`` as a config; a mapping may hold only known keys.
 
         Raises:
-            ConfigError: naming the unknown key and the known ones.
+            ConfigError: names the unknown key and the known ones.
         """
         if options is None:
             return cls()
@@ -179,9 +178,9 @@ class OffloadConfig:
 
 @dataclass(frozen=True)
 class Defaults:
-    """What ``offload()`` takes where its caller left it open; set by the command line.
+    """What ``offload()`` uses where its caller passes nothing; set by the command line.
 
-    Quantities are read as ``offload`` reads them, and paths may be texts.
+    Quantities are read as ``offload`` reads them, and paths may be strings.
 
     Attributes:
         budget: bytes, or ``None``.
@@ -224,7 +223,7 @@ _defaults = Defaults()
 
 
 def no_budget(call: str) -> ConfigError:
-    """Return the error for a ``call`` that names no budget, where the command line names none."""
+    """Return the error if neither ``call`` nor the command line names a budget."""
     return ConfigError(
         f"no budget: pass {call}, or run the script with 'dynoffload run --budget 8GiB'"
     )
@@ -236,7 +235,7 @@ def defaults() -> Defaults:
 
 
 def set_defaults(**options: Any) -> None:
-    """Replace the process-wide defaults by those of `Defaults`; what is not given is open again.
+    """Replace the process-wide defaults by those of `Defaults`; options not given are unset.
 
     Raises:
         ConfigError: if a value cannot be read or is not an option.
@@ -247,7 +246,7 @@ def set_defaults(**options: Any) -> None:
 
 @contextlib.contextmanager
 def without_defaults() -> Iterator[None]:
-    """Leave the process-wide defaults aside: a block of the library's own is not the script's."""
+    """Ignore the process-wide defaults in blocks that the library itself opens."""
     global _defaults
     before, _defaults = _defaults, Defaults()
     try:
@@ -257,5 +256,5 @@ def without_defaults() -> Iterator[None]:
 
 
 def clear_defaults() -> None:
-    """Forget the process-wide defaults."""
+    """Reset the process-wide defaults."""
     set_defaults()

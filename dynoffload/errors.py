@@ -1,7 +1,7 @@
-"""Every error a user of dynoffload can meet.
+"""All errors that dynoffload raises for its users.
 
-Each says what was asked, what there is, and what to do. All derive from `DynOffloadError`, so one
-``except`` catches the package; each is also the built-in kind a caller would expect.
+Each states what was asked, what there is, and what to do. All derive from `DynOffloadError`, so one
+``except`` catches the package; each is also the built-in kind that callers expect.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ class DynOffloadError(Exception):
     """Base of all errors that dynoffload raises for its users."""
 
     def __str__(self) -> str:
-        """Return the words alone: an `OSError` with a number reads ``[Errno 2] ...``."""
+        """Return the text alone: an `OSError` with a number reads ``[Errno 2] ...``."""
         return str(getattr(self, "strerror", None) or super().__str__())
 
 
@@ -20,10 +20,10 @@ class ConfigError(DynOffloadError, ValueError):
 
 
 class BudgetError(DynOffloadError, MemoryError):
-    """What must be in fast memory at one moment is larger than the budget.
+    """What must be in fast memory at the same time exceeds the budget.
 
     Attributes:
-        lacking: bytes by which it is larger; 0 where that is not known.
+        lacking: bytes by which it does; 0 if unknown.
     """
 
     lacking: int = 0
@@ -34,19 +34,19 @@ class SpillError(DynOffloadError, OSError):
 
 
 class CorruptionError(SpillError):
-    """Bytes came back from the spill file that are not those that were written."""
+    """Bytes read from the spill file differ from those that were written."""
 
 
 class ThreadError(DynOffloadError, RuntimeError):
-    """Two threads are in the model's forward at once."""
+    """Two threads call the model's forward at once."""
 
 
 class RankError(DynOffloadError, RuntimeError):
     """Another process of the run is gone, has left its block, or keeps this one waiting too long.
 
     Attributes:
-        rank: this process's; -1 where that is not known.
-        lost: the ranks that were waited for, as far as they are known.
+        rank: this process's; -1 if unknown.
+        lost: the known ranks among those that were waited for.
     """
 
     rank: int = -1
@@ -54,7 +54,7 @@ class RankError(DynOffloadError, RuntimeError):
 
 
 class StepLostError(DynOffloadError, RuntimeError):
-    """A step was cut off where it cannot be made up for: go on from the last checkpoint."""
+    """A step failed half way and cannot be recovered: continue from the last checkpoint."""
 
 
 class CheckpointError(DynOffloadError, OSError, ValueError):
@@ -70,16 +70,16 @@ class PilotError(DynOffloadError, ValueError):
 
 
 class ClientError(DynOffloadError, ImportError):
-    """The library that an integration serves is not installed."""
+    """The library that an integration needs is not installed."""
 
 
 class BackendError(DynOffloadError, RuntimeError):
-    """A device backend cannot work on this system, or broke while it worked."""
+    """A device backend cannot work on this system, or failed in use."""
 
 
 class ExchangeError(DynOffloadError, RuntimeError):
-    """Another process did not come to an exchange in time, or is gone."""
+    """Another process did not join an exchange in time, or is gone."""
 
 
 class ProfilingDone(BaseException):
-    """Stops a script once as many steps were recorded as were asked for; never an error."""
+    """Stops a script once the requested number of steps is recorded; never an error."""

@@ -1,4 +1,4 @@
-"""The blocks of ``offload()`` that are open, by the model that each manages."""
+"""The open blocks of ``offload()``, by the model that each manages."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch.optim import Optimizer
 
 
 class Manager(Protocol):
-    """A session, as seen by what must not touch its model."""
+    """A session, as seen by code that must not touch its model."""
 
     model: nn.Module
     optimizer: Optimizer | None
 
 
 managers: dict[int, Manager] = {}
-"""By the id of a root module, while its block is open."""
+"""Open blocks, by the id of their root module."""
 
 
 def is_managed(model: nn.Module) -> bool:

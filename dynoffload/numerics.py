@@ -1,13 +1,13 @@
-"""Kernels that are chosen at their first call, called before threads can disagree about them.
+"""Forces the choice of kernels that are chosen at their first call, before threads can race on it.
 
-PyTorch's builds with oneMKL before 2025.0 compute `cos`, `exp`, `sqrt` and their like by a library
-that looks for the kernel of each function as it is called for the first time. Where two threads
-make that call at once, one of them may take a kernel of half the digits, once: in the first forward
-of a process a part of a tensor is off by 1e-4, and every later one is right (pytorch/pytorch issue
-188792). Plain PyTorch does so too, the more often the slower its code comes from disk
+PyTorch's builds with oneMKL before 2025.0 compute `cos`, `exp`, `sqrt` and similar functions by a
+library that chooses each function's kernel at its first call. If two threads make that call at
+once, one of them may use a kernel of half the digits, once. In the first forward of a process, part
+of a tensor is then off by 1e-4, and every later one is right (pytorch/pytorch issue 188792). Plain
+PyTorch does so too, the more often the slower its code loads from disk
 (`tests/test_numerics.py` provokes it: up to one process in a hundred).
 
-Nobody is protected who calls such a function in two threads before, or while, this is done here.
+Calls of such a function in two threads before or during this setup are not protected.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ FUNCTIONS = (
     *("expm1", "lgamma", "log", "log10", "log1p", "log2", "rsqrt", "sigmoid", "sin", "sinh"),
     *("sqrt", "tan", "tanh", "trunc"),
 )
-"""What may be computed by that library, in single and double precision."""
+"""Functions that may be computed by that library, in single and double precision."""
 
 _lock = threading.Lock()
 _settled = False
 
 
 def settle_kernels() -> None:
-    """Have every function's kernel chosen, once in a process and by this thread alone."""
+    """Choose every function's kernel, once in a process and in this thread alone."""
     global _settled
     with _lock:
         if _settled:

@@ -1,11 +1,11 @@
-"""What a session did, as plain data: the `RunLog` that the runtime fills and the reports read.
+"""The data a session recorded: the `RunLog` that the runtime fills and the reports read.
 
 All times are seconds since the session began; all quantities of memory are bytes.
 
 [Note: run log files] A run log is one JSON object, compressed if its name ends in ``.gz``. Records
 of one kind are stored by columns, which is several times smaller than a list of objects. JSON has
-no NaN: an accuracy that does not exist is ``null`` in the file and NaN in memory. A file is read as
-foreign data: its size is bounded, and each value is checked by the type of its field.
+no NaN: a missing accuracy is ``null`` in the file and NaN in memory. A file is read as untrusted
+data: its size is bounded, and each value is checked by the type of its field.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_FILE_BYTES = GiB
 """Largest run log, unpacked, that `RunLog.load` reads."""
 
 PHASES = ("forward", "backward", "optimizer")
-Kind: TypeAlias = str  # of these three `_CHECKS` has the values
+Kind: TypeAlias = str  # `_CHECKS` lists the values of Kind, Cause and Phase
 Cause: TypeAlias = str
 Phase: TypeAlias = str
 Share: TypeAlias = float  # 0 to 1; NaN where there is none
@@ -39,7 +39,7 @@ Share: TypeAlias = float  # 0 to 1; NaN where there is none
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One region on its way between the fast tier and the file.
+    """A transfer of one region between the fast tier and the file.
 
     Attributes:
         start: seconds.
@@ -61,7 +61,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A time in which the step waited for ``region``; seconds."""
+    """A time in which the step stalled on ``region``; seconds."""
 
     start: float
     end: float
@@ -80,7 +80,7 @@ class PhaseSpan:
 
 @dataclass(frozen=True, slots=True)
 class MemorySample:
-    """Bytes of the fast tier by the ledger, and of the whole process by the kernel, at ``time``."""
+    """Bytes of the fast tier as counted, and of the whole process by the kernel, at ``time``."""
 
     time: float
     fast_bytes: int
@@ -89,7 +89,7 @@ class MemorySample:
 
 @dataclass(frozen=True, slots=True)
 class StepBlocks:
-    """The blocks one step was predicted to run (``None``: no prediction) and those it ran."""
+    """The blocks that one step was predicted to run (``None``: no prediction) and those it ran."""
 
     step: int
     predicted: tuple[str, ...] | None
@@ -98,24 +98,24 @@ class StepBlocks:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One step in numbers.
+    """Statistics of one step.
 
     Attributes:
         step: number of the step, from 0.
         seconds: from one commit of the optimizer to the next.
-        stalls: how often the step waited for a region.
+        stalls: number of times the step waited for a region.
         stall_s: seconds it waited.
         bytes_in: bytes read from the file tier.
         bytes_out: bytes written to it.
         prefetched_bytes: bytes read ahead of use.
-        used_bytes: bytes of those that were used before they were evicted.
-        wasted_bytes: bytes of those that were not.
-        accuracy: block-order accuracy of the prediction, 0 to 1; NaN where there was none.
-        peak_fast_bytes: most bytes in the fast tier at any moment of the step. While paging has
-            stepped aside: parameters, gradients, optimizer state and buffers as counted at the
-            step's end, and activations as last measured before it stepped aside.
-        peak_allocated_bytes: most bytes of an accelerator that its own allocator had given at any
-            moment of the step, to regions and all else; 0 on the CPU.
+        used_bytes: prefetched bytes that were used before they were evicted.
+        wasted_bytes: prefetched bytes that were not.
+        accuracy: block-order accuracy of the prediction, 0 to 1; NaN if there was none.
+        peak_fast_bytes: most bytes in the fast tier at any moment of the step. In resident mode:
+            parameters, gradients, optimizer state and buffers as counted at the step's end, and
+            activations as last measured while paging.
+        peak_allocated_bytes: most bytes that an accelerator's own allocator had allocated at any
+            moment of the step, for regions and everything else; 0 on the CPU.
     """
 
     step: int
@@ -143,19 +143,19 @@ def table_of(steps: Sequence[StepStats]) -> pd.DataFrame:
 
 @dataclass
 class RunLog:
-    """All that one session recorded.
+    """Everything that one session recorded.
 
     Attributes:
         model: class name of the managed model.
         backend: ``"pager"``, ``"mapped"`` or the accelerator's.
         policy: as `OffloadConfig.policy`.
         budget: bytes, the cap on the fast tier.
-        headroom: bytes that the ledger cannot count (operator temporaries), as measured.
-        steps: every step's numbers; totals of a run are sums over these.
+        headroom: bytes that cannot be counted (operator temporaries), as measured.
+        steps: every step's statistics; totals of a run are sums over these.
         transfers, stalls, phases, memory, blocks: single records, of the latest steps only.
-        dropped: how many single records were dropped to bound the memory that a log takes, those
-            that the device itself had no room for included.
-        first_detailed: the first step whose single records were not dropped with it.
+        dropped: number of single records dropped to bound the log's memory, including those that
+            the device itself had no room for.
+        first_detailed: the first step whose single records were kept.
     """
 
     model: str
@@ -228,7 +228,7 @@ _TABLES: dict[str, type[Any]] = {
 
 
 class _BadValue(ValueError):
-    """Says what a value is, and what was expected."""
+    """States what a value is, and what was expected."""
 
 
 def _refuse(expected: str, found: object) -> NoReturn:
@@ -260,7 +260,7 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "tuple[str, ...]": ("a list of block names", _are_names),
     "tuple[str, ...] | None": ("a list of block names", lambda v: v is None or _are_names(v)),
 }
-"""By the type of a field, as it is written above: what its values are in the file."""
+"""By the type of a field, as annotated above: a description and a check of its values in files."""
 
 
 def _checked(kind: str, value: Any) -> Any:
@@ -300,7 +300,7 @@ def _read_document(path: Path) -> dict[str, Any]:
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rb") as stream:
-            # Bounded while it is unpacked: a few kilobytes of gzip can stand for terabytes.
+            # Bounded while unpacking: a few kilobytes of gzip can expand to terabytes.
             raw = stream.read(MAX_FILE_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
         why = getattr(error, "strerror", None) or error

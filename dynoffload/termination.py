@@ -1,4 +1,4 @@
-"""How ``kill`` ends what has files, processes or settings to take back."""
+"""Unwinds the stack on SIGTERM, so that files, processes and settings are cleaned up."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from types import FrameType
 
 @contextlib.contextmanager
 def ended_by_signal() -> Iterator[None]:
-    """Let SIGTERM unwind the stack as Ctrl-C does: what was switched on is switched off.
+    """Make SIGTERM unwind the stack as Ctrl-C does, so that cleanup code runs.
 
-    Where the process ignores SIGTERM it goes on doing so, and so it does off the main thread, which
-    alone may set handlers.
+    It has no effect if the process ignores SIGTERM, or off the main thread, as only that one may
+    set handlers.
     """
     ignored = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     if ignored or threading.current_thread() is not threading.main_thread():

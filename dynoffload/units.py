@@ -1,4 +1,4 @@
-"""Bytes and seconds, as people write and read them; inside the package they are ints and floats."""
+"""Bytes and seconds as people write and read them; inside the package they are ints and floats."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def parse_bytes(quantity: int | str, argument: str = "") -> int:
     whose spelling `format_bytes` keeps.
 
     Args:
-        quantity: what the user gave.
-        argument: where, for the error.
+        quantity: the user's value.
+        argument: its name, for the error.
 
     Raises:
-        ConfigError: if the quantity is negative, not a whole number of bytes, unreadable, or a text
+        ConfigError: the quantity is negative, not a whole number of bytes, unreadable, or a text
             with a small number and no unit.
     """
     where = f"{argument}={quantity!r}: " if argument else ""
@@ -73,7 +73,7 @@ def parse_bytes(quantity: int | str, argument: str = "") -> int:
     if match and not match.group(2):
         number = match.group(1)
         if number.isdecimal() and int(number) >= MiB:
-            return int(number)  # so many cannot be meant as anything else
+            return int(number)  # so large a number can only mean bytes
         whole = "" if "." in number else f", or '{number}B' if bytes are meant"
         raise ConfigError(
             f"{where}{quantity!r} has no unit to read it as bytes: write '{number}GiB' or "

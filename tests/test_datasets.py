@@ -104,7 +104,7 @@ def test_files_that_give_nothing_are_named(
         next(make(root=_library(tmp_path, text)))
 
 
-def test_a_folder_without_sources_and_files_that_shrank_or_vanished_are_named(tmp_path: Path) -> None:
+def test_a_folder_without_sources_and_files_that_changed_are_named(tmp_path: Path) -> None:
     (tmp_path / "short.py").write_text("pass\n")
     with pytest.raises(DataError, match=str(tmp_path)):
         batches(root=tmp_path)

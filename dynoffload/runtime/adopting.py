@@ -1,6 +1,5 @@
-"""What of one model and its optimizer lies in a device: taken in at the start and as the model
-changes, given back at the end.
-"""
+"""Adoption: moves tensors of one model and its optimizer into a device, at the start and as the
+model changes, and restores them at the end."""
 
 from __future__ import annotations
 
@@ -40,8 +39,8 @@ from dynoffload.runtime.updates.kept_state import state_of
 from dynoffload.runtime.updates.update import can_split
 from dynoffload.units import MiB, format_bytes
 
-# By new optimizer state, which the first step makes all at once. No more than a part of a small
-# slack, where freed temporaries are already.
+# Bytes of new optimizer state that may stay in the heap; the first step makes all of it at once.
+# At most 1/4 of the slack: freed temporaries already take part of a small one.
 _LEFT_IN_HEAP, _LEFT_OF_SLACK = 32 * MiB, 4
 
 
@@ -51,19 +50,19 @@ class Adoption:
     Args:
         model: the root.
         optimizer: its optimizer, or None.
-        sizing: which tensors are worth it.
+        sizing: decides which tensors are paged.
         device: where they go.
         heap_slack: bytes that moved tensors may leave in the heap.
         slices: page fused parameters by slices.
-        queues: the updates of several steps may wait for a slice.
+        queues: updates of several steps may be pending for one slice.
         home: where the model's tensors are before the block.
 
     Attributes:
-        store: what is paged whole.
-        rows: what is paged by slices.
-        buffers: those that come late, and the state of an optimizer that runs whole.
+        store: tensors that are paged whole.
+        rows: parameters that are paged by slices.
+        buffers: buffers adopted later, and the state of an optimizer that runs whole.
         allowance: bytes of saved activations that may stay in memory.
-        changed: parameters were converted since `adopt_parameters` was called.
+        changed: parameters were converted since the last `adopt_parameters`.
     """
 
     def __init__(
@@ -92,26 +91,26 @@ class Adoption:
         self.buffers: Buffers
 
     def begin_buffers(self) -> None:
-        """Page the buffers to come."""
-        # Of replicas they go to other ranks, and the system takes no absent memory everywhere.
+        """Start paging buffers."""
+        # DDP sends buffers to other ranks, and not every system call can read absent memory.
         least = sys.maxsize if self._sizing.bucket_bytes else self._sizing.min_paged_bytes
         names = self.store.names
         self.buffers = Buffers(self._model, self._device, least, names, self._enough)
 
     def begun(self) -> None:
-        """All that was there is adopted; what comes now comes late, and may find no room."""
+        """End the initial adoption; what is adopted from now on may find no room."""
         self.store.home = self._device.device
         self._begun = True
         self._seen = self._sizes()
 
     def adopt_parameters(self, kept: int = 0) -> None:
-        """Adopt what can move of the model and was not adopted before.
+        """Adopt the parameters that can move and are not adopted yet.
 
         Args:
             kept: bytes of saved activations that stay in memory now.
 
         Raises:
-            BudgetError: the update of one, or what stays in memory, does not fit; none was adopted.
+            BudgetError: an update, or what stays in memory, does not fit; nothing was adopted.
         """
         new: list[tuple[str, nn.Parameter, int]] = []
         held = held_parameters(self._model)
@@ -145,13 +144,13 @@ class Adoption:
     def _make_room(
         self, new: Sequence[tuple[str, nn.Parameter, int]], kept: int
     ) -> list[tuple[str, nn.Parameter]]:
-        """Make room for what stays in memory beside the pool, which is as large as it is.
+        """Make room in the budget outside the pool, whose size is fixed.
 
-        First fewer saved activations stay there, then small parameters are paged too, the largest
+        First fewer saved activations stay in memory, then small parameters are paged, the largest
         first.
 
         Returns:
-            The small parameters that are to be paged.
+            The small parameters to page.
 
         Raises:
             BudgetError: there is no room; nothing was changed.
@@ -160,8 +159,8 @@ class Adoption:
         slices = {parameter: count for _, parameter, count in new}
         slices |= dict.fromkeys(self.store.slots, 1)
         slices |= {parameter: fused.count for parameter, fused in self.store.fused.items()}
-        held = held_parameters(self._model)  # which are counted, and told of, where they are
-        stays: dict[str, int] = {}  # with gradient and state, once they are there
+        held = held_parameters(self._model)  # counted and reported elsewhere
+        stays: dict[str, int] = {}  # bytes, with gradient and state even before they exist
         small: list[tuple[str, nn.Parameter]] = []
         for name, parameter in self._model.named_parameters():
             if parameter in held:
@@ -201,7 +200,7 @@ class Adoption:
         return paged
 
     def check_thawed(self, parameter: nn.Parameter) -> None:
-        """A parameter that was adopted while it was frozen is about to be trained.
+        """Check the room for an adopted parameter that was frozen and is about to be trained.
 
         Raises:
             BudgetError: its update does not fit.
@@ -213,18 +212,19 @@ class Adoption:
             self._check_room(what, parameter, len(slots), states)
 
     def _sizes(self) -> tuple[dict[str, int], int]:
-        """Return what updates take by: the parameters' bytes, and the tensors of their state."""
+        """Return what update sizes depend on: bytes per parameter, state tensors per parameter."""
         known = (*self.store.slots.values(), *self.rows)
         return {one.name: local_bytes(one.parameter) for one in known}, state_tensors(
             self._optimizer
         )
 
     def check_updates(self) -> None:
-        """Parameters may have been converted since the last look, and options of the optimizer
-        switched on. It reads no content; some 0.2 microseconds a parameter if nothing was.
+        """Check that updates still fit if parameters were converted or optimizer options changed.
+
+        It reads no content and takes about 0.2 microseconds a parameter if nothing changed.
 
         Raises:
-            BudgetError: an update does not fit any more; nothing was changed.
+            BudgetError: an update no longer fits; nothing was changed.
             ConfigError: a parameter that is paged by slices has another dtype or shape.
         """
         for fused in self.rows:
@@ -243,7 +243,7 @@ class Adoption:
         whole = (s for s in self.store.slots.values() if self.store.pages(s.parameter, s))
         known: list[tuple[Slot | Fused, int]] = [(slot, 1) for slot in whole]
         known += [(fused, fused.count) for fused in self.rows]
-        chunks = int(self._device.guarded)  # else no update is made while one is being filled
+        chunks = int(self._device.guarded)  # unguarded: no update while a chunk is filled
         for one, slices in known:
             nbytes = local_bytes(one.parameter)
             was = before[0].get(one.name, nbytes)
@@ -277,8 +277,8 @@ class Adoption:
             )
 
     def pieces(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield views of ``tensor`` of at most a piece each; what lies over a row slice by slice,
-        as the regions of several may be more than the pool."""
+        """Yield views of ``tensor`` of at most a piece each. One that spans a row goes slice by
+        slice, as its regions together may exceed the pool."""
         if tensor.dim() == 3 and len(self._device.owners(tensor)) > 1:
             for part in tensor:
                 yield from pieces(part)
@@ -287,7 +287,7 @@ class Adoption:
 
     @contextlib.contextmanager
     def held(self, tensor: torch.Tensor) -> Iterator[None]:
-        """Keep the regions under a small tensor, or under a piece of one, at hand."""
+        """Pin the regions under a small tensor, or under a piece of one."""
         regions = self._device.owners(tensor)
         self._device.acquire(regions, pin=True)
         try:
@@ -296,7 +296,7 @@ class Adoption:
             self._device.unpin(regions)
 
     def adopt(self, parameter: nn.Parameter) -> None:
-        """The parameter has got optimizer state: move it into regions."""
+        """Move new optimizer state of ``parameter`` into regions."""
         slot, fused = self.store.slots.get(parameter), self.store.fused.get(parameter)
         if self._optimizer is None or isinstance(self._optimizer, HostOptimizer):
             return
@@ -306,7 +306,7 @@ class Adoption:
             self.rows.adopt_state(fused, self._optimizer.state[parameter])
 
     def adopt_whole_state(self) -> None:
-        """Move into regions what an optimizer that runs whole keeps, wherever it keeps it."""
+        """Move the state of an optimizer that runs whole into regions."""
         optimizer = self._optimizer
         if optimizer is None or can_split(optimizer) or isinstance(optimizer, HostOptimizer):
             return
@@ -314,10 +314,10 @@ class Adoption:
         self.buffers.adopt_state(state_of(optimizer, names))
 
     def tensors(self) -> dict[int, list[torch.Tensor]]:
-        """Return the tensors of model and optimizer that lie in the device, by their first
-        regions."""
+        """Return the tensors of model and optimizer that are stored in the device, by first
+        region."""
         tensors = {id(tensor): tensor for tensor in tensors_of(self._model, self._optimizer)}
-        # The user may have taken some out of the model.
+        # Adopted parameters may have been removed from the model.
         states = {} if self._optimizer is None else self._optimizer.state
         for parameter in (*self.store.slots, *self.store.fused):
             state = dict.get(states, parameter) or {}
@@ -333,11 +333,11 @@ class Adoption:
         return found
 
     def is_held(self) -> bool:
-        """Return whether somebody holds memory of the device beyond what is restored at the end."""
+        """Return whether memory of the device has references beyond what `restore` restores."""
         return self.buffers.are_held() or bool(self.held_by_others(self.tensors()))
 
     def held_by_others(self, adopted: Mapping[int, Sequence[torch.Tensor]]) -> set[int]:
-        """Return the first regions of what somebody holds who is none of what was ``adopted``."""
+        """Return the first regions of storages with references from outside ``adopted``."""
         storages = {
             region: self._device.storage(region)
             for slot in self.store.slots.values()
@@ -355,13 +355,13 @@ class Adoption:
         """Make all tensors ordinary again, on ``place``, as far as there is ``room``.
 
         Returns:
-            Where what does not fit there lies now, or "".
+            Where the tensors that do not fit are stored, or "".
 
         Raises:
             SpillError: some could not be read; all others were restored.
         """
         adopted = self.tensors()
-        # A block that fails to begin has shown nobody anything: only its error holds what it made.
+        # A block that fails to begin gave out no references: only its error holds what it made.
         held = self.held_by_others(adopted) if self._begun else set()
         stays = place == self._device.device
         restoration = Restoration(self._device, self.store, self.rows, held, room, stays=stays)

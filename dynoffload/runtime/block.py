@@ -1,4 +1,4 @@
-"""The block that ``offload()`` returns: it begins and ends wholly or not at all."""
+"""The block that ``offload()`` returns: its beginning and its end are atomic."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dynoffload.runtime.session import Session
 
 
 class Planned(NamedTuple):
-    """What entering a block will do: so far nothing was changed."""
+    """What entering a block will do; nothing has changed yet."""
 
     block: contextlib.AbstractContextManager[Session]  # undoes its beginning if that fails
     report: Callable[[Session], None]  # called after the block has ended
@@ -29,14 +29,14 @@ class Planned(NamedTuple):
 class OffloadBlock(contextlib.AbstractContextManager[Session]):
     """What `offload` returns: entered once, by ``with`` or `start`, it yields the session.
 
-    Until then nothing is offloaded. As that is easily overlooked, a block that nobody ever entered
-    is warned of.
+    Until then nothing is offloaded. A block that is never entered is probably a mistake, so a
+    `RuntimeWarning` is issued.
 
-    It ends as ``with`` is left, by the session's ``close()``, or as the interpreter exits, which
-    must find no tensor in paged memory; the first of these counts.
+    It ends when ``with`` is left, when the session's ``close()`` is called, or when the interpreter
+    exits, whichever comes first. No tensor may remain in paged memory at exit.
 
-    It begins and ends wholly or not at all, as ``with`` calls `__exit__` only after `__enter__` has
-    returned: a signal that comes in between is held off, and what it raises undoes the beginning.
+    ``with`` calls `__exit__` only after `__enter__` has returned. A signal that arrives in between
+    is deferred, and an exception from its handler undoes the beginning.
     """
 
     def __init__(self, plan: Callable[[], Planned]) -> None:
@@ -47,7 +47,7 @@ class OffloadBlock(contextlib.AbstractContextManager[Session]):
         self._forgotten = weakref.finalize(self, _warn_of_forgotten, *place)
 
     def start(self) -> Session:
-        """Enter the block where no ``with`` can be, as over several cells of a notebook.
+        """Enter the block where ``with`` is impractical, such as across cells of a notebook.
 
         Returns:
             The session, whose ``close()`` ends the block.
@@ -95,7 +95,7 @@ class OffloadBlock(contextlib.AbstractContextManager[Session]):
         try:
             return self._leave(kind, error, trace)
         finally:
-            if os.getpid() == self._pid:  # else it is the block of the process that forked this one
+            if os.getpid() == self._pid:  # else the block belongs to the parent process
                 self._planned.report(self._session)
 
     def _leave_now(self) -> None:
@@ -111,7 +111,7 @@ class OffloadBlock(contextlib.AbstractContextManager[Session]):
     ) -> bool | None:
         try:
             hold()
-        except BaseException:  # a signal that came before; the block ends all the same
+        except BaseException:  # from an earlier signal; the block ends all the same
             self._leave(kind, error, trace, undo=undo)
             raise
         self._left, self._session._leave_block = True, None
@@ -127,14 +127,14 @@ class OffloadBlock(contextlib.AbstractContextManager[Session]):
             admit()
 
 
-_entered: list[OffloadBlock] = []  # and not left, in order
+_entered: list[OffloadBlock] = []  # blocks entered and not left, in order
 
 
 def leave_all() -> None:
-    """Leave the blocks that are open, the last first: the program that entered them has ended."""
+    """Leave the open blocks, last first; called when the interpreter exits."""
     with contextlib.ExitStack() as each:
         for block in _entered:
-            if block._pid == os.getpid():  # else this is a forked child, and it is its parent's
+            if block._pid == os.getpid():  # else this is a forked child, and the block its parent's
                 each.callback(block._leave_now)
 
 

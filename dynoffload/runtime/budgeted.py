@@ -1,4 +1,4 @@
-"""A session under a budget: it follows the training loop, and pages while not everything fits."""
+"""A session under a budget: it hooks into the training loop and pages unless everything fits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from dynoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-_ITEMS = 64  # of a list, by which the size of the rest is judged
+_ITEMS = 64  # items of a list that are measured; the rest is extrapolated
 
 
 class BudgetedSession(Session):
@@ -56,7 +56,7 @@ class BudgetedSession(Session):
         super().__init__(model, optimizer, sizing, setup.spill_dir, log, replicas)
         self._config, self._target, self._wrappers = config, target, replicas
         self._homes = Homes(model, optimizer, target, setup.spill_dir)
-        # It asks a user's predictor.
+        # Interruptible, as it calls a user predictor.
         self._forecast = interruptible(Forecast)(model, config.policy, setup.pilot, config.features)
         self._recording = Recording(
             log,
@@ -67,13 +67,13 @@ class BudgetedSession(Session):
         parts = (setup, self._homes, self._forecast, self._recording, self._end_step)
         self._page = partial(Paging, *parts)
         self._fit = Fit(model, optimizer, sizing.budget)
-        self._fits = False  # so that paging ends with the next sample
-        self._called = False  # the root, to train; or it was warned that it is not
-        self._said_overrun = False
+        self._fits = False  # everything fits: paging ends with the next sample
+        self._called = False  # the root was called to train, or a warning was logged that it is not
+        self._warned_overrun = False
         self._pid = os.getpid()
         self._calls = Calls()
         self._in_sample = False
-        self._around: BaseException | None = None  # being handled as the forward began
+        self._around: BaseException | None = None  # the exception being handled as forward began
         self._hooks: tuple[Hook, ...] = ()
         self._handles: list[Handle] = []
         self._meta_init = MetaInit(model, target.device)
@@ -85,18 +85,18 @@ class BudgetedSession(Session):
 
     @uninterrupted
     def _undo(self, error: BaseException | None) -> None:
-        """End a session that has not begun, because of ``error``: all is as before it."""
+        """Roll back a session that failed to begin with ``error``; everything is as before it."""
         for handle in self._handles:
             handle.remove()
         paging, self._mode = self._paging, Mode()
-        with contextlib.ExitStack() as undo:  # the last first, though one of them raises
+        with contextlib.ExitStack() as undo:  # in reverse order, even if one raises
             undo.callback(self._meta_init.undo)
             undo.callback(self._homes.leave)
             if paging is not None:
                 undo.callback(paging.close)
             clear_frames(error)
             if paging is not None:
-                if paging.meta_is_held():  # by user code that was cut off
+                if paging.meta_is_held():  # by frames of interrupted user code
                     clear_frames(error, ours=False)
                 paging.revert()
 
@@ -104,7 +104,7 @@ class BudgetedSession(Session):
         model, before = self.model, resident_bytes()
         self._mode = paging = self._page()
         self.log.backend = paging.device.name
-        # What the process takes without the managed tensors: it takes less once they are paged.
+        # Resident bytes without the managed tensors, which take less once they are paged.
         self._recording.baseline = min(before, resident_bytes() - paging.device.taken_bytes())
         enter = Hook(self._before_forward, lambda: self._mode.settle(), compiled=True)
         leave = Hook(self._after_forward, compiled=True)
@@ -113,7 +113,7 @@ class BudgetedSession(Session):
             before_call(model, enter, unseen, first=True),
             after_call(model, leave, unseen),
         ]
-        self._say_plan(paging, spill_reason)
+        self._log_plan(paging, spill_reason)
         paging.begun()
         interruptible(self._meta_init.give)(paging.bring)
         paging.count_anew()
@@ -122,7 +122,7 @@ class BudgetedSession(Session):
         buckets = beside(self._wrappers, device, self.sizing.bucket_bytes)
         return ordinary_bytes(self.model, self.optimizer, device) + buckets
 
-    def _say_plan(self, paging: Paging, spill_reason: str) -> None:
+    def _log_plan(self, paging: Paging, spill_reason: str) -> None:
         if launched_rank():
             return
         sizing, target, config = self.sizing, self._target, self._config
@@ -157,7 +157,7 @@ class BudgetedSession(Session):
         return watch_ranks(self._rank_status, self._config.rank_timeout, groups)
 
     def _rank_status(self) -> RankStatus:
-        """Return what this rank does. It reads no tensor, and any thread may ask."""
+        """Return this rank's status. It reads no tensor; any thread may call it."""
         return RankStatus(
             step=len(self.log.steps),
             phase=self._recording.phase_name,
@@ -166,7 +166,7 @@ class BudgetedSession(Session):
             progress=self._recording.progress,
         )
 
-    # What happens in a step
+    # Hooks of a step
 
     def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -194,7 +194,7 @@ class BudgetedSession(Session):
             resident = self._mode if isinstance(self._mode, Resident) else None
             if resident and self._may_move() and (reason := resident.outgrown(size)):
                 logger.info("%s: paging again", reason)
-                self._come_back(resident)
+                self._page_again(resident)
             if self.paging:
                 self._fit.largest = max(self._fit.largest, size)
         self._in_sample, self._around = True, sys.exception()
@@ -213,11 +213,11 @@ class BudgetedSession(Session):
             self._in_sample = False
             around, self._around = self._around, None
             self._mode.end_sample(output, whole=sys.exception() is around)
-        if output is not None:  # else by an error, mostly
-            self._mode.leave()  # what was computed may be of a value that lacks its update
+        if output is not None:  # it is None mostly after an error
+            self._mode.leave()  # the output may come from a parameter whose update failed
 
     def _end_step(self, stats: StepStats) -> None:
-        """A step of paging has ended."""
+        """End a step made while paging."""
         paging = self._paging
         assert paging is not None
         if not self._called and paging.gradient:
@@ -231,16 +231,16 @@ class BudgetedSession(Session):
                 type(self.model).__name__,
             )
         if stats.peak_fast_bytes > self.sizing.budget:
-            self._say_overrun(paging, stats)
+            self._warn_overrun(paging, stats)
         if self._config.step_aside and not self._config.rollback:
             self._consider_aside(paging, stats)
         self._forecast.judge(stats)
 
-    def _say_overrun(self, paging: Paging, stats: StepStats) -> None:
-        """Say, once, what passes the budget: tensors that cannot be paged, and have grown."""
-        if self._said_overrun:
+    def _warn_overrun(self, paging: Paging, stats: StepStats) -> None:
+        """Warn once that unpageable tensors have grown beyond the budget, and name the largest."""
+        if self._warned_overrun:
             return
-        self._said_overrun = True
+        self._warned_overrun = True
         name, nbytes, cause = largest_outside(self.model, paging.optimizer, paging.device)
         kept_bytes, kept = paging.activations.kept.largest
         if kept_bytes > nbytes:
@@ -258,13 +258,13 @@ class BudgetedSession(Session):
         if self._fits or not self._fit.holds(stats, paging):
             return
         if paging.is_held_outside() or paging.loss:
-            return  # somebody looks at our memory, which would end; or a loss would be forgotten
+            return  # external references would lose their memory, or a step failure be forgotten
         logger.info(
             "all that a step takes, %s of the budget of %s, fits: paging steps aside",
             format_bytes(self._fit.need),
             format_bytes(self.sizing.budget),
         )
-        self._fits = True  # with the next sample: now torch walks the optimizer's hooks
+        self._fits = True  # applied at the next sample: torch is running the optimizer's hooks now
 
     @uninterrupted
     def _step_aside(self) -> None:
@@ -272,11 +272,11 @@ class BudgetedSession(Session):
         paging = self._paging
         assert paging is not None
         if paging.is_held_outside():
-            return  # since the step
+            return  # referenced since the step
         self._mode = Mode()
         try:
             self._end(paging, stays=True)
-        finally:  # watched, also where the end has lost a step
+        finally:  # resident also where closing lost a step
             queues = self._target.queues
             given = None if queues is None else queues.given_bytes
             self._mode = Resident(self._fit, self._recording, given)
@@ -289,8 +289,8 @@ class BudgetedSession(Session):
                 Aftermath(self.model, self.optimizer, paging.loss)
 
     @uninterrupted
-    def _come_back(self, resident: Resident) -> None:
-        paging = self._page()  # where it fails, the session stays resident, and says so again
+    def _page_again(self, resident: Resident) -> None:
+        paging = self._page()  # if this fails the session stays resident, and logs so again
         resident.close()
         self._fit.reset()
         self._recording.restart()
@@ -302,9 +302,9 @@ class BudgetedSession(Session):
     def _close(self) -> None:
         mode, self._mode = self._mode, Mode()
         places: list[str] = []
-        with contextlib.ExitStack() as ends:  # the last first, though one of them raises
+        with contextlib.ExitStack() as ends:  # in reverse order, even if one raises
             if os.getpid() == self._pid:
-                ends.callback(self._say_where, places)
+                ends.callback(self._log_where, places)
                 ends.callback(lambda: places.append(self._homes.leave()))
                 if isinstance(mode, Paging):
                     ends.callback(lambda: places.append(self._end(mode)))
@@ -315,18 +315,18 @@ class BudgetedSession(Session):
             for handle in self._handles:
                 handle.remove()
             self._calls.abandon()
-            if os.getpid() == self._pid:  # what may take long, or is the user's
+            if os.getpid() == self._pid:  # runs user code and may be slow
                 interruptible(self._forecast.close)()
 
-    def _say_where(self, places: list[str]) -> None:
+    def _log_where(self, places: list[str]) -> None:
         where = ", ".join(place for place in places if place)
         if where:
             logger.warning("what does not fit in memory stays usable: %s", where)
 
 
 def _is_transformed() -> bool:
-    """Return whether this runs inside of a `torch.func` transformation, in which tensors that are
-    made, such as copies of parameters, are the transformation's and end with it."""
+    """Return whether this runs inside a `torch.func` transform. Tensors made there, such as copies
+    of parameters, belong to the transform and end with it."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 

@@ -24,21 +24,20 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     max_shard_size: int | str = "5GB",
 ) -> None:
-    """Save a training run, under `dynoffload.offload` or not, so that it can go on bit for bit.
+    """Save a training run, under `dynoffload.offload` or not, so that it resumes bit for bit.
 
-    Saved are parameters and persistent buffers (by the names of ``model.state_dict()``, tied ones
-    once, in safetensors files that Hugging Face's tools read), the optimizer's state and
-    hyperparameters, ``extra``, and the states of the random numbers of torch, ``random`` and numpy.
-    Gradients are not: a run that is loaded begins a new step, so save between steps.
+    It saves parameters and persistent buffers, by the names of ``model.state_dict()``, tied ones
+    once, in safetensors files that Hugging Face's tools read. It also saves the optimizer's state
+    and hyperparameters, ``extra``, and the random states of torch, ``random`` and numpy. Gradients
+    are not saved: a loaded run begins a new step, so save between steps.
 
     The directory is replaced at once when everything is on the disk. A save that fails or is killed
-    leaves what was saved there before.
+    leaves the previous checkpoint in place.
 
-    Of a model that ``fully_shard`` has spread over processes, or of replicas under
-    `DistributedDataParallel`, or with experts that are other ones on each rank
-    (`dynoffload.moe.parallel.ExpertParallel`), all ranks call it, with a directory that all see:
-    the files are those that one process would have saved, and load at any number of ranks. Beside
-    such experts all else has to be alike on all ranks.
+    With ``fully_shard``, `DistributedDataParallel` or experts that differ between ranks
+    (`dynoffload.moe.parallel.ExpertParallel`), all ranks call it with one shared directory. The
+    files are those of a single process, and load at any number of ranks. Next to such experts,
+    everything else must be equal on all ranks.
 
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
         save_checkpoint(model, optimizer, "run/last", extra={"scheduler": scheduler})
@@ -48,18 +47,17 @@ def save_checkpoint(
     Args:
         model: the root module; of a `DistributedDataParallel` the module that it wraps is saved.
         optimizer: its optimizer, or None to save none.
-        directory: the checkpoint's own; made, or replaced, in a directory that exists.
-        extra: by name what else has a state to keep: objects with ``state_dict()`` and
+        directory: the checkpoint's own; created or replaced, inside an existing directory.
+        extra: by name, other objects with state to save. They have ``state_dict()`` and
             ``load_state_dict()`` of numbers, texts and tensors, such as schedulers and a
-            ``GradScaler``, or a ``torch.Generator``.
-        max_shard_size: bytes of content, or a text such as ``"5GB"``, after which a new file is
-            begun.
+            ``GradScaler``, or are a ``torch.Generator``.
+        max_shard_size: bytes, or a text such as ``"5GB"``, after which a new file begins.
 
     Raises:
-        CheckpointError: a value cannot be kept, the disk is full or read-only, the directory is
-            something else, or ranks have what is not alike. Training can go on.
+        CheckpointError: a value cannot be saved, the disk is full or read-only, the directory is
+            something else, or ranks differ where they must be equal. Training can go on.
         ConfigError: an argument is wrong.
-        StepLostError: an update was lost before; see `load_checkpoint`.
+        StepLostError: an earlier update was lost; see `load_checkpoint`.
     """
     _session_of(model, optimizer)._save(optimizer, directory, extra, max_shard_size)
 
@@ -71,21 +69,21 @@ def load_checkpoint(
     *,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Load what `save_checkpoint` or a session's ``save`` has saved, under whatever budget.
+    """Load what `save_checkpoint` or a session's ``save`` has saved, under any budget.
 
-    Everything is verified before anything is touched. Then tensors are read in place, one piece
-    after the other; gradients are dropped; the random numbers go on as they would have. It also
-    makes up for a lost step, within an `offload` block and after it.
+    Everything is verified before anything changes. Then tensors are read in place, one piece at a
+    time; gradients are dropped, and random states are restored. It also recovers from a lost step,
+    within an `offload` block and after it.
 
     Args:
         model: the module as it was when saved: the same names, shapes, dtypes and ties.
         optimizer: of the same type, with the same groups; None loads no optimizer state.
-        directory: of the checkpoint.
-        extra: by the same names, what is to be given its state.
+        directory: the checkpoint's.
+        extra: by the same names, the objects that load their state.
 
     Raises:
-        CheckpointError: there is none, it is damaged, foreign or of a newer version, or it is not
-            of this model; names what differs.
+        CheckpointError: there is none, or it is damaged, foreign, of a newer version, or of another
+            model; names what differs.
         ConfigError: an argument is wrong.
     """
     session = _session_of(model, optimizer)
@@ -100,7 +98,7 @@ def load_checkpoint(
 
 
 def _session_of(model: nn.Module, optimizer: Optimizer | None) -> Session:
-    """Return the session that manages ``model``, or one that leaves it alone.
+    """Return the session that manages ``model``, or a passthrough session.
 
     Raises:
         ConfigError: it has another optimizer, or these are no model and optimizer.

@@ -1,4 +1,4 @@
-"""Gradients of paged parameters go into regions as backward completes them."""
+"""Moves gradients of paged parameters into regions as backward completes them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 class Collector:
     """Adopts gradients, and calls ``on_gradient`` after each.
 
-    Where the model is ``replicated``, gradients change as backward ends; see
-    `dynoffload.distributed.replicas`. ``last`` names the parameter whose gradient was made last.
+    If the model is ``replicated``, gradients change when backward ends; see
+    `dynoffload.distributed.replicas`. ``last`` names the parameter of the latest gradient.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class Collector:
         self._activations, self._updates = activations, updates
         self._replicated, self._on_gradient = replicated, on_gradient
         self._awaits_end = self._ended = False
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self.last = ""
 
     def hooks(
         self, shards: Iterable[nn.Parameter]
     ) -> Iterator[tuple[nn.Parameter, Callable[[torch.Tensor], None]]]:
-        """Yield each parameter with what is called when its gradient is complete; of ``shards``,
-        those that are not paged lend their gradients a place."""
+        """Yield each parameter and the callback for its complete gradient. For those of ``shards``
+        that are not paged, the callback gives the gradient memory of its own."""
         for slot in self._store.slots.values():
             yield slot.parameter, partial(self._collect, slot)
         for fused in self._rows:
@@ -60,15 +60,15 @@ class Collector:
                 yield part, partial(self._collect_part, part)
 
     def begin_forward(self) -> None:
-        """No backward is under way any more."""
+        """Record that no backward is running."""
         self._awaits_end = False
 
     def end(self) -> None:
-        """Adopt nothing any more."""
+        """Stop adopting gradients."""
         self._ended = True
 
     def adopt_all(self, between: Callable[[], None] = lambda: None) -> None:
-        """Adopt all gradients that there are; ``between`` is called before each."""
+        """Adopt all existing gradients; ``between`` is called before each."""
         for slot in self._store.slots.values():
             between()
             self._store.adopt_gradient(slot)
@@ -78,8 +78,8 @@ class Collector:
 
     @uninterrupted
     def adopt_reduced(self) -> None:
-        """Backward has ended, or had nothing to do here: adopt gradients of what other ranks alone
-        have used."""
+        """After backward, or without one on this rank: adopt gradients of parameters that only
+        other ranks used."""
         self._awaits_end = False
         if self._replicated and not self._ended:
             self.adopt_all()
@@ -91,7 +91,7 @@ class Collector:
         self._note(slot.name)
         gradient = parameter.grad
         if gradient is not None and gradient.requires_grad:
-            self._say(
+            self._warn_once(
                 f"backward(create_graph=True) made the gradient of {slot.name!r}: gradients with a "
                 "graph, and what that graph saves, stay in memory beside the budget; use "
                 "torch.autograd.grad(..., create_graph=True) for the term that needs it, and plain "
@@ -114,7 +114,7 @@ class Collector:
         self.last = name
         self._on_gradient()
         if self._updates is None:
-            self._say(
+            self._warn_once(
                 "gradients are made, but offload() was given no optimizer: its state is not under "
                 "the budget, and no step is recorded; pass offload(model, optimizer, ...)",
                 once="no optimizer",
@@ -123,7 +123,7 @@ class Collector:
             self._awaits_end = True
             as_backward_ends(self.adopt_reduced)
 
-    def _say(self, text: str, *, once: str) -> None:
-        if once not in self._said:
-            self._said.add(once)
+    def _warn_once(self, text: str, *, once: str) -> None:
+        if once not in self._warned:
+            self._warned.add(once)
             logger.warning(text)

@@ -1,4 +1,4 @@
-"""How many bytes a model's tensors take, and what its optimizer will add; nothing is read."""
+"""Counts the bytes of a model's tensors and of future optimizer state; it reads no content."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from dynoffload.runtime.updates.update import can_split
 
 _STATES = {"SGD": 0, "ASGD": 1, "Adagrad": 1, "Muon": 1, "RMSprop": 1, "Rprop": 2}
 _STATES_OF_ADAM = 2
-_SWITCHES = ("momentum", "amsgrad", "centered")  # each is one more, where it is an option
-SCALARS = 32  # bytes of a parameter's step counts and the like: up to four tensors of one number
+_SWITCHES = ("momentum", "amsgrad", "centered")  # options; each that is on adds a state tensor
+SCALARS = 32  # bytes of step counts and the like: up to four one-element tensors a parameter
 
 
 class States:
-    """How many bytes an optimizer keeps for each parameter, or will keep from its first step on.
+    """Bytes that an optimizer keeps for each parameter, or will keep from its first step on.
 
-    It reads no content. Made anew whenever it is asked for, as groups and their options change.
+    It reads no content. Build a new one for each use, as groups and their options change.
     """
 
     def __init__(self, optimizer: Optimizer | None) -> None:
@@ -42,15 +42,15 @@ class States:
         return parameter in self._groups
 
     def sizes(self, parameter: torch.Tensor) -> list[int]:
-        """Return the bytes of each tensor that there is, or that will be of what is trained;
-        without step counts and the like."""
+        """Return the bytes of each state tensor that exists, or else will exist if it is trained;
+        step counts and the like are left out."""
         return self.kept(parameter) or self.coming(parameter)
 
     def kept(self, parameter: torch.Tensor) -> list[int]:
-        """Return the bytes of each tensor that there is by now."""
+        """Return the bytes of each existing state tensor."""
         if self._optimizer is None or isinstance(self._optimizer, HostOptimizer):
-            return []  # nothing where the parameter is
-        # Asked as a plain dict: the state that a session watches would make updates first.
+            return []  # `HostOptimizer` keeps nothing where the parameter is
+        # Plain dict access: the observed state of a session would apply pending updates first.
         entry = dict.get(self._optimizer.state, parameter)
         tensors = [value for value in (entry or {}).values() if isinstance(value, torch.Tensor)]
         return [local_bytes(one) for one in tensors if one.numel() > 1]
@@ -63,18 +63,18 @@ class States:
         count, element = local(parameter).numel(), parameter.element_size()
         sizes = [count * element] * _states_of(self._optimizer, group)
         if type(self._optimizer).__name__ == "Adafactor":
-            if not can_split(self._optimizer):  # that of transformers: single precision at least
+            if not can_split(self._optimizer):  # transformers' version: at least single precision
                 element = max(4, element)
                 sizes = [count * element] * len(sizes)
             *outer, inner = parameter.shape or (1,)
-            # Means over rows and over columns, or of a vector all of it.
+            # Means over rows and over columns; of a vector, all of it.
             means = [math.prod(outer), math.prod(outer[:-1]) * inner] if outer else [inner]
             sizes += [mean * element for mean in means]
         return sizes
 
     def paged(self, parameter: torch.Tensor, least: int, slices: int) -> list[int]:
-        """Return those of `sizes` whose tensors are paged, as those below ``least`` are not, with a
-        parameter that is paged by so many slices; 1: whole."""
+        """Return those of `sizes` whose tensors are paged with the parameter. Tensors below
+        ``least`` bytes are not; ``slices`` is how many slices page the parameter, 1: whole."""
         nbytes, sizes = local_bytes(parameter), self.sizes(parameter)
         if slices > 1:
             return [size for size in sizes if size == nbytes]
@@ -83,18 +83,18 @@ class States:
     def update_bytes(
         self, parameter: torch.Tensor, page: int, least: int, *, slices: int, queues: bool
     ) -> int:
-        """Return the bytes of a pool that are pinned while a parameter, or one slice, is updated.
+        """Return the pool bytes pinned while a parameter, or one slice of it, is updated.
 
-        They are those of the regions of its storage, its gradient and all state that is paged, in
-        whole pages; and of a slice of zeros, which stands for the gradients of the steps that wait
-        behind one with a gradient.
+        It counts the regions of its storage, its gradient and all paged state, in whole pages. With
+        ``queues`` a slice of zeros is added: it replaces missing gradients of later steps that
+        are pending behind a step with a gradient.
 
         Args:
-            parameter: one that is paged; if it is frozen, it is there alone.
+            parameter: a paged parameter; if frozen, only its storage counts.
             page: bytes of a page.
             least: smaller tensors are not paged.
-            slices: by how many it is paged; 1 for whole.
-            queues: steps without a gradient may wait for a slice.
+            slices: number of slices that page it; 1 for whole.
+            queues: steps without a gradient may be pending for a slice.
         """
         nbytes, paged = local_bytes(parameter), self.paged(parameter, least, slices)
         if slices > 1:
@@ -110,19 +110,19 @@ def padded(nbytes: int, page: int) -> int:
 
 
 def state_tensors(optimizer: Optimizer | None) -> int:
-    """Return how many tensors of a parameter's size the optimizer keeps for it, at most."""
+    """Return the largest number of parameter-sized state tensors of any group, per parameter."""
     groups = [] if optimizer is None else optimizer.param_groups
     return max((_states_of(optimizer, group) for group in groups), default=0)
 
 
 def _states_of(optimizer: Optimizer | None, group: Mapping[str, Any]) -> int:
     if isinstance(optimizer, HostOptimizer):
-        return 0  # where the parameter is
+        return 0  # none where the parameter is
     name = type(optimizer).__name__
     if name == "Adafactor":
         return int(group.get("beta1") is not None)
     if name == "Muon":
-        return 1  # its momentum is no switch
+        return 1  # its momentum cannot be switched off
     return _STATES.get(name, _STATES_OF_ADAM) + sum(bool(group.get(key)) for key in _SWITCHES)
 
 
@@ -144,11 +144,11 @@ def images_bytes(model: nn.Module, optimizer: Optimizer) -> int:
 def ordinary_bytes(
     model: nn.Module, optimizer: Optimizer | None, device: Device | None = None
 ) -> int:
-    """Return the bytes of ``model``'s tensors that lie outside of ``device``, as they are now.
+    """Return the bytes of ``model``'s tensors stored outside ``device``, as they are now.
 
-    Counted are parameters, gradients, optimizer state and buffers: each storage once and whole,
-    none on the meta device. It reads no content, so it waits for nothing and makes no update that
-    was put off. One to two microseconds a tensor: for once in a step.
+    It counts parameters, gradients, optimizer state and buffers: each storage once and whole, none
+    on the meta device. It reads no content, so it never blocks and applies no deferred update.
+    One to two microseconds a tensor: call it once a step.
     """
     found: dict[int, int] = {}
     for whole in tensors_of(model, optimizer):
@@ -164,8 +164,8 @@ def ordinary_bytes(
 def whole_bytes(model: nn.Module, optimizer: Optimizer | None) -> int:
     """Return the bytes of a step of ``model`` that touches everything, without activations.
 
-    Counted is what there is (see `ordinary_bytes`) and, for each parameter that is trained, the
-    gradient and the optimizer state that it lacks by now. Some ten microseconds a parameter.
+    It counts what exists (see `ordinary_bytes`) and, for each trained parameter, a missing gradient
+    and missing optimizer state. Some ten microseconds a parameter.
     """
     states = States(optimizer)
     total = ordinary_bytes(model, optimizer)
@@ -182,21 +182,21 @@ def whole_bytes(model: nn.Module, optimizer: Optimizer | None) -> int:
 
 
 def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> Iterator[torch.Tensor]:
-    """Yield parameters with their gradients and optimizer state, and buffers; it reads nothing.
+    """Yield parameters with their gradients and optimizer state, and buffers; it reads no content.
 
-    Of what is spread over processes, it yields the part in this one, and what else has its memory.
+    Of sharded tensors it yields this process's part, and aliases of its memory.
     """
     elsewhere = optimizer is None or isinstance(optimizer, HostOptimizer)
     whole = optimizer is not None and not elsewhere and not can_split(optimizer)
     states = {} if optimizer is None or elsewhere or whole else optimizer.state
     for parameter in model.parameters():
         if torch._C._functorch.is_functorch_wrapped_tensor(parameter):
-            continue  # a functional call has put it there for now
+            continue  # put there temporarily by a functional call
         yield local(parameter)
         gradient = parameter.grad if parameter.is_leaf else None
         if gradient is not None:
             yield local(gradient)
-        # Asked as a plain dict: the state that a session watches would make updates first.
+        # Plain dict access: the observed state of a session would apply pending updates first.
         entry = dict.get(states, parameter)
         for value in tuple(entry.values()) if entry else ():
             if isinstance(value, torch.Tensor):
@@ -210,7 +210,7 @@ def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> Iterator[torch.
 
 
 def storages_outside(model: nn.Module, device: Device) -> list[torch.UntypedStorage]:
-    """Return the storages of parameters and buffers of ``model`` outside of ``device``."""
+    """Return the storages of ``model``'s parameters and buffers outside ``device``."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         for part in parts_of(tensor):
@@ -223,8 +223,8 @@ def storages_outside(model: nn.Module, device: Device) -> list[torch.UntypedStor
 def largest_outside(
     model: nn.Module, optimizer: Optimizer | None, device: Device
 ) -> tuple[str, int, str]:
-    """Return the name of the largest tensor outside of ``device``, the bytes of its memory and what
-    it is; "", 0 and "" if there is none. It reads no content."""
+    """Return the name of the largest tensor outside ``device``, its storage's bytes and a
+    description; "", 0 and "" if there is none. It reads no content."""
     found = "", 0, ""
     for name, tensor, kind in _named_tensors(model, optimizer):
         parts = [] if tensor.is_meta else [p for p in parts_of(tensor) if device.owner(p) < 0]
@@ -253,7 +253,7 @@ def _named_tensors(
 
 
 def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the strided tensors that hold what ``tensor`` does."""
+    """Return the strided tensors that make up ``tensor``."""
     if tensor.layout is torch.strided:
         return (local(tensor),)
     if tensor.layout is torch.sparse_coo:

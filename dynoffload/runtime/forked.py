@@ -1,9 +1,9 @@
-"""What a forked process finds in the place of paged tensors: an error that says so.
+"""Raises a clear error in forked children that access paged tensors.
 
-The pool is not inherited: pages that two processes share cannot be moved. So a child has the
-tensors but none of their bytes: they become tensors that tell their shape, and raise where their
-bytes are asked for. Views of paged tensors, and arrays over them, are not found, and end the child
-by a segmentation fault.
+The pool is not inherited, as pages shared by two processes cannot be moved. In a child, paged
+tensors report their metadata, such as shape and dtype, and raise where their bytes are needed.
+Views of paged tensors, and arrays over them, are not found: reading them ends the child by a
+segmentation fault.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from dynoffload.errors import BackendError
 
-_TOLD = {
+_METADATA = {
     *(
         getattr(torch.Tensor, name).__get__
         for name in ("device", "dtype", "grad", "is_leaf", "layout", "ndim", "requires_grad")
@@ -31,23 +31,23 @@ _TOLD = {
 
 
 class Holder(Protocol):
-    """Has tensors that lie in memory of this process alone."""
+    """Owns tensors whose memory exists in this process only."""
 
     def end_in_child(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Do nothing more in this process, which was forked, and yield them with their names; it
-        takes no lock and reads none of their bytes."""
+        """Stop working in this forked process, and yield the tensors with their names. It takes no
+        lock and reads no content."""
 
 
 _holders: weakref.WeakSet[Holder] = weakref.WeakSet()
 
 
 def tell_children(holder: Holder) -> None:
-    """Have processes that are forked from now on told what they lack of ``holder``'s."""
+    """Replace ``holder``'s tensors in every process that is forked from now on."""
     _holders.add(holder)
 
 
 def refusal(name: str) -> BackendError:
-    """Return the error for ``name``, of which this process has no byte."""
+    """Return the error for ``name``, whose memory this process does not have."""
     return BackendError(
         f"{name} is under offload() in the process that this one was forked from, and its memory "
         "is not inherited: clone what a worker reads before it is started, or read it in the main "
@@ -58,8 +58,8 @@ def refusal(name: str) -> BackendError:
 def _refuse(
     kind: type, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
 ) -> Any:
-    """Answer for tensors without bytes; it is their ``__torch_function__``."""
-    if function in _TOLD:
+    """Be the ``__torch_function__`` of tensors without memory: return metadata, else raise."""
+    if function in _METADATA:
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
     given = tree_leaves((args, kwargs))
@@ -71,7 +71,7 @@ def _without_bytes(kind: type) -> type:
     return type(kind)(kind.__name__, (kind,), {"__torch_function__": classmethod(_refuse)})
 
 
-def _tell() -> None:
+def _disable_in_child() -> None:
     for holder in list(_holders):
         for name, tensor in holder.end_in_child():
             if "_paged_as" not in tensor.__dict__:
@@ -80,4 +80,4 @@ def _tell() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_tell)
+    os.register_at_fork(after_in_child=_disable_in_child)

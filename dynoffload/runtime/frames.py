@@ -1,5 +1,5 @@
-"""Lets go of what the tracebacks of an error keep alive: locals that are tensors of a device, or
-views of a parameter that is to go back to the meta device."""
+"""Clears locals that an error's traceback keeps alive: tensors of a device, or views of a parameter
+that returns to the meta device."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _OURS = tuple(f"{directory}{os.sep}" for p in (runtime, memory) for directory in
 
 
 def clear_frames(error: BaseException | None, *, ours: bool = True) -> None:
-    """Forget the locals of the frames that ``error``, and what it came from, have left.
+    """Clear the locals of the frames that ``error``, its causes and contexts have left.
 
     Args:
-        error: an exception that is on its way.
-        ours: of this library's functions only; else a debugger finds no user's locals either.
+        error: an exception being handled.
+        ours: clear frames of this library only; else a debugger finds no user locals either.
     """
     seen: set[int] = set()
     waiting = [error]
@@ -29,5 +29,5 @@ def clear_frames(error: BaseException | None, *, ours: bool = True) -> None:
         waiting += [one.__cause__, one.__context__]
         for frame, _ in traceback.walk_tb(one.__traceback__):
             if not ours or frame.f_code.co_filename.startswith(_OURS):
-                with contextlib.suppress(RuntimeError):  # it runs still
+                with contextlib.suppress(RuntimeError):  # the frame is still running
                     frame.clear()

@@ -1,4 +1,4 @@
-"""The guard: a thread that makes a deferred update when another thread touches its tensors."""
+"""The guard thread: makes a deferred update when another thread touches its tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dynoffload.runtime.updates.pending import PendingUpdates
 
 
 class Guard:
-    """Serves the accesses that a pager hands over, until `end`."""
+    """Serves the accesses that a pager hands over until `end` is called."""
 
     def __init__(self, device: Device, pending: PendingUpdates) -> None:
         assert isinstance(device, Pager)
@@ -28,6 +28,6 @@ class Guard:
                 return
 
     def end(self) -> None:
-        """Wait for what it is at, and end it."""
+        """Finish the current access, and end the thread."""
         self._closing.set()
         self._thread.join()

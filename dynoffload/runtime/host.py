@@ -1,7 +1,6 @@
-"""The budget a process can really have: no more than the system, its control group, or the
-accelerator can give. One that is larger is lowered, with a warning, to what leaves room for freed
-heap and operators' temporaries; what does not fit then is refused.
-"""
+"""Limits a budget to what the system, its control group, or the accelerator can give. A larger
+budget is lowered, with a warning, so that freed heap and operators' temporaries have room. Entering
+the block is refused if the model does not fit the lowered budget."""
 
 from __future__ import annotations
 
@@ -24,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Possible:
-    """What a process can have.
+    """The memory a process can have.
 
     Attributes:
         budget: bytes, no more than the user allows.
-        slack: bytes of freed heap that may be kept besides.
+        slack: bytes of freed heap that may be kept in addition.
     """
 
     budget: int
@@ -39,17 +38,16 @@ class Possible:
 def within(
     target: Target, budget: int, slack: int, model: nn.Module, optimizer: Optimizer | None
 ) -> Iterator[Possible]:
-    """Yield ``budget`` and ``slack``, or what there is where ``target`` computes if that is less.
+    """Yield ``budget`` and ``slack``, or what ``target``'s device can give if that is less.
 
-    What the tensors of ``model`` and ``optimizer`` take there already counts as available, as they
-    move into the pool. On the CPU, ``slack``, or a quarter of what there is if that is less, and a
-    sixteenth for the temporaries of operators are left free. Where it is less, freed heap that is
-    kept gets half of that, and a quarter of what the budget leaves besides: it grows on between two
-    looks at it.
+    Memory taken there by the tensors of ``model`` and ``optimizer`` counts as available, as they
+    move into the pool. On the CPU two parts are left free: ``slack``, at most a quarter of what is
+    available, and a sixteenth for temporaries of operators. If ``slack`` is cut so, kept freed heap
+    gets half of the cut value, as it grows between two checks. It also gets a quarter of what the
+    budget leaves unused.
 
     Raises:
-        BudgetError: what is done with the lowered budget finds it too small; says whose memory it
-            is that lacks.
+        BudgetError: the block found the lowered budget too small; says whose memory is short.
     """
     queues = target.queues
     if queues is None:

@@ -1,8 +1,8 @@
-"""Initialises the modules of a model, and knows which of its tensors were written.
+"""Initialises the modules of a model, and records which of its tensors were written.
 
-[Note: written]  A tensor counts as written once its version has gone up or another stands in its
-place. Writing through ``Tensor.data`` leaves the version, so a stamp is put on the first element
-before, and is gone afterwards.
+[Note: written]  A tensor counts as written once its version has increased or another replaces it.
+Writing through ``Tensor.data`` leaves the version unchanged. So a stamp is put on the first element
+before; if it is gone afterwards, the tensor was written.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ def fill(
     free: Collection[str],
     bring: Bring = lambda tensors: None,
 ) -> None:
-    """Have the modules of ``model`` initialised one after the other.
+    """Initialise the modules of ``model`` one by one.
 
     Args:
         by: a function that is called with each module that owns one of ``names``, parents first;
-            what initialises a whole model; or None for each module's ``reset_parameters``.
+            an `Initialiser` of whole models; or None for each module's ``reset_parameters``.
         names: the tensors that must be written.
-        free: what else may be written. All others keep the values that they have.
+        free: names that may be written. All other tensors keep their values.
         bring: see `MetaInit.give`.
 
     Raises:
@@ -128,7 +128,7 @@ def _reset(model: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def _remedy_for(model: nn.Module) -> str:
-    """Return what gives ``model`` its weights where reset_parameters() does not."""
+    """Return the advice for a ``model`` whose reset_parameters() does not give its weights."""
     stock = any(
         base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.")
         for base in type(model).__mro__
@@ -137,7 +137,7 @@ def _remedy_for(model: nn.Module) -> str:
 
 
 class _Filling:
-    """What was written so far of a model that is being initialised; see [Note: written]."""
+    """Tracks what is written while a model is initialised; see [Note: written]."""
 
     def __init__(
         self, model: nn.Module, names: Collection[str], free: Collection[str], bring: Bring
@@ -149,8 +149,8 @@ class _Filling:
 
     @contextlib.contextmanager
     def around(self, module: nn.Module) -> Iterator[None]:
-        """``module`` is initialised: fetch what it owns, and afterwards restore what had its values
-        from a copy."""
+        """Fetch what ``module`` owns; after its initialisation restore, from copies, the tensors
+        that must keep their values."""
         path = self._paths[module]
         own = {key: tensor for key, tensor in own_tensors(module).items() if not tensor.is_meta}
         self._bring(own.values())
@@ -168,7 +168,7 @@ class _Filling:
             _set_back(module, kept)
 
     def lacking(self) -> list[str]:
-        """Return the names of what has got no value, of tied ones the first."""
+        """Return the names of tensors without a value, of tied ones the first."""
         lacking: dict[torch.Tensor, str] = {}
         for name, tensor in self._wanted().items():
             stays = self._is_as_it_was(tensor) and tensor.numel()
@@ -187,7 +187,7 @@ class _Filling:
 def _set_back(
     module: nn.Module, kept: Sequence[tuple[str, torch.Tensor, int, torch.Tensor]]
 ) -> None:
-    """Give tensors of ``module`` the values of their copies, with no signal in between."""
+    """Restore tensors of ``module`` from their copies, uninterrupted by signals."""
     for key, tensor, version, copy in kept:
         if tensor.layout is torch.strided:
             same = same_bits(tensor, copy)
@@ -200,8 +200,8 @@ def _set_back(
 
 
 def _stamp(tensor: torch.Tensor) -> bool:
-    """Write a value that no initialiser gives, and leave the version; return whether there is one
-    of this type."""
+    """Write a value that no initialiser writes, without a new version; return whether ``tensor``'s
+    dtype has one."""
     if tensor.dtype == torch.bool or not tensor.numel():
         return False
     tensor.data[(0,) * tensor.dim()] = _unlikely(tensor.dtype)

@@ -1,16 +1,16 @@
-"""Signals wait while the runtime changes what must change as a whole.
+"""Defers signals while the runtime makes changes that must be complete.
 
-Python runs signal handlers, such as the one that raises KeyboardInterrupt, between any two of its
-steps. In the middle of an optimizer update that would leave memory locked, or a parameter with half
-of its state. Between `hold` and `admit` such handlers are put off: they run, and raise what they
-raise, as soon as the outermost pair is over. What takes long lets them in: `let_come` where what
-was begun can be undone, and `interruptible` around user code.
+Python runs signal handlers, such as the one that raises KeyboardInterrupt, between any two
+bytecodes. In the middle of an optimizer update, that would leave memory locked, or a parameter with
+half of its state. So handlers are deferred from `hold` to `admit`. They run, and may raise, when
+the outermost pair ends. Long operations admit them earlier: `let_come` at points where the work can
+be undone, `interruptible` around user code.
 
-Only handlers written in Python are put off, and only the main thread runs those. A second signal of
-a kind that is put off already is taken for the same one.
+Only Python handlers are deferred; they run in the main thread only. Repeats of a signal that is
+deferred already are merged into one.
 
-[Note: frames]  A handler is given the frame in which it is run, not the one that the signal came
-in: that one's locals may be tensors of a device, and whoever raises keeps what he was given.
+[Note: frames]  A handler gets the frame in which it runs, not the one that the signal interrupted.
+Exceptions keep the handler's frame alive, and the interrupted one may hold device tensors.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Any, ParamSpec, TypeVar
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
-# Without the wrappers that make enumerations of their answers, ten times slower: these run some
-# thousand times a step.
+# The unwrapped functions: the enum conversion in `signal` makes them ten times slower, and they run
+# some thousand times a step.
 _plain: Any = sys.modules.get("_signal", signal)
 _get, _set = _plain.getsignal, _plain.signal
 _WITHOUT_HANDLER = {getattr(signal, name, None) for name in ("SIGKILL", "SIGSTOP")}
@@ -35,10 +35,10 @@ _SIGNALS = sorted(int(number) for number in signal.valid_signals() - _WITHOUT_HA
 
 
 class _Held:
-    """The signals that came during one outermost call."""
+    """The signals that arrived during one outermost call."""
 
     def __init__(self) -> None:
-        self.came: dict[int, None] = {}  # in their order
+        self.came: dict[int, None] = {}  # in order of arrival
         self.handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
 
     def note(self, number: int, frame: FrameType | None) -> None:
@@ -53,14 +53,14 @@ class _Held:
     def end(self) -> None:
         try:
             for number, handler in self.handlers.items():
-                if _get(number) == self.note:  # else set anew meanwhile, and it stays
+                if _get(number) == self.note:  # else a new handler was set meanwhile: keep it
                     _set(number, handler)
-        except BaseException:  # raised by a handler that is in its place again
+        except BaseException:  # raised by a handler that is restored already
             self.end()
             raise
 
     def pass_on(self) -> None:
-        """Run the handlers of what came; one that raises does so after all have run."""
+        """Run the handlers of deferred signals; an exception propagates after all have run."""
         while self.came:
             number = next(iter(self.came))
             del self.came[number]
@@ -70,12 +70,12 @@ class _Held:
                 self.pass_on()
 
 
-_held: _Held | None = None  # these two are the main thread's alone
+_held: _Held | None = None  # _held and _depth are used by the main thread only
 _depth = 0
 
 
 def hold() -> None:
-    """Put signal handlers off until `admit` was called as often as this."""
+    """Defer signal handlers until `admit` was called as often as this."""
     global _held, _depth
     if threading.current_thread() is not threading.main_thread():
         return
@@ -83,7 +83,7 @@ def hold() -> None:
         held = _Held()
         try:
             held.begin()
-        except BaseException:  # raised by a handler that was in its place still
+        except BaseException:  # raised by a handler that was not replaced yet
             try:
                 held.end()
             finally:
@@ -94,7 +94,7 @@ def hold() -> None:
 
 
 def admit() -> None:
-    """Run the handlers of what came since `hold`, if this ends the outermost."""
+    """End a `hold`; the outermost one's end runs the handlers of deferred signals."""
     global _held, _depth
     if _held is None or threading.current_thread() is not threading.main_thread():
         return
@@ -108,7 +108,7 @@ def admit() -> None:
 
 
 def uninterrupted(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Put signal handlers off while ``function`` runs."""
+    """Defer signal handlers while ``function`` runs."""
 
     @functools.wraps(function)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -116,7 +116,7 @@ def uninterrupted(function: Callable[_Arguments, _Result]) -> Callable[_Argument
         try:
             return function(*args, **kwargs)
         finally:
-            del args, kwargs  # what is raised now would keep them
+            del args, kwargs  # an exception raised below would keep them alive
             admit()
 
     return call
@@ -127,18 +127,17 @@ def _are_held() -> bool:
 
 
 def let_come() -> None:
-    """Run the handlers of what came so far; what comes from now on is put off as before.
+    """Run the handlers of deferred signals; later signals are deferred as before.
 
-    Where signals are held off for long, this is for the places at which whatever one raises is
-    undone like any error.
+    For long deferrals: call it where an exception from a handler is undone like any error.
     """
     if _held is not None and threading.current_thread() is threading.main_thread():
         _held.pass_on()
 
 
 def interruptible(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Let signals through while ``function`` runs; around it they are put off as before, also when
-    it is left by what one raises."""
+    """Admit signals while ``function`` runs. Afterwards they are deferred as before, also if a
+    handler's exception ends it."""
 
     @functools.wraps(function)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -154,7 +153,7 @@ def interruptible(function: Callable[_Arguments, _Result]) -> Callable[_Argument
                 del args, kwargs
                 hold()
         finally:
-            if not _are_held():  # one came before they were put off
+            if not _are_held():  # a handler raised before hold() took effect
                 hold()
             _depth = depth
 

@@ -1,12 +1,12 @@
-"""Weights of a model that was built on the meta device, given as its block begins.
+"""Gives a model built on the meta device its weights as its block begins.
 
-`remember` notes before the block where they come from; `MetaInit` gives them: an initialiser's
-module by module, those of safetensors files tensor by tensor, so that the model is never whole in
-memory. What is given no value is refused by name, and the model is on the meta device as before.
+`remember` notes their source before the block. `MetaInit` gives them, so that the model is never
+whole in memory: module by module from an initialiser, or tensor by tensor from safetensors files.
+If a tensor gets no value, an error names it, and the model is on the meta device as before.
 
 [Note: models that stay]  Trainers call ``model.to(device)`` before any callback can begin a block,
-and a model on the meta device cannot be moved. One whose weights are noted needs no move: its
-``to`` and ``cpu`` note the device instead.
+but a model on the meta device cannot be moved. If its weights are noted it need not be: its ``to``
+and ``cpu`` only note the device.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from dynoffload.runtime.weight_files import Bring, WeightFiles
 _CPU = torch.device("cpu")
 _NOTE, _PLACE = "_dynoffload_init", "_dynoffload_place"
 Init = Give | Initialiser | str | Path | tuple[str | Path, Give | Initialiser] | None
-"""Each module's ``reset_parameters`` (None), a function of a module, a file, or file and function
-for what the file lacks."""
+"""None: each module's ``reset_parameters``; a function of a module; a file; or a file and a
+function for what the file lacks."""
 
 
 # Before the block
@@ -37,17 +37,17 @@ for what the file lacks."""
 
 @dataclass(frozen=True, eq=False)
 class _Noted:
-    """How the weights of a model will be given; each of its modules has this and its own path."""
+    """How a model gets its weights; stored in each of its modules, with the module's path."""
 
     init: Init
     model: str  # the name of its type
 
 
 def remember(model: nn.Module, init: Init) -> None:
-    """Note how ``model`` is given its weights once a block begins.
+    """Note how ``model`` gets its weights once a block begins.
 
     Raises:
-        ConfigError: ``init`` is none of what it can be, or a file that does not fit.
+        ConfigError: ``init`` is of no accepted kind, or a file does not fit.
     """
     _checked(init, model, tensors_on_meta(model))
     _note(model, init)
@@ -63,7 +63,7 @@ def _note(model: nn.Module, init: Init) -> None:
 
 
 def _stay(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    """Be ``to`` and ``cpu`` of a model whose weights are noted; see [Note: models that stay]."""
+    """Replace ``to`` and ``cpu`` of a model with noted weights; see [Note: models that stay]."""
     parsed: tuple[Any, ...] = torch._C._nn._parse_to(*args, **kwargs)
     device, dtype, _, memory_format = parsed
     if device is not None and device.type != "meta":
@@ -75,7 +75,7 @@ def _stay(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
 
 
 def place_of(model: nn.Module) -> torch.device | None:
-    """Return where a model whose weights are noted was moved to since; None if it was not."""
+    """Return the device that a model with noted weights was moved to since; None if it was not."""
     place: torch.device | None = model.__dict__.get(_PLACE)
     return place
 
@@ -86,19 +86,19 @@ def _noted_of(model: nn.Module) -> _Noted | None:
 
 
 def recipe_is_noted(model: nn.Module) -> bool:
-    """Return whether `remember` noted how ``model``, as a whole, is given its weights."""
+    """Return whether `remember` noted how ``model``, as a whole, gets its weights."""
     return _noted_of(model) is not None
 
 
 def noted(model: nn.Module) -> Init:
-    """Return what `remember` noted; None, as by default, if nothing was."""
+    """Return the ``init`` that `remember` noted; None, the default, if it noted nothing."""
     its = _noted_of(model)
     return None if its is None else its.init
 
 
 def check_parts(model: nn.Module) -> None:
-    """Refuse a model of which a part has weights noted, or that is a part of one that lacks them:
-    they would not be given.
+    """Refuse a model if weights are noted for only a part of it, or for a larger model that it is a
+    part of. These weights would not be given.
 
     Raises:
         ConfigError: names the part.
@@ -121,22 +121,22 @@ def check_parts(model: nn.Module) -> None:
 
 
 def _checked(init: object, model: nn.Module, empty: Collection[str]) -> WeightFiles | None:
-    """Return the files of ``init``, if it names some, once they and it are checked.
+    """Return the files that ``init`` names, if any, after checking both.
 
     Raises:
-        ConfigError: says what was given and what is accepted, or what does not fit.
+        ConfigError: ``init`` is of no accepted kind, or a file does not fit.
     """
 
     def gives(value: object) -> bool:
         return callable(value) or isinstance(value, Initialiser)
 
-    beside = isinstance(init, tuple) and len(init) == 2 and gives(init[1])
-    path = init[0] if beside and isinstance(init, tuple) else init
+    is_pair = isinstance(init, tuple) and len(init) == 2 and gives(init[1])
+    path = init[0] if is_pair and isinstance(init, tuple) else init
     if isinstance(path, str | Path):
         stored = WeightFiles(path)
-        stored.check(model, empty, makes=beside)
+        stored.check(model, empty, makes=is_pair)
         return stored
-    if beside or not (init is None or gives(init)):
+    if is_pair or not (init is None or gives(init)):
         raise ConfigError(
             f"init={init!r:.80} says nothing of how to give weights: pass None (each module's "
             "reset_parameters), a function of a module, the path of a safetensors file, or a tuple "
@@ -145,15 +145,15 @@ def _checked(init: object, model: nn.Module, empty: Collection[str]) -> WeightFi
     return None
 
 
-# As it begins
+# As the block begins
 
 
 class MetaInit:
-    """What of ``model`` is on the meta device as its block begins, and how it gets its values.
+    """The tensors of ``model`` on the meta device as its block begins, and how they get values.
 
     Args:
-        model: before it is paged. What was noted is taken from it.
-        device: where what is not paged gets its memory.
+        model: before it is paged. Notes of `remember` are removed from it.
+        device: where unpaged tensors get their memory.
     """
 
     def __init__(self, model: nn.Module, device: torch.device = _CPU) -> None:
@@ -176,8 +176,7 @@ class MetaInit:
 
     @torch.no_grad()
     def give(self, bring: Bring = lambda tensors: None) -> None:
-        """Give all that was on the meta device its values; what has values keeps them, except by a
-        file.
+        """Give all tensors on the meta device values; others keep theirs, unless a file has them.
 
         Args:
             bring: called with tensors before they are written, to fetch their memory.
@@ -200,13 +199,13 @@ class MetaInit:
             return
         if isinstance(init, tuple):
             lacking = stored.lacks(model, names)
-            # Before the file is read: it may write into what the file has, too.
+            # Before the file is read: the function may also overwrite what the file has.
             fill(model, init[1], lacking, names - lacking, bring)
         stored.copy_to(model, bring)
 
     def undo(self) -> None:
-        """Put the model back on the meta device and note again what was noted, as the block has not
-        begun."""
+        """Move the model back to the meta device and restore the notes, as the block failed to
+        begin."""
         for module, name, buffer in self._buffers:
             if module._buffers.get(name) is not None:
                 module._buffers[name] = buffer

@@ -1,5 +1,5 @@
-"""How a session keeps its model's tensors: `Paging` moves them, `Resident` leaves them in memory
-while everything fits, and a `Mode` itself does nothing, as under ``dynoffload profile``."""
+"""Modes of a session: `Paging` moves its model's tensors, `Resident` leaves them in memory while
+everything fits, and a plain `Mode` does nothing, as under ``dynoffload profile``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dynoffload.runtime.passes.calls import Saving
 
 
 class Mode:
-    """What a session asks of the way in which tensors are kept; here they are left alone.
+    """What a session calls during training; this base leaves tensors alone.
 
     Attributes:
         paging: whether tensors are paged.
-        saving: takes over what autograd saves; None: autograd keeps it.
+        saving: stores what autograd saves; None: autograd keeps it.
     """
 
     paging = False
@@ -35,51 +35,51 @@ class Mode:
 
     @property
     def site(self) -> str:
-        """The module that was visited last."""
+        """The module visited last."""
         return ""
 
     @property
     def gradient(self) -> str:
-        """The parameter whose gradient was made last."""
+        """The parameter whose gradient was computed last."""
         return ""
 
     def enter(self) -> None:
-        """The root is called, to train or not.
+        """Called as the root is called, in training or not.
 
         Raises:
             StepLostError: the last step was lost.
         """
 
     def follow_model(self) -> None:
-        """Adopt what has changed in the model, before a sample."""
+        """Adopt changes of the model, before a sample."""
 
     def begin_sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A training forward begins."""
+        """Called as a training forward begins."""
 
     def end_sample(self, output: Any, *, whole: bool) -> None:
-        """It has ended with ``output``; not ``whole``: by an error."""
+        """Called after it, with its ``output``; not ``whole``: it raised an error."""
 
     def leave(self) -> None:
-        """The call of the root has returned; raises as `enter` does."""
+        """Called after the root's call returned; raises as `enter` does."""
 
     def drop_forward(self) -> None:
-        """A forward that was interrupted will not go on."""
+        """Discard a forward that was interrupted."""
 
     def flush(self) -> None:
-        """Make every update that was deferred."""
+        """Apply all deferred updates."""
 
     def settle(self) -> None:
-        """Make every update that was deferred; raises as `enter` does."""
+        """Apply all deferred updates; raises as `enter` does."""
 
     def loading(self, *, optimizer: bool) -> AbstractContextManager[Callable[[], None]]:
-        """Around loading a checkpoint into the model, and into the optimizer if so; yields what is
-        called before anything is changed. A load that is cut off then is a lost step."""
+        """Return a context for loading a checkpoint into the model, and the ``optimizer`` if so. It
+        yields a function to call before the first change; failing after that loses the step."""
         return contextlib.nullcontext(lambda: None)
 
     def close(self, *, stays: bool = False) -> str:
-        """Make all tensors ordinary; ``stays``: where operators run, as training goes on.
+        """Make all tensors ordinary; ``stays``: on the training device, as training goes on.
 
         Returns:
-            Where what does not fit in memory lies now, or "".
+            Where tensors that do not fit in memory are stored, or "".
         """
         return ""

@@ -1,4 +1,4 @@
-"""``offload`` and ``materialize``: the two calls by which users meet the runtime."""
+"""``offload`` and ``materialize``: the runtime's two entry points."""
 
 from __future__ import annotations
 
@@ -59,41 +59,40 @@ def offload(
     device: torch.device | str | int | None = None,
     config: OffloadConfig | Mapping[str, Any] | None = None,
 ) -> OffloadBlock:
-    """Train ``model`` within ``budget`` bytes of fast memory; results stay bit for bit the same.
+    """Train ``model`` within ``budget`` bytes of fast memory; results are the same bit for bit.
 
     Args:
-        model: the root module; its call marks a sample. It may be on the meta device. One that is
-            wrapped in `DistributedDataParallel` is passed as it is; see docs/distributed.md.
-        optimizer: any dense optimizer of `torch.optim` with state per parameter; what wraps it, as
-            accelerate's ``prepare`` does, is unwrapped.
+        model: the root module; each call of it is a sample. It may be on the meta device. Pass one
+            wrapped in `DistributedDataParallel` as it is; see docs/distributed.md.
+        optimizer: any dense optimizer of `torch.optim` with state per parameter. Wrappers, such as
+            that of accelerate's ``prepare``, are removed.
         budget: bytes, or a text such as ``"8GiB"``, of parameters, gradients, optimizer state and
             saved activations in fast memory. On the pager it is a hard cap on the pool;
-            docs/limits.md says what lies outside of it. ``None`` takes the command line's. One that
-            is larger than the memory there is, is lowered to that, with a warning.
-        pilot: path of a ``.pilot`` file, a `Pilot`, ``"auto"`` (repeat the last order, learn during
-            the first steps, and let what was learned steer once it does better) or ``None`` (fetch
-            on demand only, unless ``OffloadConfig.policy`` is ``"repeat"``).
+            docs/limits.md lists what is outside it. ``None`` takes the command line's. A budget
+            above the available memory is lowered to that, with a warning.
+        pilot: path of a ``.pilot`` file, a `Pilot`, ``"auto"`` or ``None``. ``"auto"`` repeats the
+            last order, learns in the first steps, and uses what it learned once that does better.
+            ``None`` fetches on demand only, unless ``OffloadConfig.policy`` is ``"repeat"``.
         spill_dir: a directory on a disk; the system's for temporary files by default.
-        host_budget: of a model that is trained on an accelerator: bytes of pinned host memory for
-            what is not on it, and the rest lies in the file; ``None``: all of it is in host memory,
-            and there is no file.
+        host_budget: for training on an accelerator: bytes of pinned host memory for what is not on
+            it; the rest is stored in the spill file. ``None``: all of it is in host memory, without
+            a file.
         device: where to train, such as ``"cuda"``; ``None``: where the model is. A model on the CPU
-            or the meta device is paged from there and is on the CPU after the block; samples are
-            moved by the loop, as ever. On an accelerator ``budget`` caps what its allocator gives.
+            or the meta device is paged from there and is on the CPU after the block; the loop still
+            moves samples itself. On an accelerator ``budget`` caps its allocator's memory.
         config: further options, as `OffloadConfig` or a mapping of its fields.
 
     Returns:
-        A block for one ``with``, which yields the session with its statistics; where none can be,
-        its ``start()`` returns the session, whose ``close()`` ends the block. All but an unknown
-        argument is refused as the block is entered.
+        A block for one ``with``, which yields the session with its statistics. Where ``with`` is
+        impractical, its ``start()`` returns the session, whose ``close()`` ends the block. Errors,
+        except for unknown arguments, are raised as the block is entered.
 
     Raises:
         ConfigError: an option is wrong, or the optimizer cannot be split by parameter.
-        BudgetError: the budget cannot hold the largest operator, or the host what lies below it.
+        BudgetError: the budget is too small for the largest operator, or the host for the rest.
         SpillError: the spill directory is missing, in memory, or too full.
         PilotError: the pilot is corrupt, or of another network.
-        BackendError: the backend asked for does not work on this system, or there is no such
-            accelerator.
+        BackendError: the backend does not work on this system, or there is no such accelerator.
     """
     return OffloadBlock(
         functools.partial(
@@ -148,7 +147,7 @@ def _plan(
     if pilot is None and options.policy == "pilot":
         options = replace(options, policy="on-demand")
     call = {"budget": limit, "pilot": pilot, "spill_dir": spill_dir, "host_budget": host_budget}
-    _say_overruled(given, {**call, "device": device, "policy": asked.policy})
+    _log_overruled(given, {**call, "device": device, "policy": asked.policy})
     _check_open(model, optimizer)
     if optimizer is not None:
         check_optimizer(optimizer)
@@ -191,22 +190,22 @@ def _plan(
 def _paged(setup: Setup) -> Iterator[Session]:
     with suspended():
         session = managers[id(setup.model)] = BudgetedSession(setup)
-        beside = None
+        watchdog = None
         left_by: BaseException | None = None
         try:
-            beside = session._watch_ranks()
+            watchdog = session._watch_ranks()
             yield session
         except BaseException as error:
             left_by = error
-            told = None if beside is None else beside.explain(error)
-            if told is not None:
-                raise told from error
+            explained = None if watchdog is None else watchdog.explain(error)
+            if explained is not None:
+                raise explained from error
             raise
         finally:
             managers.pop(id(setup.model), None)
             try:
-                if beside is not None and os.getpid() == session._pid:
-                    beside.end(left_by)
+                if watchdog is not None and os.getpid() == session._pid:
+                    watchdog.end(left_by)
             finally:
                 session._close()
 
@@ -224,25 +223,25 @@ def _report(given: Defaults, session: Session) -> None:
 def materialize(model: nn.Module, init: Init = None) -> nn.Module:
     """Give a model built on the meta device its weights, without ever holding it whole.
 
-    Call it before `offload`: it is noted, and happens module by module as the block begins. Where
-    it is not called, each module's ``reset_parameters`` is.
+    Call it before `offload`. The weights are given module by module as the block begins. Without
+    this call, each module's ``reset_parameters`` is used.
 
     Args:
-        model: what `offload` will be given.
-        init: None for each module's ``reset_parameters``, a function called with each module that
-            owns parameters or buffers, the path of a safetensors file, of an index of such files or
-            of a directory with either, with the model's own names, or such a path and a function
-            that makes the buffers which the file lacks as they are never saved. For models
-            of transformers see `dynoffload.integrations.transformers.materialize`. What is not on
-            the meta device keeps its values, except by a file.
+        model: the model that `offload` is given later.
+        init: None for each module's ``reset_parameters``; a function called with each module that
+            owns parameters or buffers; the path of a safetensors file, of an index of such files or
+            of a directory with either, using the model's own names; or a tuple of such a path and a
+            function that makes unsaved buffers. For models of transformers see
+            `dynoffload.integrations.transformers.materialize`. Tensors not on the meta device keep
+            their values, unless a file has them.
 
     Returns:
         ``model``.
 
     Raises:
         ConfigError: ``init`` is none of these, the file cannot be read or does not fit, or the
-            block has begun. That a module cannot initialise itself, or leaves a tensor without a
-            value, `offload` says.
+            block has begun. `offload` raises it if a module cannot initialise itself, or leaves a
+            tensor without a value.
     """
     if id(unwrapped(model)) in managers:
         raise ConfigError(
@@ -269,9 +268,8 @@ def _predictor(pilot: Predictor | str | Path | None) -> Predictor | str | None:
     return pilot
 
 
-def _say_overruled(given: Defaults, call: Mapping[str, Any]) -> None:
-    """Say which options of the command line, ``given``, the script's ``call`` leaves without
-    effect."""
+def _log_overruled(given: Defaults, call: Mapping[str, Any]) -> None:
+    """Log which command-line options, ``given``, are overridden by the script's ``call``."""
     for name, value in call.items():
         option = getattr(given, name)
         if option is None or value == ("auto" if name in ("pilot", "policy") else None):
@@ -298,7 +296,7 @@ def _say_overruled(given: Defaults, call: Mapping[str, Any]) -> None:
 
 
 def _same_device(one: torch.device | str | int, name: str) -> bool:
-    """Return whether a device has this name; a name without an index means any of its kind."""
+    """Return whether ``one`` matches ``name``; a name without index matches any of its kind."""
     try:
         named = torch.device(name)
     except RuntimeError:
@@ -310,7 +308,7 @@ def _same_device(one: torch.device | str | int, name: str) -> bool:
 
 
 def _check_model(model: nn.Module) -> None:
-    """Refuse what is spread over devices, takes no hooks, or has no shape yet."""
+    """Refuse a model that spans devices, takes no hooks, or has lazy parameters."""
     if isinstance(model, nn.DataParallel):
         raise ConfigError(
             f"the {type(model.module).__name__} is wrapped in {type(model).__name__}: offload() "

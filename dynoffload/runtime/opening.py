@@ -1,4 +1,4 @@
-"""What a block was asked for, and the device it pages with: the accelerator's, the pager's, or the
+"""What a block was asked for, and the device it pages with: an accelerator, the pager, or the
 mapped file."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dynoffload.units import format_bytes
 logger = logging.getLogger(__name__)
 
 IO_THREADS = 4
-"""That read and write the spill file."""
+"""Threads that read and write the spill file."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Setup:
         optimizer: its optimizer, or None.
         sizing: how the budget is divided.
         config: options.
-        spill_dir: where the spill file lies.
+        spill_dir: where the spill file is stored.
         target: where operators run.
         pilot: a predictor, ``"auto"`` or None.
         spill_reason: why the spill directory is not the system's usual one, or "".
@@ -57,10 +57,10 @@ class Setup:
 
 
 def open_device(setup: Setup) -> Device:
-    """Return the device that ``setup`` asks for, or the best that works here.
+    """Return the device that ``setup`` asks for, or the best one that works here.
 
     Raises:
-        BackendError: the pager was asked for by name and is refused.
+        BackendError: the pager was asked for by name but does not work.
         BudgetError: the host has no room for what is not on the accelerator.
         SpillError: the spill directory cannot be used.
     """

@@ -1,7 +1,7 @@
-"""ATen calls: what an overload does to its arguments, by its schema, and which tensors these are.
+"""ATen calls: what an operator overload does to its arguments, and which tensors these are.
 
-[Note: versions]  Below a dispatch mode torch does not count the writes of operators over lists, so
-that a backward that needs what was written over would not be refused. Modes count them.
+[Note: versions]  Below a dispatch mode, torch does not count the writes of operators over lists. A
+backward that needs an overwritten value would then not be refused. So modes count these writes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _functorch = torch._C._functorch
 
 @dataclass(frozen=True)
 class Effects:
-    """What is known of an overload.
+    """What an overload does.
 
     Attributes:
-        written: names and places of the arguments that it writes into.
-        draws: it draws random numbers.
-        known: it is one of PyTorch's own, which given the same makes the same.
+        written: name and position of each argument that it writes to.
+        draws: whether it draws random numbers.
+        known: whether it is one of PyTorch's own, and thus deterministic for given arguments.
     """
 
     written: tuple[tuple[str, int], ...]
@@ -35,8 +35,8 @@ class Effects:
     known: bool
 
 
-# Writes that a schema does not tell of: running statistics of batch normalization.
-_UNTOLD = {torch.ops.aten.native_batch_norm.default: (("running_mean", 3), ("running_var", 4))}
+# Writes that a schema does not declare: running statistics of batch normalization.
+_UNDECLARED = {torch.ops.aten.native_batch_norm.default: (("running_mean", 3), ("running_var", 4))}
 _UNFOLLOWED = {"set_", "resize_", "resize_as_", "resize", "_resize_output_", "swap_tensors"}
 
 
@@ -48,7 +48,7 @@ def effects_of(func: Any) -> Effects:
         (argument.name, place)
         for place, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
-    ) + _UNTOLD.get(func, ())
+    ) + _UNDECLARED.get(func, ())
     return Effects(
         written=written,
         draws=torch.Tag.nondeterministic_seeded in func.tags,
@@ -68,7 +68,7 @@ def _writes_lists(func: Any) -> bool:
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that an operator writes into."""
+    """Return the arguments that an operator writes to."""
     places = effects_of(func).written
     return [args[at] if at < len(args) else kwargs.get(name) for name, at in places]
 
@@ -94,7 +94,7 @@ def counting_writes(
 
 
 def tensors_of(values: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in arguments or results: themselves, or in lists of any depth."""
+    """Yield the tensors in arguments or results, also in lists and dicts of any depth."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, list | tuple):
@@ -106,7 +106,7 @@ def tensors_of(values: Any) -> Iterator[torch.Tensor]:
 
 
 def replaced(values: Any, change: Callable[[Any], Any], kind: type) -> Any:
-    """Return ``values`` with each of ``kind``, at any depth of lists, changed."""
+    """Return ``values`` with ``change`` applied to each of ``kind``, at any depth of lists."""
     if isinstance(values, kind):
         return change(values)
     if type(values) in (list, tuple):
@@ -159,12 +159,12 @@ def in_parts(
     fit: Callable[[tuple[Any, ...]], bool],
     run: Callable[[tuple[Any, ...], dict[str, Any]], Any],
 ) -> Any:
-    """Run an operator over lists part by part, as each tensor of a list is treated by itself.
+    """Run an operator over lists in parts, as it treats each tensor of a list separately.
 
     Args:
-        args: its arguments, of which the lists of the greatest length are cut.
-        kwargs: those by name.
-        fit: whether so much of ``args`` can be run at once; a single place of the lists is anyway.
+        args: its arguments; the longest lists are cut.
+        kwargs: its keyword arguments.
+        fit: whether these ``args`` can run at once; a single element of the lists always runs.
         run: the operator.
 
     Returns:

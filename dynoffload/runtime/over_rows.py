@@ -1,14 +1,13 @@
-"""Operators on tensors over rows, whose storage has no memory: they get others in their place.
+"""Runs operators on tensors over rows. A row's storage has no memory, so stand-ins replace it.
 
-A tensor within one slice is given as one over that slice's own region, so only what an expert's
-code touches is there. What reaches over several slices is taken slice by slice where that gives the
-same bits (`slice_cuts`); else the slices are gathered in memory that counts as regions do, and go
-back to their places where the operator wrote them. The user's own tensors come back where an
-operator returns what it was given, and results that share memory with what was given in a tensor's
-place are made views of the row again.
+A tensor within one slice is replaced by one in that slice's region, so only what an expert's code
+touches is fetched. Tensors over several slices are processed slice by slice where that gives the
+same bits (`slice_cuts`). Else the slices are gathered in memory that counts as regions do, and
+copied back where the operator wrote. Results hold no stand-ins: a returned argument is the tensor
+that was given, and a result that shares a stand-in's memory becomes a view of the row.
 
-[Note: composite operators]  Operators made of others are taken apart before a mode hears of them,
-but not in inference mode. They are taken apart here then: some may be views, and may be copies.
+[Note: composite operators]  Torch decomposes composite operators before a dispatch mode sees them,
+except in inference mode. They are decomposed here then: some may return a view or a copy.
 """
 
 from __future__ import annotations
@@ -53,48 +52,48 @@ OF_EMPTY = {
     _aten.alias.default,
     _aten.detach.default,
 }
-"""Views that torch makes of empty storages, too."""
+"""Views that torch can also make of empty storages."""
 
-_MAKES_NO_USE = {"set_", "resize_", "resize_as_"}
+_CHANGES_STORAGE = {"set_", "resize_", "resize_as_"}
 
 
 @functools.cache
 def _is_composite(func: Any) -> bool:
-    """Return whether an operator is made of others."""
+    """Return whether an operator is composed of others."""
     key = "CompositeImplicitAutograd"
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
 
 
 @functools.cache
 def _touches_no_byte(func: Any) -> bool:
-    """Return whether an operator makes views, has a tensor lie over another storage, or asks for
-    nothing but form, dtype and device."""
+    """Return whether an operator makes views, changes a tensor's storage, or uses only shape, dtype
+    and device."""
     name = func._schema.name.rpartition("::")[2]
-    if func.is_view or func in OF_EMPTY or name in _MAKES_NO_USE:
+    if func.is_view or func in OF_EMPTY or name in _CHANGES_STORAGE:
         return True
     return bool(name.endswith("_like") or name.startswith("new_"))
 
 
 _Place = tuple[torch.UntypedStorage, int]
-"""What stands for slices, and for which byte of their row it begins."""
+"""A storage that replaces slices, and the byte of their row at which it begins."""
 
 
 class OverRows:
-    """Runs operators on what lies over rows.
+    """Runs operators that have arguments over rows.
 
     Args:
-        device: whose rows they are.
-        mode: hears of operators; what an operator is made of is run in it.
+        device: the rows' device.
+        mode: the mode that intercepts operators; decomposed operators run in it.
     """
 
     def __init__(self, device: Accelerator, mode: TorchDispatchMode) -> None:
         self._device, self._mode = device, mode
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator, some of whose arguments lie over rows.
+        """Run an operator with arguments over rows.
 
         Raises:
-            BudgetError: it takes several slices at once, and they do not fit.
+            BudgetError: it needs several slices at once, and they do not fit.
             BackendError: it makes a sparse tensor over several slices.
             SpillError: the file cannot be read or written.
         """
@@ -116,7 +115,7 @@ class OverRows:
         return self._run(func, args, kwargs, over)
 
     def _over(self, args: Any, kwargs: Any) -> list[Over]:
-        """Return the arguments that lie over rows, each once."""
+        """Return the arguments over rows, each once."""
         found: dict[int, Over] = {}
         for given in tensors_of((args, kwargs)):
             plain = unwrapped(given)
@@ -127,10 +126,10 @@ class OverRows:
                     found[id(given)] = Over(given, plain, row, row.under(plain))
         return list(found.values())
 
-    # On other tensors in their place
+    # On stand-ins
 
     def _run(self, func: Any, args: Any, kwargs: Any, over: Sequence[Over]) -> Any:
-        """Run an operator on what is given in place of ``over``."""
+        """Run an operator on stand-ins for ``over``."""
         wide = _wide(over)
         alone = {
             one: one.row.regions[one.slices.start]
@@ -159,28 +158,28 @@ class OverRows:
                     else gathered.get(one.row)
                     for one in over
                 }
-                result = self._on_others(func, args, kwargs, places)
+                result = self._on_stand_ins(func, args, kwargs, places)
             finally:
                 self._device.used(used)
             for one in into:
                 if one not in alone and one.slices:
-                    self._bring_back(one, *gathered[one.row])
+                    self._copy_back(one, *gathered[one.row])
         return result
 
-    def _on_others(
+    def _on_stand_ins(
         self, func: Any, args: Any, kwargs: Any, places: dict[Over, _Place | None]
     ) -> Any:
-        others = {id(one.given): _other(one, place) for one, place in places.items()}
-        mine = {id(other): one for other, one in zip(others.values(), places, strict=True)}
+        stand_ins = {id(one.given): _stand_in(one, place) for one, place in places.items()}
+        mine = {id(other): one for other, one in zip(stand_ins.values(), places, strict=True)}
         rows = {p[0]._cdata: (one.row, p[1]) for one, p in places.items() if p is not None}
 
         def given(tensor: torch.Tensor) -> torch.Tensor:
-            return others.get(id(tensor), tensor)
+            return stand_ins.get(id(tensor), tensor)
 
         def returned(tensor: torch.Tensor) -> torch.Tensor:
             one = mine.get(id(tensor))
             if one is not None:
-                if tensor.shape != one.plain.shape:  # as of ``out=`` that is too large
+                if tensor.shape != one.plain.shape:  # ``out=`` was resized
                     one.plain.resize_(tensor.shape)
                 return one.given
             if tensor.layout is not torch.strided:
@@ -196,7 +195,7 @@ class OverRows:
         return replaced(call_below(func, args, kwargs), returned, torch.Tensor)
 
     def _check_parts(self, func: Any, made: torch.Tensor, rows: Container[int]) -> None:
-        """Refuse a sparse tensor made of what was gathered, as it would outlive that.
+        """Refuse a sparse tensor that uses gathered memory, as it would outlive that.
 
         Raises:
             BackendError: it is.
@@ -211,7 +210,7 @@ class OverRows:
 
     @contextlib.contextmanager
     def _gathered(self, func: Any, row: Row, slices: range) -> Iterator[torch.UntypedStorage]:
-        """Yield a storage with the bytes of several slices."""
+        """Yield a storage with the contents of several slices."""
         names, first = self._device.names, row.regions[0]
         name = names.get(first, f"the row of region {first}").replace("[0]", "", 1)
         what = f"{func} on {len(slices)} slices of {name}"
@@ -220,8 +219,8 @@ class OverRows:
                 self._exchange(row, number, storage, place, out=True)
             yield storage
 
-    def _bring_back(self, one: Over, storage: torch.UntypedStorage, start: int) -> None:
-        """Give slices what an operator wrote in their place."""
+    def _copy_back(self, one: Over, storage: torch.UntypedStorage, start: int) -> None:
+        """Copy what an operator wrote in gathered memory back to the slices."""
         for number in one.slices:
             place = number - start // one.row.slice_bytes
             self._exchange(one.row, number, storage, place, out=False)
@@ -229,7 +228,7 @@ class OverRows:
     def _exchange(
         self, row: Row, number: int, storage: torch.UntypedStorage, place: int, *, out: bool
     ) -> None:
-        """Copy a slice to its place in gathered memory, or back."""
+        """Copy a slice into gathered memory, or back."""
         region, nbytes = row.regions[number], row.slice_bytes
         theirs = bytes_of(storage, place * nbytes, nbytes)
         self._device.meet_owner([region])
@@ -267,8 +266,8 @@ class OverRows:
         return written[0] if written else whole
 
     def _settles(self, func: Any, piece: torch.Tensor, stays: Callable[[], bool]) -> bool:
-        """Return whether a written piece of a row is what it will be, or has been made so without
-        a move of bytes."""
+        """Return whether a written piece of a row needs no operator: it keeps its value, or was
+        cleared without moving bytes."""
         one = next(iter(self._over([piece], {})), None)
         if one is None or len(one.slices) != 1 or piece.nbytes != one.row.slice_bytes:
             return False
@@ -280,7 +279,7 @@ class OverRows:
         return func in KEEPING_ZEROS and self._device.is_clear([region])[0] and stays()
 
     def _stay_clear(self, func: Any, args: Any) -> Callable[[], bool]:
-        """Return what tells whether zeros stay +0; it looks at the factor when it is asked."""
+        """Return a predicate: whether +0 stays +0. It reads the factor only when it is called."""
 
         @functools.cache
         def stays() -> bool:
@@ -321,8 +320,8 @@ class OverRows:
         return need <= self._device.capacity // 2
 
     def _in_slices(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return arguments in whose lists the slices of a tensor stand in its place, where it can
-        be cut; but those for which there is nothing to do."""
+        """Return arguments whose lists hold the slices of each tensor that can be cut, in its
+        place. Slices that need no operator are left out."""
         count = len(args[0])
         lists = [n for n, one in enumerate(args) if isinstance(one, list | tuple)]
         lists = [n for n in lists if len(args[n]) == count]
@@ -341,8 +340,8 @@ class OverRows:
 
 
 def _wide(over: Sequence[Over]) -> dict[Row, range]:
-    """Return the rows of which tensors take several slices, and all from the first of these to the
-    last."""
+    """Return the rows of which some tensor spans several slices, each with the range from the first
+    such slice to the last."""
     found: dict[Row, range] = {}
     for one in over:
         if len(one.slices) > 1:
@@ -352,8 +351,8 @@ def _wide(over: Sequence[Over]) -> dict[Row, range]:
     return found
 
 
-def _other(one: Over, place: _Place | None) -> torch.Tensor:
-    """Return what an operator gets in place of a tensor over a row."""
+def _stand_in(one: Over, place: _Place | None) -> torch.Tensor:
+    """Return the stand-in for a tensor over a row."""
     plain = one.plain
     with torch._C._DisableTorchDispatch():
         if place is None or not one.slices:  # it has no elements
@@ -365,7 +364,7 @@ def _other(one: Over, place: _Place | None) -> torch.Tensor:
 
 
 def _moved(tensor: torch.Tensor, storage: torch.UntypedStorage, by: int) -> torch.Tensor:
-    """Return a tensor like ``tensor``, which begins ``by`` bytes later, in ``storage``."""
+    """Return a tensor like ``tensor`` in ``storage``, with its offset moved by ``by`` bytes."""
     with torch._C._DisableTorchDispatch():
         offset = tensor.storage_offset() + by // tensor.element_size()
         made = torch.empty(0, dtype=tensor.dtype, device=storage.device)

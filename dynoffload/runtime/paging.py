@@ -1,8 +1,8 @@
-"""Paged mode: the device, what was adopted into it, and the hooks, from start to restoration.
+"""Paged mode: the device, the tensors adopted into it, and the hooks, from start to restoration.
 
-A model is paged by many steps, each of which is undone if a later one fails. Whoever makes a
-`Paging` holds signals off; between two tensors, whose bytes take their time, what has come is let
-in. Closing it makes every tensor ordinary again, and it can be made anew.
+A model is paged in many steps; if one fails, those before it are undone. The caller of `Paging`
+defers signals. They are admitted between two tensors, as copying their bytes takes time. Closing
+makes every tensor ordinary again; another `Paging` can be made afterwards.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 class Paging(Stepping):
-    """A model under a budget; see `Mode`. ``on_step`` is called with each step's numbers."""
+    """A model under a budget; see `Mode`. ``on_step`` is called with each step's statistics."""
 
     def __init__(
         self,
@@ -61,14 +61,14 @@ class Paging(Stepping):
     ) -> None:
         super().__init__(setup, forecast, recording, on_step)
         self._target, self._homes = setup.target, homes
-        self._place = setup.target.home  # of what is restored
+        self._place = setup.target.home  # where tensors are restored
         self.spill_dir = setup.spill_dir
         self._where = ""
         self._ends = False
         self._meta = [parameter for parameter in self.model.parameters() if parameter.is_meta]
-        self._undoes = True  # by ending before it has begun
+        self._undoes = True  # closing moves parameters back to the meta device
         self._guard: Guard | None = None
-        self._undo = contextlib.ExitStack()  # what is to be undone at the end, last first
+        self._undo = contextlib.ExitStack()  # callbacks for the end, last first
         self._residence: Residence | None = None
         try:
             self._open(setup)
@@ -78,13 +78,13 @@ class Paging(Stepping):
             raise
 
     def begun(self) -> None:
-        """Whoever has made this has begun, too."""
+        """Called once the caller has begun, too: a failure no longer undoes the beginning."""
         self._undoes = False
         self.adoption.begun()
         tell_children(self)
 
     def count_anew(self) -> None:
-        """The first step comes next: what was taken so far is not what a step takes."""
+        """Restart the peak counter before the first step; setup does not count."""
         if isinstance(self.device, Accelerator):
             self.device.count_anew()
 
@@ -114,7 +114,7 @@ class Paging(Stepping):
         self.saving = self.activations if config.page_activations else None
 
     def _enough_for(self, config: OffloadConfig, nbytes: int) -> int:
-        """Return a budget that has room for a region of ``nbytes``, too."""
+        """Return a budget that also has room for a region of ``nbytes``."""
         paged = self.store.slots_of
         staying = {one for one in self.model.parameters() if not paged(one)}
         return enough_for(self.model, self.optimizer, self.sizing, config, staying, nbytes)
@@ -201,8 +201,8 @@ class Paging(Stepping):
         """See `Mode.follow_model`.
 
         Raises:
-            BudgetError: a new, thawed or converted parameter and its update do not fit, or what the
-                optimizer keeps by now; nothing was changed.
+            BudgetError: a new, thawed or converted parameter and its update do not fit, or larger
+                optimizer state does not; nothing was changed.
             ConfigError: a parameter that is paged by slices has another dtype or shape.
         """
         self._check_step()
@@ -224,7 +224,7 @@ class Paging(Stepping):
 
     @torch.inference_mode(False)
     def _check_step(self) -> None:
-        """Refuse an update that does not fit any more, with nothing changed."""
+        """Refuse an update that no longer fits, before anything changes."""
         self.collector.adopt_reduced()
         self.adoption.check_updates()
 
@@ -242,7 +242,7 @@ class Paging(Stepping):
 
     @contextlib.contextmanager
     def loading(self, *, optimizer: bool) -> Iterator[Callable[[], None]]:
-        """See `Mode.loading`; updates that were deferred are forgotten with their state."""
+        """See `Mode.loading`; deferred updates are discarded with their state."""
         changed = False
 
         def begin() -> None:
@@ -266,7 +266,7 @@ class Paging(Stepping):
     # A forward
 
     def _hear(self) -> None:
-        """Operators of this thread may touch what is paged."""
+        """Intercept operators of this thread, which may touch paged tensors."""
         if self._residence is not None:
             self._residence.here()
 
@@ -292,30 +292,30 @@ class Paging(Stepping):
                     yield self.store.name_of(region), tensor
 
     def is_held_outside(self) -> bool:
-        """Return whether somebody holds memory of the device beyond what is restored at the end:
-        a view of a parameter, an old gradient, a graph whose backward is still to come."""
-        self.flush()  # what waits for an update is held by it
+        """Return whether device memory has references beyond what is restored at the end: a view of
+        a parameter, an old gradient, a graph whose backward is still to come."""
+        self.flush()  # pending updates hold references, too
         return self.activations.are_held() or self.adoption.is_held()
 
     def bring(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Fetch what is paged of ``tensors``, which are written next."""
+        """Fetch the paged ones of ``tensors``, which are written next."""
         slots = self.store.slots_of
         self.device.touch([slot.region for tensor in tensors for slot in slots(tensor)])
 
     def revert(self) -> None:
-        """Nobody has used it: what was on the meta device will be there again."""
+        """Restore the meta tensors on close, as the beginning failed before any use."""
         self._undoes = True
 
     def meta_is_held(self) -> bool:
-        """Return whether somebody has views of what was on the meta device, and so keeps it."""
+        """Return whether views keep parameters that were on the meta device."""
         return any(is_held(one) for one in self._meta if not one.is_meta)
 
     @uninterrupted
     def close(self, *, stays: bool = False) -> str:
-        """See `Mode.close`; the pool and the spill file are given back.
+        """See `Mode.close`; frees the pool and the spill file.
 
         Raises:
-            StepLostError: an update that had been put off failed; all else was done.
+            StepLostError: a deferred update failed; everything else was done.
         """
         self._ends = True
         if stays:
@@ -328,7 +328,7 @@ class Paging(Stepping):
             with torch.inference_mode(False):
                 self._undo.close()
         finally:
-            if self._residence is not None:  # outside of that guard
+            if self._residence is not None:  # outside of the inference_mode guard
                 self._residence.end()
 
     def _end_guard(self) -> None:
@@ -336,7 +336,7 @@ class Paging(Stepping):
             self._guard.end()
 
     def _end_device(self) -> None:
-        """Close the device, or let it live on for whoever outside still holds memory of it."""
+        """Close the device, or keep it while external references to its memory remain."""
         held = self.device.retire()
         if held:
             logger.warning(
@@ -349,7 +349,7 @@ class Paging(Stepping):
 
     @unseen
     def _restore(self) -> None:
-        with contextlib.ExitStack() as parts:  # the last first, though one of them raises
+        with contextlib.ExitStack() as parts:  # in reverse order, even if one raises
             parts.callback(self._restore_all)
             parts.callback(self._leave_for_meta)
             parts.callback(self.activations.close)

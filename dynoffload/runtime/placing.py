@@ -1,8 +1,8 @@
-"""Another tensor under the same parameter: how one comes from the meta device, and goes back.
+"""Replaces the tensor of a parameter, to move it from the meta device to another and back.
 
-``parameter.data = …`` is refused of the meta device, and of others that keep tensors in another
-way, so the two are swapped there. What users have noted on
-a parameter, such as ``weight.no_decay = True``, is the object's and stays with it.
+``parameter.data = …`` fails for the meta device and for incompatible tensor types, so there the two
+tensors are swapped. Attributes that users set on a parameter, such as ``weight.no_decay = True``,
+belong to the object and stay with it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CPU = torch.device("cpu")
 
 
 def put(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Have ``tensor`` hold ``data``, maybe on another device."""
+    """Make ``tensor`` hold ``data``, maybe on another device."""
     if torch._has_compatible_shallow_copy_type(tensor, data):
         tensor.data = data
     elif isinstance(tensor, nn.Parameter):
@@ -28,22 +28,22 @@ def put(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 
 def put_in_place(parameter: nn.Parameter, data: torch.Tensor) -> None:
-    """Have ``parameter`` hold ``data``, on another device."""
+    """Make ``parameter`` hold ``data``, on another device."""
     made = nn.Parameter(data, requires_grad=parameter.requires_grad)
     made.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, made)  # type: ignore[no-untyped-call]
 
 
 def to_meta(parameter: nn.Parameter) -> None:
-    """Have ``parameter`` be on the meta device, without values."""
+    """Move ``parameter`` to the meta device, without values."""
     put_in_place(parameter, torch.empty_like(parameter, device="meta"))
 
 
 def leave_for_meta(parameters: Iterable[nn.Parameter]) -> None:
-    """Have all ``parameters`` be on the meta device.
+    """Move all ``parameters`` to the meta device.
 
     Raises:
-        ConfigError: some cannot, as something holds views of them; all others are.
+        ConfigError: some cannot be moved, as views of them exist; all others were.
     """
     held = 0
     for parameter in parameters:
@@ -60,7 +60,7 @@ def leave_for_meta(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def is_held(parameter: nn.Parameter) -> bool:
-    """Return whether there are views of ``parameter``, for which `to_meta` is refused."""
+    """Return whether views of ``parameter`` exist, so that `to_meta` fails."""
     own = 1
     if parameter.requires_grad:  # the node that accumulates its gradient holds it too
         torch.autograd.graph.get_gradient_edge(parameter)
@@ -70,9 +70,9 @@ def is_held(parameter: nn.Parameter) -> bool:
 
 
 def zero_buffers(model: nn.Module, device: torch.device = _CPU) -> None:
-    """Give buffers on the meta device memory of ``device``, of zeros; what is shared among them
-    stays so."""
-    # They are not swapped: one that is a view of another cannot be.
+    """Replace buffers on the meta device by zeros on ``device``; those that share a storage still
+    do."""
+    # They are not swapped: a view of another buffer cannot be.
     made: dict[int, torch.Tensor] = {}
     storages: dict[int, torch.UntypedStorage] = {}
     for module in model.modules():
@@ -86,7 +86,7 @@ def zero_buffers(model: nn.Module, device: torch.device = _CPU) -> None:
 def _zeros_as(
     buffer: torch.Tensor, storages: dict[int, torch.UntypedStorage], device: torch.device
 ) -> torch.Tensor:
-    """Return zeros like ``buffer``, in a storage that stands for its own."""
+    """Return zeros like ``buffer``, in a storage that replaces its own."""
     if buffer.layout is not torch.strided or type(buffer) is not torch.Tensor:
         return torch.zeros_like(buffer, device=device)
     away = buffer.untyped_storage()

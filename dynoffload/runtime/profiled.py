@@ -1,6 +1,6 @@
-"""What ``offload()`` does under ``dynoffload profile``: it records traces, and pages nothing.
+"""``offload()`` under ``dynoffload profile``: it records traces and pages nothing.
 
-The script may save, load and ask for statistics: its session's mode is a plain `Mode`.
+The script may still save, load and read statistics: its session's mode is a plain `Mode`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def _give_weights(model: nn.Module) -> None:
-    """Give a model on the meta device the weights that `materialize` has noted, or its own."""
+    """Give a model on the meta device the weights that `materialize` noted, or its default ones."""
     weights = MetaInit(model)
     try:
         interruptible(weights.give)()
@@ -40,7 +40,7 @@ def _give_weights(model: nn.Module) -> None:
 def profiled(
     model: nn.Module, optimizer: Optimizer | None, given: Defaults, config: OffloadConfig
 ) -> Iterator[Session]:
-    """Save a trace of each step to ``given.profile_dir``; a block in place of a session's.
+    """Save a trace of each step to ``given.profile_dir``; replaces a session's block.
 
     Raises:
         ProfilingDone: ``given.profile_steps`` were saved.
@@ -51,12 +51,12 @@ def profiled(
     assert given.profile_dir is not None
     directory, limit = given.profile_dir, given.profile_steps
     directory.mkdir(parents=True, exist_ok=True)
-    if beside := of_another(directory, model):
+    if foreign := of_another(directory, model):
         logger.warning(
             "%s holds traces of another network, such as %s: a pilot learns from those of one, so "
             "keep each in a directory of its own",
             directory,
-            beside.name,
+            foreign.name,
         )
     first, saved = next_number(directory), 0
 

@@ -1,13 +1,13 @@
-"""What a session did, step by step: counters become `StepStats`, events become a `RunLog`.
+"""Records a session step by step: counters become `StepStats`, events become a `RunLog`.
 
-[Note: what is counted]  The fast memory of a step is the device's peak, the model's tensors outside
-of it, counted at the step's end when all gradients are there, and the small activations that stay
-in place. In resident mode all tensors are counted, and activations are taken to be what they were
-in the paged steps that moved no byte, with the regions' padding: this errs upwards.
+[Note: what is counted]  The fast memory of a step is a sum of three: the device's peak, the model's
+tensors outside it, and small activations that stay in place. Those tensors are counted at the
+step's end, when all gradients exist. In resident mode all tensors are counted. Activations are then
+taken from paged steps that moved no byte, with the regions' padding, so this overestimates.
 
-[Note: what is kept]  Totals are kept of every step, single records (transfers, waits, phases,
-samples of memory, names of blocks) of the latest steps only: the oldest steps are forgotten, so
-that a log takes some 20 MB, and a third of a kilobyte for each step. What was forgotten is counted.
+[Note: what is kept]  Totals are kept for every step. Single records (transfers, stalls, phases,
+memory samples, block names) are kept for the latest steps only, and the oldest are dropped. So a
+log takes some 20 MB, and a third of a kilobyte for each step. Dropped records are counted.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from dynoffload.units import KiB
 logger = logging.getLogger(__name__)
 
 MOST_RECORDS = 100_000
-"""Single records that a log keeps, over all tables."""
+"""The most single records that a log keeps, over all tables."""
 
-_NAMES_OF_A_RECORD = 16  # names of blocks that take as much memory as one record
-_GROWN, _GROWN_BYTES = 1.25, 256 * KiB  # what the heap is used for besides
+_NAMES_OF_A_RECORD = 16  # block names that take as much memory as one record
+_GROWN, _GROWN_BYTES = 1.25, 256 * KiB  # tolerance for other uses of the heap
 _SAMPLE_EVERY_S = 0.05
 _TOTALS = (
     *("stalls", "stall_s", "bytes_in", "bytes_out"),
@@ -56,16 +56,16 @@ class Recording:
 
     Args:
         log: an empty log.
-        slack: bytes beyond what is counted above which freed heap is handed back.
-        outside: returns the bytes of the model's tensors that lie outside of a device, all of them
-            for None; called once in a step.
-        allocated: returns the most bytes that an accelerator's allocator had given since the last
-            call; None: fast memory is the process's, whose resident set tells what it takes beyond.
+        slack: bytes beyond what is counted above which freed heap is given back.
+        outside: returns the bytes of the model's tensors outside a device; for None, of all of
+            them; called once in a step.
+        allocated: returns an accelerator's peak allocated bytes since the last call. None: fast
+            memory is the process's, and its resident set shows what it takes beyond that.
 
     Attributes:
-        baseline: bytes the process would take without what is managed: its resident set when the
-            session began, less the tensors that are paged.
-        progress: how often anything has happened.
+        baseline: bytes that the process takes without managed tensors: its resident set when the
+            session began, less the paged tensors.
+        progress: number of events so far.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Recording:
         self._phase: tuple[str, float] | None = None
         self._last = Counters()
         self._sampled = 0.0
-        self._in_use = 0  # bytes beyond the budget that the last attempt did not give back
+        self._in_use = 0  # bytes beyond the counted ones that the last attempt did not give back
         self._tables: tuple[list[Any], ...] = (
             log.transfers,
             log.stalls,
@@ -98,14 +98,14 @@ class Recording:
         self._lengths = [0] * len(self._tables)  # at the last step's end
         self._open = 0  # records since then
         self._kept = 0  # records of the steps in `_detailed`
-        self._detailed: deque[tuple[int, list[int]]] = deque()  # each step's records, by table
+        self._detailed: deque[tuple[int, list[int]]] = deque()  # per step: its records, by table
 
     def now(self) -> float:
         """Return seconds since the session began."""
         return time.perf_counter() - self._origin
 
     def phase(self, name: str) -> None:
-        """A phase begins; the one before ends."""
+        """Begin a phase and end the one before."""
         now = self.now()
         if self._phase is not None and self._phase[0] == name:
             return
@@ -116,23 +116,23 @@ class Recording:
 
     @property
     def phase_name(self) -> str:
-        """The phase that runs; "" before the first."""
+        """The current phase; "" before the first."""
         return "" if self._phase is None else self._phase[0]
 
     def sample(self, device: Device, small: int) -> None:
-        """Take a sample of memory, at most twenty in a second; ``small`` bytes of saved activations
-        stay in place."""
+        """Sample the memory, at most twenty times a second; ``small`` is the bytes of saved
+        activations that stay in place."""
         self.progress += 1
         if self.now() - self._sampled >= _SAMPLE_EVERY_S:
             self._look(*self._count(device, small))
 
     def look_at_heap(self, device: Device, small: int) -> None:
-        """Hand freed heap back if it has passed the slack, however short ago the last sample was:
-        for where much is allocated and freed in no time."""
+        """Give freed heap back if it exceeds the slack, without the limit of `sample`: for code
+        that allocates and frees much in a short time."""
         self._taken_beyond(self._count(device, small)[1])
 
     def _count(self, device: Device, small: int) -> tuple[int, int]:
-        """Return the bytes of fast memory in use, and those that the process has for them."""
+        """Return the bytes of fast memory in use, and the bytes the process has taken for them."""
         if self._outside is None:
             self._outside = self._count_outside(device)
         outside = self._outside + small
@@ -146,12 +146,12 @@ class Recording:
         self._add(self.log.memory, MemorySample(now, fast, self.baseline + taken + beyond))
 
     def _taken_beyond(self, taken: int) -> int:
-        """Return the bytes that the process takes beyond ``taken``, when freed heap is back."""
+        """Return the bytes that the process takes beyond ``taken``, once freed heap is returned."""
         beyond = resident_bytes() - self.baseline - taken
         self._in_use = min(self._in_use, beyond)
-        # What is in use cannot go back: ask again only when there is more than that.
+        # Memory in use cannot be given back: retry only when there is more than that.
         if beyond > max(self._slack, self._in_use + self._slack // 8) and heap.give_back():
-            # The peak before is recorded too: it was there.
+            # Also record the peak before giving back.
             self._note_headroom(beyond)
             beyond = self._in_use = resident_bytes() - self.baseline - taken
         self._note_headroom(beyond)
@@ -162,14 +162,14 @@ class Recording:
             self.log.headroom = max(self.log.headroom, beyond)
 
     def restart(self) -> None:
-        """Another device begins to count from zero."""
+        """Reset for a new device, whose counters begin at zero."""
         self._last = Counters()
         self._outside = None
         self._activations = 0
 
     def grew(self, nbytes: int) -> int:
-        """Note what a forward has left in memory while the session has stepped aside; return the
-        peak of fast memory, if nothing else is added to it."""
+        """Record what a forward left in memory in resident mode; return the peak of fast memory, if
+        nothing else is added to it."""
         if self._outside is None:
             self._outside = self._count_outside(None)
         if nbytes > _GROWN * self._activations + _GROWN_BYTES:
@@ -185,8 +185,8 @@ class Recording:
         actual: tuple[str, ...],
         accuracy: float,
     ) -> StepStats:
-        """Close a step and return its numbers; ``device`` and ``store`` are None while the session
-        has stepped aside, and ``small`` is the most that saved activations took in place."""
+        """Close a step and return its statistics. ``device`` and ``store`` are None in resident
+        mode; ``small`` is the most bytes that saved activations took in place."""
         now = time.perf_counter()
         self.progress += 1
         self.phase("optimizer")
@@ -222,7 +222,7 @@ class Recording:
         return stats
 
     def _peak(self, device: Device | None, small: int, counters: Counters, *, still: bool) -> int:
-        """Count the tensors outside of ``device`` and return the step's peak of fast memory."""
+        """Count the tensors outside ``device``, and return the step's peak of fast memory."""
         outside = self._outside = self._count_outside(device)
         if device is None:
             peak = outside + self._activations
@@ -254,9 +254,9 @@ class Recording:
             self.log.dropped += 1
 
     def _end_detail(self) -> None:
-        """The step's records are complete: forget those of the oldest steps if they are too many.
+        """Close the step's records, and drop those of the oldest steps if there are too many.
 
-        A step's share of a table is what was added to it since the step before.
+        A step's share of a table is what was added since the previous step.
         """
         added = [len(t) - n for t, n in zip(self._tables, self._lengths, strict=True)]
         self._detailed.append((self._open, added))
@@ -273,18 +273,18 @@ class Recording:
 
 
 def mean_accuracy(steps: list[StepStats]) -> float:
-    """Return the mean of the accuracies there are, or NaN."""
+    """Return the mean of the known accuracies, or NaN."""
     known = [step.accuracy for step in steps if not math.isnan(step.accuracy)]
     return sum(known) / len(known) if known else math.nan
 
 
 def _counters(device: Device) -> Counters:
-    """Return the totals. A transfer that failed, while nobody waited for it, is warned of: what was
-    not written is still in memory, and what was not read is read again when it is used."""
+    """Return the totals. Log a warning for a failed transfer that no thread waited for. Data not
+    written is still in memory, and data not read is read again when it is used."""
     try:
         return device.counters()
     except CorruptionError:
         raise
     except SpillError as error:
         logger.warning("a transfer failed, by which nothing is lost so far: %s", error.strerror)
-        return _counters(device)  # each failure is told once
+        return _counters(device)  # each failure is reported once

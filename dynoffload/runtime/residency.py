@@ -1,20 +1,20 @@
-"""The dispatch guard: what an operator touches is on the accelerator before the operator runs.
+"""The dispatch guard: fetches what an operator touches to the accelerator before the operator runs.
 
-A device that serves no accesses (`Device.serves`) hears by a dispatch mode of every operator below
-autograd and autocast, and of what it reads and writes. A view of an absent region leaves it absent.
-What lies over a row gets other tensors: `dynoffload.runtime.over_rows`.
+For a device that serves no accesses (`Device.serves`), a `TorchDispatchMode` intercepts every
+operator below autograd and autocast. A view of an absent region leaves it absent. Tensors over rows
+are replaced by others: see `dynoffload.runtime.over_rows`.
 
-[Note: lists]  `torch._foreach_*`, and what unscales gradients, treat each tensor of a list by
-itself, so lists that do not fit together are given part by part, with the same results.
+[Note: lists]  `torch._foreach_*`, and the operator that unscales gradients, treat each tensor of a
+list separately. Lists that do not fit together are processed in parts, with the same results.
 
-[Note: out of memory]  Where an operator finds no memory for what it makes, regions make way, and it
-is called once more: unless it writes what it was given, of which nobody knows how far it has come,
-or draws random numbers.
+[Note: out of memory]  If an operator has no memory for its results, regions are evicted and it is
+called once more. Not retried are operators that write their arguments, as it is unknown how far
+they got, and operators that draw random numbers.
 
-[Note: not dispatched]  What takes a tensor's address past the dispatcher sees an empty storage:
-kernels of the user's that are launched with `data_ptr()`, and numpy. Storages that Python code
-takes, as to copy or to save them, bring themselves (`RegionStorage`). Torch compiles no function
-that it meets inside a dispatch mode, so a compiled model runs as it was written.
+[Note: not dispatched]  Code that takes a tensor's address past the dispatcher sees an empty
+storage: user kernels launched with `data_ptr()`, and numpy. Storages that Python code accesses, to
+copy or save them, fetch their regions (`RegionStorage`). Torch compiles no function that it meets
+inside a dispatch mode, so a compiled model runs eagerly.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _MODES_ARE_CALLED = ("Python", "PythonTLSSnapshot")
 
 @functools.cache
 def _may_be_called_again(func: Any) -> bool:
-    """Return whether an operator that has failed half way can begin anew; see
+    """Return whether an operator that failed half way can be called again; see
     [Note: out of memory]."""
     effects = effects_of(func)
     return effects.known and not effects.written and not effects.draws
@@ -66,8 +66,8 @@ class _Life:
 
 
 class Residency(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Brings what operators touch, until ``life`` has ended: another mode may be in the way of
-    leaving, and a thread may enter this one as the session ends."""
+    """Fetches what operators touch, until ``life`` has ended. It may stay on for longer: another
+    mode may prevent its exit, or a thread may enter it as the session ends."""
 
     is_of_residency = True
 
@@ -80,7 +80,7 @@ class Residency(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def ended(self) -> bool:
-        """Whether the session has."""
+        """Whether the session has ended."""
         return self._life.ended
 
     def __torch_dispatch__(
@@ -88,26 +88,26 @@ class Residency(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """See `TorchDispatchMode`."""
         kwargs = kwargs or {}
-        if self._life.ended or os.getpid() != self._process:  # a loader's worker is a copy
+        if self._life.ended or os.getpid() != self._process:  # a data loader's worker is forked
             return call_below(func, args, kwargs)
         refuse_by_mode(func, args)
         with counting_writes(func, args, kwargs):
             try:
                 return self._call(func, args, kwargs)
             except torch.OutOfMemoryError:
-                if not _may_be_called_again(func) or not self._make_way():
+                if not _may_be_called_again(func) or not self._free_memory():
                     raise
             return self._call(func, args, kwargs)
 
     @uninterrupted
-    def _make_way(self) -> bool:
+    def _free_memory(self) -> bool:
         return self._device.make_way()
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         touched = self._touched(args, kwargs)
         if not touched or func in OF_EMPTY:
             return call_below(func, args, kwargs)
-        hold()  # what is held for an operator is let go of, and what enters has its bytes
+        hold()  # defer signals, which could leave regions pinned
         try:
             return self._call_on(touched, func, args, kwargs)
         finally:
@@ -135,7 +135,7 @@ class Residency(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._device.used(touched)
 
     def _touched(self, args: Any, kwargs: Any) -> list[int]:
-        """Return the regions that arguments lie in, and the numbers of their rows, each once."""
+        """Return the regions of arguments, and the numbers of their rows, each once."""
         lookup = self._device.lookup
         found: dict[int, None] = {}
         for held in held_by((args, kwargs) if kwargs else args):
@@ -149,8 +149,8 @@ class Residency(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _leave_ended() -> None:
-    """Take off what is on top of this thread's modes and belongs to sessions that have ended: one
-    that ended before another, which began within it, is on below."""
+    """Exit this thread's topmost modes whose sessions have ended. Such a mode is not on top if a
+    session nested in its own still runs."""
     while isinstance(mode := _get_current_dispatch_mode(), Residency) and mode.ended:
         mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
@@ -162,8 +162,8 @@ def _above(mode: TorchDispatchMode) -> list[TorchDispatchMode]:
 
 
 class _Leaving:
-    """Takes a mode off as its thread ends: what is of a thread dies in it, while Python still can
-    run there."""
+    """Exits a mode at thread exit: thread-local objects are destroyed while Python can still run in
+    their thread."""
 
     def __init__(self, mode: Residency) -> None:
         self._mode = mode
@@ -174,17 +174,17 @@ class _Leaving:
 
 
 class Residence:
-    """The threads in which operators are heard of, as dispatch modes are a thread's own: that which
-    makes it, those that say `here`, and those that Python starts meanwhile.
+    """The threads whose operators are intercepted, as dispatch modes are per thread. These are the
+    creating thread, those that call `here`, and those that Python starts meanwhile.
 
-    [Note: other threads]  Of a thread that was there before, and has not called the model or the
-    optimizer since, nothing is heard: an absent tensor that it touches ends the process.
+    [Note: other threads]  A thread that existed before, and has not called the model or the
+    optimizer since, is not intercepted: touching an absent tensor there ends the process.
 
-    [Note: guards]  Leaving `torch.inference_mode` restores the dispatch keys of the thread as they
-    were when it was entered, whatever modes have come or gone meanwhile. A mode that was entered
-    within is then on the stack and never called; one that was left within is called and not there,
-    so that every operator raises. So no guard is on where modes are entered and left here. Under
-    one of the user's, `here` puts the keys back the next time.
+    [Note: guards]  Leaving `torch.inference_mode` restores the thread's dispatch keys as they were
+    when it was entered, whatever modes were entered or left meanwhile. A mode entered inside is
+    then on the stack but never called. A mode left inside is called but not on the stack, so every
+    operator raises. So modes are entered and left here outside any such guard. Within a guard of
+    the user, the next `here` restores the keys.
     """
 
     def __init__(self, device: Accelerator) -> None:
@@ -197,13 +197,13 @@ class Residence:
         threading.setprofile(self._begin_thread)
 
     def _begin_thread(self, frame: Any, event: str, arg: Any) -> None:
-        """A thread has begun: Python calls this there once, as it is asked to profile it."""
+        """Intercept operators of a new thread: Python calls this once there, to profile it."""
         sys.setprofile(self._profile)
-        if not self._life.ended:  # a session within this one may have put it back
+        if not self._life.ended:  # a nested session may have set this function again
             self.here()
 
     def here(self) -> None:
-        """Hear of the operators of this thread from now on; see [Note: guards]."""
+        """Intercept operators of this thread from now on; see [Note: guards]."""
         mode: Residency | None = getattr(self._of_thread, "mode", None)
         if mode is None:
             mode = self._of_thread.mode = Residency(self._device, self._life)
@@ -215,11 +215,11 @@ class Residence:
                 torch._C._dispatch_tls_set_dispatch_key_included(key, True)
 
     def heard(self, meet: Callable[[int], None]) -> Callable[[int], None]:
-        """Return what hears of the operators of ``meet``, too, which is called in the midst of one:
-        torch has the mode off meanwhile."""
+        """Return ``meet`` with its operators intercepted. It is called during an operator, while
+        torch has the mode off."""
 
         def call(region: int) -> None:
-            # A thread of autograd's has the modes of the thread that called backward, and no own.
+            # An autograd thread has the modes of the thread that called backward, none of its own.
             mode: Residency = getattr(self._of_thread, "mode", self._modes[0])
             if mode in _get_current_dispatch_mode_stack():
                 meet(region)
@@ -230,18 +230,18 @@ class Residence:
         return call
 
     def stop(self) -> None:
-        """Hear of none any more; `end` is still to be called, outside of guards."""
+        """Stop intercepting operators; `end` must still be called, outside of guards."""
         if threading.getprofile() == self._begin_thread:
             threading.setprofile(self._profile)
         self._life.ended = True
 
     def end(self) -> None:
-        """Hear of none any more, and leave this thread's mode; see [Note: guards]."""
+        """Stop intercepting operators, and exit this thread's mode; see [Note: guards]."""
         self.stop()
         mine: Residency | None = getattr(self._of_thread, "mode", None)
         _leave_ended()
         above = [] if mine is None else _above(mine)
-        if not all(isinstance(mode, Residency) for mode in above):  # else it goes with them
+        if not all(isinstance(mode, Residency) for mode in above):  # else it exits after them
             logger.warning(
                 "a dispatch mode was entered inside the offload() block and is still on: leave it "
                 "before the block ends"

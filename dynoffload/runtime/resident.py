@@ -1,15 +1,14 @@
-"""Resident mode: everything a step takes fits the budget, so nothing is paged.
+"""Resident mode: everything that a step takes fits the budget, so nothing is paged.
 
-`Fit` decides while a model is paged whether all would fit; `Resident` watches afterwards that it
-still does. Between those two the tensors become ordinary, which is the session's business.
+While a model is paged, `Fit` decides whether everything would fit. Afterwards `Resident` checks
+that it still does. In between, the session makes the tensors ordinary.
 
-`Growth`: in resident mode no hook sees what is saved. So the heap's use after each forward is
-compared with that before it, and added up over a step. A sample that turns out too large has run by
-then, and the next one is paged.
+No hook sees saved tensors in resident mode. So `Growth` takes the heap's growth over each forward,
+and sums it over a step. A sample that is too large is found after it ran, and the next is paged.
 
-[Note: what was freed]  Between two forwards of a step a backward frees what the first has left, but
-others free memory too. So what was freed counts only as far as graphs have ended: a hook on the
-output's node says so, as it is called in backward, or dies with the graph.
+[Note: what was freed]  Between two forwards of a step, a backward frees what the first has left,
+but other code frees memory too. So freed bytes count only up to those left by forwards whose graphs
+have ended. A hook on the output's node shows this: backward calls it, or it dies with the graph.
 """
 
 from __future__ import annotations
@@ -36,20 +35,20 @@ from dynoffload.runtime.unseen import unseen
 from dynoffload.telemetry import StepStats
 
 RESIDENT_SHARE = 0.9
-"""Of the budget: a session that needs no more than this stops paging."""
+"""Share of the budget: a session that needs no more than this stops paging."""
 
 _MEASURED_STEPS = 2  # steps measured before paging stops
-_GROWTH = 1.1  # a sample so much larger than those measured is paged again
+_GROWTH = 1.1  # samples larger than the measured ones by this factor are paged again
 
 
 class Fit:
-    """Whether all that a step takes would fit the budget, as measured while it is paged.
+    """Decides whether everything a step takes would fit the budget, measured while it is paged.
 
     Attributes:
         largest: the size of the largest sample so far.
         whole: bytes of a step that touches everything, without activations: the most since
-            `reset`, so what is thawed now and then does not end resident mode each time.
-        need: bytes that a step takes, the most since `reset`.
+            `reset`, so parameters that are thawed now and then do not end resident mode each time.
+        need: bytes that a step takes: the most since `reset`.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, budget: int) -> None:
@@ -58,15 +57,15 @@ class Fit:
         self.reset()
 
     def reset(self) -> None:
-        """Measure anew."""
+        """Restart the measurement."""
         self.whole = self.need = self._peak = 0
 
     def count(self) -> None:
-        """Count what there is and what is to come."""
+        """Count existing bytes, and those of gradients and state still to be made."""
         self.whole = max(self.whole, whole_bytes(self.model, self.optimizer))
 
     def holds(self, stats: StepStats, paging: Paging) -> bool:
-        """Return whether all fits, as far as this step of ``paging`` and those before it show."""
+        """Return whether everything fits, judging by this step of ``paging`` and earlier ones."""
         self._peak = max(self._peak, stats.peak_fast_bytes, stats.peak_allocated_bytes)
         if stats.bytes_in or stats.bytes_out or stats.step + 1 < _MEASURED_STEPS:
             return False
@@ -75,9 +74,9 @@ class Fit:
         return self.need <= RESIDENT_SHARE * self.budget and stats.step >= _MEASURED_STEPS
 
     def _absent(self, paging: Paging) -> int:
-        """Return the bytes that no step has had in memory, and that would be there without paging:
-        what no sample has touched, its gradients and state also where there are none yet, and
-        gradients of fused parameters as a whole."""
+        """Return the bytes that no step has had in memory, but that would be there without paging:
+        tensors that no sample has touched, their gradients and state even before they exist, and
+        whole gradients of fused parameters."""
         here = ordinary_bytes(self.model, self.optimizer, paging.device)
         absent = max(0, self.whole - here - paging.device.resident_bytes())
         fused = [one.parameter for one in paging.rows]
@@ -85,9 +84,9 @@ class Fit:
 
 
 class Resident(Mode):
-    """Everything is in memory, and watched so that it stays within the budget; see `Mode`.
+    """Keeps everything in memory, and checks that it stays within the budget; see `Mode`.
 
-    ``given`` returns the bytes that an accelerator's allocator has given; None: on the CPU.
+    ``given`` returns the bytes that an accelerator's allocator has allocated; None: on the CPU.
     """
 
     def __init__(self, fit: Fit, recording: Recording, given: Callable[[], int] | None) -> None:
@@ -101,11 +100,11 @@ class Resident(Mode):
         self._handle = None if hook is None else hook(lambda *_: self._end_step())
 
     def outgrown(self, size: int) -> str:
-        """Return why a sample of ``size`` has to be paged, "" if it fits. It reads no content."""
+        """Return why a sample of ``size`` must be paged, or "" if it fits. It reads no content."""
         if self._too_large or size > self._fit.largest * _GROWTH:
             return "a larger sample than any measured"
         stepped, self._stepped = self._stepped, False
-        if not self._changes.any() and not (stepped and self._signs() != self._seen):
+        if not self._changes.any() and not (stepped and self._counts() != self._seen):
             return ""
         before = self._fit.whole
         self._watch()
@@ -115,10 +114,10 @@ class Resident(Mode):
         self._fit.count()
         self._changes.begin(self._fit.model)
         self._parameters = list(self._fit.model.parameters())
-        self._seen = self._signs()
+        self._seen = self._counts()
 
-    def _signs(self) -> tuple[int, int, int]:
-        """Return what tells that there may be more: some 0.2 microseconds a parameter."""
+    def _counts(self) -> tuple[int, int, int]:
+        """Return counts that show whether more is trained: some 0.2 microseconds a parameter."""
         optimizer = self._fit.optimizer
         groups = [] if optimizer is None else optimizer.param_groups
         nbytes = sum([one.nbytes for one in self._parameters])
@@ -128,7 +127,7 @@ class Resident(Mode):
         self._growth.begin()
 
     def end_sample(self, output: Any, *, whole: bool) -> None:
-        """See `Mode.end_sample`: what the step's forwards have left is in memory now."""
+        """See `Mode.end_sample`: measures what the step's forwards have left in memory."""
         left = self._growth.finish(output)
         self._too_large = self._recording.grew(left) > self._fit.budget
 
@@ -145,7 +144,7 @@ class Resident(Mode):
 
 
 class _End:
-    """Called when backward passes an output of a forward; dies with its graph."""
+    """A hook: backward calls it as it passes an output of a forward. It dies with the graph."""
 
     def __init__(self) -> None:
         self.passed = False
@@ -156,7 +155,7 @@ class _End:
 
 @dataclass
 class _Left:
-    """What one forward has left in memory, and the end of its graph; None if it has no graph."""
+    """What a forward has left in memory, and its graph's hook; None if it has no graph."""
 
     nbytes: int
     end: weakref.ref[_End] | None
@@ -167,13 +166,13 @@ class _Left:
 
 
 class Growth:
-    """Counts what the forwards of ``model`` leave in memory until the end of a step.
+    """Measures what the forwards of ``model`` leave in memory until the end of a step.
 
-    Gradients are not counted: what holds them is counted elsewhere.
+    Gradients are not included; they are counted elsewhere.
 
     Args:
         model: the root.
-        given: returns the bytes that an accelerator's allocator has given; None: on the CPU.
+        given: returns the bytes that an accelerator's allocator has allocated; None: on the CPU.
     """
 
     def __init__(self, model: nn.Module, given: Callable[[], int] | None = None) -> None:
@@ -182,16 +181,16 @@ class Growth:
         self._alive = self._before = self._after = 0
 
     def begin(self) -> None:
-        """A forward begins, the first of a step or another."""
+        """Called as a forward begins, the first of a step or a later one."""
         self._before = self._used()
         ended = sum(left.nbytes for left in self._left if left.has_ended())
         self._left = [left for left in self._left if not left.has_ended()]
-        # See [Note: what was freed]; what was added since is not ours.
+        # See [Note: what was freed]; memory added since is not from forwards.
         self._alive = max(0, self._alive - min(ended, max(0, self._after - self._before)))
 
     def finish(self, output: Any = None) -> int:
-        """A forward is over, with ``output``; return the bytes that the step's forwards have left
-        and still hold."""
+        """Called after a forward with ``output``. Return the bytes that the step's forwards have
+        left and still hold."""
         self._after = self._used()
         nbytes = max(0, self._after - self._before)
         self._left.append(_Left(nbytes, _end_of(output)))
@@ -199,7 +198,7 @@ class Growth:
         return self._alive
 
     def end(self) -> None:
-        """The step is over."""
+        """Called as the step ends."""
         self._left = []
         self._alive = self._before = self._after = 0
 

@@ -1,4 +1,4 @@
-"""The session: what the user holds while a model trains under a budget."""
+"""The session: the user's handle on a model that trains under a budget."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 
 
 class Session:
-    """A model and its optimizer in an `dynoffload.offload` block, which makes it.
+    """A model and its optimizer in a block of `dynoffload.offload`, which creates it.
 
     Attributes:
         model: the root module.
         optimizer: its optimizer, or None.
         sizing: how the budget is divided; all 0 under ``dynoffload profile``.
-        spill_dir: where the spill file lies, or None.
-        log: all that was recorded so far.
+        spill_dir: where the spill file is stored, or None.
+        log: everything recorded so far.
     """
 
     _mode = Mode()
@@ -63,7 +63,7 @@ class Session:
         replicas: Sequence[nn.Module] = (),
         backend: str = "",
     ) -> Session:
-        """Return a session of a model that it leaves alone."""
+        """Return a passthrough session, which leaves the model alone."""
         log = RunLog(type(model).__name__, backend, "", budget=0, headroom=0)
         sizing = Sizing(**dict.fromkeys(Sizing.__dataclass_fields__, 0))
         return cls(model, optimizer, sizing, None, log, replicas)
@@ -99,7 +99,7 @@ class Session:
         return table_of(self.log.steps)
 
     def flush(self) -> None:
-        """Make every optimizer update that was put off."""
+        """Apply all deferred optimizer updates."""
         self._mode.flush()
 
     def save(
@@ -111,9 +111,9 @@ class Session:
     ) -> None:
         """Save the run to ``directory``, which is replaced at once; see `save_checkpoint`.
 
-        Updates that were put off are made first. Tensors are written piece by piece, from where
-        they are, so no more memory is taken than the budget and some megabytes. Call it between
-        steps: gradients are not saved, and those that there are stay as they are.
+        Deferred updates are applied first. Tensors are read in place, piece by piece, so the
+        memory taken is the budget and some megabytes. Call it between steps: gradients are not
+        saved, and existing ones stay as they are.
 
             with dynoffload.offload(model, optimizer, budget="8GiB") as session:
                 if Path("run/last").exists():
@@ -123,20 +123,20 @@ class Session:
                 session.save("run/last", extra={"scheduler": scheduler})
 
         Raises:
-            CheckpointError: a value cannot be kept, the disk is full or read-only, or the directory
-                is something else. Training can go on.
+            CheckpointError: a value cannot be saved, the disk is full or read-only, or the
+                directory is something else. Training can go on.
             StepLostError: a step was lost, and nothing was loaded since.
         """
         self._save(self.optimizer, directory, extra, max_shard_size)
 
     def load(self, directory: str | Path, *, extra: Mapping[str, Any] | None = None) -> None:
-        """Load a checkpoint, saved under whatever budget or none; see `load_checkpoint`.
+        """Load a checkpoint, saved under any budget or none; see `load_checkpoint`.
 
-        Gradients, updates that were put off and a lost step are gone afterwards.
+        It drops gradients and deferred updates, and recovers from a lost step.
 
         Raises:
-            CheckpointError: there is none, it is damaged, foreign or of a newer version, or it is
-                not of this model; names what differs, and has touched nothing.
+            CheckpointError: there is none, or it is damaged, foreign, of a newer version, or of
+                another model; names what differs, and has changed nothing.
         """
         self._load(self.optimizer, directory, extra)
 
@@ -182,10 +182,10 @@ class Session:
         Aftermath.make_up(self.model, optimizer)
 
     def report(self, path: str | Path) -> ReportFiles:
-        """Write the HTML page to ``path``, with a Perfetto trace and the run log beside it.
+        """Write the HTML page to ``path``, and a Perfetto trace and the run log next to it.
 
         Returns:
-            The paths of the three.
+            The paths of the three files.
         """
         from dynoffload.reporting import write_run
 
@@ -198,9 +198,9 @@ class Session:
         return write_run(self.log, Path(path))
 
     def close(self) -> None:
-        """End the block, as leaving its ``with`` does; where it has ended, do nothing.
+        """End the block, as leaving its ``with`` does; if it has ended, do nothing.
 
-        All tensors are ordinary again, and memory and disk are given back.
+        All tensors are ordinary again, and memory and disk space are freed.
         """
         if self._leave_block is not None:
             self._leave_block()

@@ -1,25 +1,24 @@
-"""How a budget is divided, before anything is touched: pool, resident tensors, reserve, chunks.
+"""Divides a budget, before anything is changed: pool, resident tensors, reserve, chunks.
 
 [Note: the budget]  budget = pool + tensors that stay resident (small parameters, their gradients
 and optimizer state, the optimizer's scalars, buffers) + small saved activations that stay in place.
-The pool's pages hold everything else, in flight included; a part of it, the reserve, is never
-planned away, so that an access nobody predicted finds room. What stays resident is estimated here
-and counted by `counting.ordinary_bytes` from then on.
+The pool's pages hold everything else, transfers in flight included. Plans leave a part of it free,
+the reserve, for unpredicted accesses. Resident tensors are estimated here, and counted by
+`counting.ordinary_bytes` from then on.
 
-[Note: the least pool]  What is pinned cannot leave, so the pool must hold all that is pinned at one
-time, and more, or whoever waits for room waits for ever. Pinned are: the regions of the update that
-is being made (`States.update_bytes`), of one only, as updates are made one after the other; in
-forward the chunk that is being filled; a saved tensor larger than a chunk, while it is copied; what
-is drafted, of which `SpeculativeUpdates` takes on no more than fits half of the pool. A second
-chunk and the reserve remain for whoever makes the update, and for the operator that runs.
+[Note: the least pool]  Pinned regions cannot be evicted, so the pool must exceed all that is pinned
+at one time; otherwise allocation deadlocks. Pinned are: the regions of one update
+(`States.update_bytes`), as updates are made one after the other; in forward the chunk that is being
+filled; a saved tensor larger than a chunk, while it is copied; speculative updates, which
+`SpeculativeUpdates` limits to what fits half of the pool. A second chunk and the reserve remain for
+the thread that makes the update, and for the running operator.
 
-[Note: the spill file]  What it needs is allocated before anything is touched: parameters, gradients
-and optimizer state, padded; for what is paged by slices the gradients once more, as those of one
-step may wait while the next are made; and, where updates may be drafted in backward, the twins of
-as many as a backward drafts. How much is saved for backward nobody knows before a sample has run:
-chunks come on top when they are first opened, so a disk that is too full for them stops a forward,
-in which no parameter changes. In networks whose order varies, other updates may be drafted from
-step to step: their twins too come on top, and a disk too full for those ends drafting.
+[Note: the spill file]  Its least size is allocated before anything is changed: parameters,
+gradients and optimizer state, padded. Gradients of parameters paged by slices count twice, as those
+of one step may be pending while the next are made. Where backward may draft updates, their shadow
+regions (twins) count too. Chunks come on top, as their size is unknown before a sample has run; so
+do twins beyond those that one backward drafts. A disk too full for chunks stops a forward, in which
+no parameter changes; one too full for twins ends speculative updates.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ from dynoffload.units import KiB, MiB, Quantity, format_bytes, parse_bytes
 
 _LEAST_PAGES = 40  # of a pool, so that regions of several pages find room
 _PADDING = 1.1  # how much larger the paged parameters may become by padding
-_LEAST_SLICED = 64 * KiB  # page for the sake of slices
+_LEAST_SLICED = 64 * KiB  # smallest page that is chosen to fit slices
 _HOST_CHUNKS = 8  # chunks that host memory below an accelerator has room for, at least
-_RESIDENT = 8  # the share of the budget that small tensors may take is one in so many
+_RESIDENT = 8  # small tensors may take one part in so many of the budget
 
 
 @dataclass(frozen=True)
@@ -54,19 +53,19 @@ class Sizing:
     """The division of one budget; all in bytes.
 
     Attributes:
-        budget: what the user allows.
+        budget: the user's budget.
         pool_bytes: the device's pool.
-        least_bytes: of the pool, without which nothing works; see [Note: the least pool].
+        least_bytes: the smallest pool that works; see [Note: the least pool].
         page_bytes: size of its pages.
         min_paged_bytes: parameters and state below this stay resident.
         min_moved_bytes: saved tensors below this stay in place.
-        kept_bytes: how much those may take.
+        kept_bytes: the most that those may take.
         small_bytes: resident parameters, gradients, state and buffers.
         chunk_bytes: size of a chunk of saved activations.
         reserve_bytes: part of the pool that plans leave free.
-        spill_bytes: what the spill file will take at least; see [Note: the spill file].
+        spill_bytes: the least size of the spill file; see [Note: the spill file].
         states_bytes: parameters, gradients and optimizer state together.
-        bucket_bytes: of gradients on their way to other ranks, beside the pool.
+        bucket_bytes: DDP's gradient buckets, outside the pool.
     """
 
     budget: int
@@ -85,8 +84,8 @@ class Sizing:
 
 
 class _Division(NamedTuple):
-    """A budget divided: the sizing, None if it is too small; the least budget, were all else the
-    same; the bytes of the largest update, and its parameter."""
+    """A divided budget: the sizing, or None if it is too small; the least budget, all else equal;
+    the bytes of the largest update, and its parameter."""
 
     sizing: Sizing | None
     need: int
@@ -102,10 +101,9 @@ def sizing_of(
     buckets: int = 0,
     host: int | None = None,
 ) -> Sizing:
-    """Divide ``budget`` for ``model``, beside whose tensors there are ``buckets`` bytes of buckets.
+    """Divide ``budget`` for ``model``; ``buckets`` is the bytes of DDP's gradient buckets.
 
-    Below an accelerator there are ``host`` bytes of host memory; None: as many as all that is kept
-    takes.
+    ``host`` is the bytes of host memory below an accelerator; None: as many as needed.
 
     Raises:
         BudgetError: the largest parameter's update, or the small tensors, do not fit; names need,
@@ -120,9 +118,9 @@ def sizing_of(
         f"a budget of {format_bytes(budget)}{_unit_of(budget)} cannot hold the largest update: "
         f"{division.culprit or 'the model'} needs {format_bytes(division.largest)} at once "
         "(parameter, gradient and optimizer state), besides the smaller tensors that stay, "
-        f"activations and reserve{_beside(buckets)}: raise the budget to at least "
+        f"activations and reserve{_bucket_text(buckets)}: raise the budget to at least "
         f"{format_bytes(enough)}, or make "
-        f"that layer smaller{_splits(model, division)}{_held_too(model)}"
+        f"that layer smaller{_split_advice(model, division)}{_held_text(model)}"
     )
     error.lacking = enough - budget
     raise error
@@ -137,25 +135,25 @@ def enough_for(
     nbytes: int,
 ) -> int:
     """Return a budget whose pool has room for two regions of ``nbytes``, as an operator may use
-    two, beside all that is pinned.
+    two, in addition to all that is pinned.
 
     Args:
-        model, optimizer, sizing, config: of a session that has begun.
+        model, optimizer, sizing, config: those of a session that has begun.
         staying: parameters that stay in memory.
-        nbytes: of a region that was too large.
+        nbytes: size of a region that was too large.
     """
     divider = _Divider(model, optimizer, config, sizing.bucket_bytes, None, staying)
     return divider.enough(sizing.budget, nbytes)[0]
 
 
 def _unit_of(budget: int) -> str:
-    """Return how to write the unit that a small int most likely lacks, "" if none does."""
+    """Return a text with the unit that a small int most likely lacks, or "" if none does."""
     if isinstance(budget, Quantity) or not 0 < budget < MiB:
         return ""
     return f" (an int is in bytes: write '{budget}GiB' or '{budget}MB' if that is meant)"
 
 
-def _beside(buckets: int) -> str:
+def _bucket_text(buckets: int) -> str:
     if not buckets:
         return ""
     return (
@@ -164,8 +162,8 @@ def _beside(buckets: int) -> str:
     )
 
 
-def _splits(model: nn.Module, division: _Division) -> str:
-    """Return how a culprit can be split that is the weight of a layer, "" if it is not."""
+def _split_advice(model: nn.Module, division: _Division) -> str:
+    """Return a text on splitting the culprit if it is a layer's weight, else ""."""
     path, _, key = division.culprit.rpartition(".")
     if key != "weight" or type(model.get_submodule(path)) not in (nn.Linear, nn.Embedding):
         return ""
@@ -175,8 +173,8 @@ def _splits(model: nn.Module, division: _Division) -> str:
     )
 
 
-def _held_too(model: nn.Module) -> str:
-    """Return what to say of parameters that cannot move, "" if all can."""
+def _held_text(model: nn.Module) -> str:
+    """Return a text on parameters that cannot move, or "" if all can."""
     held = held_parameters(model)
     name = next((name for name, parameter in model.named_parameters() if parameter in held), "")
     if not name:
@@ -189,8 +187,7 @@ def _held_too(model: nn.Module) -> str:
 
 
 def _readable(nbytes: int) -> int:
-    """Return the least number of bytes from ``nbytes`` on that reads as written by
-    `format_bytes`."""
+    """Return the least number of bytes, ``nbytes`` or more, that `format_bytes` writes exactly."""
     while (read := parse_bytes(format_bytes(nbytes))) < nbytes:
         nbytes += max(1, nbytes // 2048)
     return read
@@ -198,7 +195,7 @@ def _readable(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class _Divider:
-    """What budgets are divided for: see `sizing_of`; the parameters ``staying`` are not paged."""
+    """What a budget is divided for: see `sizing_of`. The parameters ``staying`` are not paged."""
 
     model: nn.Module
     optimizer: Optimizer | None
@@ -208,9 +205,9 @@ class _Divider:
     staying: Collection[nn.Parameter]
 
     def enough(self, budget: int, nbytes: int = 0) -> tuple[int, _Division]:
-        """Return a budget from ``budget`` on that has room for two regions of ``nbytes`` beside all
-        that is pinned, and how it is divided."""
-        while True:  # what a larger budget is divided into is larger too, and so may be its pages
+        """Return a budget of ``budget`` or more that has room for two regions of ``nbytes`` in
+        addition to all that is pinned, and its division."""
+        while True:  # the parts of a larger budget are larger too, and its pages may be
             budget = _readable(budget)
             division = self.divided(budget)
             made, lacking = division.sizing, division.need - budget
@@ -221,8 +218,8 @@ class _Divider:
             budget += max(4 * KiB, lacking)
 
     def divided(self, budget: int) -> _Division:
-        """Divide ``budget`` with the pages that suit it, or, if it is too small for those, with
-        pages by which fused parameters are paged slice by slice."""
+        """Divide ``budget`` with the pages that suit it. If it is too small for those, use pages by
+        which fused parameters are paged slice by slice."""
         division = self._divide(budget)
         if division.sizing is not None or self.config.page_bytes or not self.config.slices:
             return division
@@ -239,7 +236,7 @@ class _Divider:
         return division
 
     def _divide(self, whole_budget: int, sliced: int = 0) -> _Division:
-        """Divide a budget, for the sake of slices of ``sliced`` bytes if there are any; see
+        """Divide a budget, with pages that fit slices of ``sliced`` bytes unless that is 0; see
         [Note: the least pool]."""
         model, optimizer, config = self.model, self.optimizer, self.config
         budget = whole_budget - self.buckets
@@ -259,13 +256,13 @@ class _Divider:
         for name, parameter in model.named_parameters():
             nbytes = local_bytes(parameter)
             states, trained = kept.sizes(parameter), is_trained(parameter)
-            beside = sum(states) + (nbytes if trained else 0)
-            total += nbytes + beside
+            extra = sum(states) + (nbytes if trained else 0)
+            total += nbytes + extra
             if states and trained:
                 small += SCALARS
             if nbytes < least or not can_move(parameter) or parameter in self.staying:
                 resident.append(parameter)
-                small += beside
+                small += extra
                 continue
             slices = slices_of(parameter, page, least) if id(parameter) in alone else 1
             paged = kept.paged(parameter, least, slices)
@@ -277,7 +274,7 @@ class _Divider:
             changes = sum(padded(size, page) for size in paged)
             if trained:
                 changes += whole
-                if slices > 1:  # gradients that wait, and one slice of zeros
+                if slices > 1:  # pending gradients, and one slice of zeros
                     spilled += whole + whole // slices
                 if paged:
                     updated += changes
@@ -291,7 +288,7 @@ class _Divider:
         small += sum({storage._cdata: storage.nbytes() for storage in storages}.values())
         saved = budget // 32
         most = budget // 32
-        if config.backend == ACCELERATOR:  # whose chunks leave for host memory
+        if config.backend == ACCELERATOR:  # its chunks are evicted to host memory
             most = min(most, (total if self.host is None else self.host) // _HOST_CHUNKS)
         chunk = max(page, min(32 * MiB, most // page * page))
         pool = (budget - small - saved) // page * page
@@ -356,7 +353,7 @@ def _twins(
 
 
 def _least_for(model: nn.Module, optimizer: Optimizer | None, budget: int) -> int:
-    """Return the size from which tensors are paged; those below take a small share of a budget."""
+    """Return the size from which tensors are paged; smaller ones take a small share of a budget."""
     sizes = []
     states = States(optimizer)
     for parameter in model.parameters():
@@ -372,8 +369,8 @@ def _least_for(model: nn.Module, optimizer: Optimizer | None, budget: int) -> in
 def _page_for(model: nn.Module, budget: int, least: int, *, slices: bool) -> int:
     """Return the largest page that pads the paged parameters little and leaves the pool supple.
 
-    Larger pages move and transfer faster; of 2 MiB they are huge pages. Slices are whole pages:
-    with ``slices``, for their sake pages become as small as `_LEAST_SLICED`.
+    Larger pages move and transfer faster; those of 2 MiB are huge pages. Slices are whole pages, so
+    with ``slices`` pages may become as small as `_LEAST_SLICED`.
     """
     sizes = [local_bytes(parameter) for parameter in model.parameters()]
     paged = [nbytes for nbytes in sizes if nbytes >= least]

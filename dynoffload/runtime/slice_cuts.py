@@ -1,10 +1,10 @@
-"""How operators on tensors over rows are cut into operators on single slices.
+"""Cuts operators on tensors over rows into operators on single slices.
 
-[Note: by slices]  Operators that treat every element by itself give the same bits by slices, but
-for the ends of what a thread of the CPU treats (see the note on tails in
-`dynoffload.runtime.adoption.slicing`). Tensors of the same shape are cut alike, smaller ones are
-given to each slice as they are. Where a slice is clear, and is multiplied or clamped, it stays so:
-the factor is looked at, which makes the host wait for the accelerator once.
+[Note: by slices]  Elementwise operators give the same bits by slices, except at the ends of a CPU
+thread's share: see the note on tails in `dynoffload.runtime.adoption.slicing`. Tensors of the same
+shape are cut alike, and smaller ones go to each slice whole. A clear slice that is multiplied or
+clamped stays clear if the factor allows it. Reading the factor makes the host wait for the
+accelerator once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _is_positive(number: float) -> bool:
 
 
 KEEPING_ZEROS: dict[Any, tuple[int, Callable[[float], bool]]] = {
-    # which argument decides, and whether it leaves +0 as it is
+    # which argument decides, and whether it leaves +0 unchanged
     _aten.mul_.Tensor: (1, _is_positive),
     _aten.mul_.Scalar: (1, _is_positive),
     _aten._foreach_mul_.Tensor: (1, _is_positive),
@@ -46,14 +46,14 @@ KEEPING_ZEROS: dict[Any, tuple[int, Callable[[float], bool]]] = {
 
 @functools.cache
 def is_over_lists(func: Any) -> bool:
-    """Return whether an operator treats each place of its lists by itself."""
+    """Return whether an operator treats each position of its lists separately."""
     name = func._schema.name.rpartition("::")[2]
     return bool(name.startswith(("_foreach_", "_amp_foreach_")))
 
 
 @functools.cache
 def is_by_element(func: Any) -> bool:
-    """Return whether an operator treats every element by itself, and has one result at most."""
+    """Return whether an operator is elementwise, and has one result at most."""
     if is_over_lists(func):
         return bool(func._schema.name.endswith("_"))
     by_element = torch.Tag.pointwise in func.tags or func in ZEROING or func in _COPYING
@@ -66,10 +66,10 @@ class Over:
     """A tensor over a row.
 
     Attributes:
-        given: as it was given.
-        plain: below the wrappers of `torch.func`.
-        row: what it lies over.
-        slices: between its first and its last byte.
+        given: the argument itself.
+        plain: the tensor below the wrappers of `torch.func`.
+        row: the row that it is over.
+        slices: from its first byte's slice to its last byte's.
     """
 
     given: torch.Tensor
@@ -80,15 +80,15 @@ class Over:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How tensors of one shape are cut into slices: so many pieces of so many places along their
-    first dimension."""
+    """How tensors of ``shape`` are cut into slices: ``pieces`` pieces of ``length`` along the first
+    dimension."""
 
     shape: torch.Size
     pieces: int
     length: int
 
     def piece(self, value: Any, number: int) -> Any:
-        """Return one piece of an argument; itself if it is the same for all."""
+        """Return one piece of an argument, or the argument itself if it is the same for all."""
         if isinstance(value, torch.Tensor) and value.shape == self.shape:
             return unwrapped(value).narrow(0, number * self.length, self.length)
         return value
@@ -100,13 +100,13 @@ def cut_of(
     over: Sequence[Over],
     written: Sequence[torch.Tensor],
 ) -> Cut | None:
-    """Return how an operator is cut, None if it cannot be; see [Note: by slices].
+    """Return how an operator is cut, or None if it cannot be; see [Note: by slices].
 
     Args:
         func: the operator.
         tensors: its arguments.
-        over: those of them that lie over rows.
-        written: those that it writes.
+        over: those of them over rows.
+        written: those of them that it writes.
     """
     lead = max(over, key=lambda one: len(one.slices), default=None)
     if lead is None or len(lead.slices) < 2 or not is_by_element(func):
@@ -135,7 +135,7 @@ def cut_of(
 
 
 def _overlap(over: Sequence[Over], written: Sequence[torch.Tensor]) -> bool:
-    """Return whether an operator reads what it writes, at other places."""
+    """Return whether an operator reads what it writes, at another offset or in another shape."""
     into = [one for one in over if any(one.given is other for other in written)]
     return any(
         one.row is other.row
@@ -148,7 +148,7 @@ def _overlap(over: Sequence[Over], written: Sequence[torch.Tensor]) -> bool:
 
 
 def _is_same_for_all(shape: torch.Size, of: torch.Size) -> bool:
-    """Return whether a tensor of ``shape`` is the same for all pieces of one of another shape."""
+    """Return whether a tensor of ``shape`` is the same for all pieces of one of shape ``of``."""
     if len(shape) > len(of) or (len(shape) == len(of) and shape[0] != 1):
         return False
     ends = of[len(of) - len(shape) :]

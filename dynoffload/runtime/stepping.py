@@ -1,5 +1,4 @@
-"""What happens in a training step while a model is paged: what hooks report is planned for, fetched
-and recorded."""
+"""Per-step behaviour of paged mode: plans, fetches and records in response to hooks."""
 
 from __future__ import annotations
 
@@ -34,17 +33,17 @@ from dynoffload.telemetry import StepStats
 
 
 class Stepping(Mode):
-    """The steps of a model that is paged; `Paging` begins and ends them.
+    """The steps of a paged model; `Paging` sets them up and tears them down.
 
     Attributes:
-        device: holds what is paged.
-        adoption: knows what lies there.
-        activations: what autograd saves.
-        updates: of the optimizer, or None.
-        collector: takes gradients.
-        gradients: of what is paged by slices.
-        migrator: follows the step, and moves ahead of it.
-        loss: of a step; raises where one was lost.
+        device: stores the paged tensors.
+        adoption: knows which tensors these are.
+        activations: store of what autograd saves.
+        updates: the deferred updates of the optimizer, or None.
+        collector: adopts gradients.
+        gradients: gradients of parameters paged by slices.
+        migrator: follows the step, and prefetches and evicts.
+        loss: records a failed step; its `check` raises `StepLostError`.
     """
 
     paging = True
@@ -67,7 +66,7 @@ class Stepping(Mode):
         self.updates: DeferredOptimizer | None = None
         parts = ("model",) if setup.optimizer is None else ("model", "optimizer")
         self.loss = StepFailure(*parts)
-        self._watching = contextlib.ExitStack()  # what sees what runs
+        self._watching = contextlib.ExitStack()  # hook registrations, removed on close
 
     def _begin_activations(self, enough: Callable[[int], int]) -> None:
         sizing = self.sizing
@@ -86,7 +85,7 @@ class Stepping(Mode):
         )
 
     def _watch(self) -> None:
-        """See what runs, until `_watching` is closed."""
+        """Install hooks until `_watching` is closed."""
         model, store, rows = self.model, self.adoption.store, self.adoption.rows
         watching, gradients = self._watching, self.gradients
         groups = groups_of(model)
@@ -120,7 +119,7 @@ class Stepping(Mode):
     def begin_sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.collector.begin_forward()
         self._recording.phase("forward")
-        order = self._forecast.begin(args, kwargs)  # by user code, which takes its time
+        order = self._forecast.begin(args, kwargs)  # runs user code, which may be slow
         self._begin_forward(args, kwargs, order)
 
     @uninterrupted
@@ -157,12 +156,12 @@ class Stepping(Mode):
     def gradient(self) -> str:
         return self.collector.last
 
-    # What the hooks call
+    # Called by hooks
 
     @uninterrupted
     @unseen
     def _visit(self, unit: Unit, *_: object) -> None:
-        """The forward of a unit begins."""
+        """Called as the forward of a unit begins."""
         if self.loss:
             self.loss.check()
         self._note_progress()
@@ -173,7 +172,7 @@ class Stepping(Mode):
             self.adoption.store.adopt_data(slot)
 
     def _parts_of(self, module: nn.Module, units: dict[int, Unit]) -> dict[str, Parts]:
-        """Return what stands for the fused parameters of ``module`` in one call."""
+        """Return the stand-ins for the fused parameters of ``module`` for one call."""
         seen: set[int] = set()
 
         def use(number: int) -> None:
@@ -192,7 +191,7 @@ class Stepping(Mode):
     @uninterrupted
     @unseen
     def _make_ready(self, units: Sequence[Unit]) -> None:
-        """What is put off for these units is made, and they are in fast memory."""
+        """Apply these units' pending updates, and fetch their regions."""
         if self.updates is not None and self.updates.pending.by_slot:
             for unit in units:
                 for slot in unit.slots:
@@ -201,7 +200,7 @@ class Stepping(Mode):
 
     @uninterrupted
     def _revise(self, rest: Sequence[Unit]) -> None:
-        """The forward goes on otherwise than was predicted."""
+        """Replan: the forward has diverged from the prediction."""
         self.migrator.revise(rest)
 
     def _note_progress(self) -> None:
@@ -229,15 +228,15 @@ class Stepping(Mode):
             self._recording.phase("backward")
         self._note_progress()
 
-    # What the optimizer's step calls
+    # Called by the optimizer's step
 
     @uninterrupted
     def _begin_whole_step(self) -> None:
-        """The optimizer steps over all parameters at once: nothing is planned."""
+        """Cancel the plan before the optimizer steps over all parameters at once."""
         self.migrator.end_plan()
 
     def _end_step(self) -> None:
-        """The optimizer has stepped."""
+        """Called after the optimizer has stepped."""
         self.activations.sweep()
         self.adoption.buffers.sweep()
         self.adoption.adopt_whole_state()

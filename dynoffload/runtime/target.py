@@ -1,7 +1,7 @@
-"""Where a session's operators run, where tensors are afterwards, and what memory lies below.
+"""Where a session's operators run, where tensors go afterwards, and the memory below.
 
-[Note: home]  A model that was on the accelerator stays there; one that came from the CPU, or from
-the meta device, is on the CPU after the block, as it may be larger than the accelerator.
+[Note: home]  A model from the accelerator stays there. One from the CPU or the meta device is on
+the CPU after the block, as it may be larger than the accelerator.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Target:
     """Where operators run.
 
     Attributes:
-        queues: of the accelerator; None: on the CPU.
+        queues: the accelerator's streams; None: on the CPU.
         home: where tensors are after the block; see [Note: home].
-        host_budget: bytes of host memory below the accelerator; None: as much as it takes, and no
-            file.
+        host_budget: bytes of host memory below the accelerator; None: as much as needed, and no
+            spill file.
     """
 
     queues: Streams | None = None
@@ -38,7 +38,7 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are that operators meet."""
+        """The device of the tensors that operators run on."""
         return _CPU if self.queues is None else self.queues.device
 
 
@@ -48,17 +48,17 @@ def target_of(
     host_budget: int | str | None,
     options: OffloadConfig,
 ) -> Target:
-    """Return where ``model`` is to be trained.
+    """Return where to train ``model``.
 
     Args:
         model: the root.
-        device: as the user says; None: where the model is, which for the meta device is the CPU.
-        host_budget: as the user says.
-        options: whose backend must serve that device.
+        device: the user's choice; None: where the model is, or the CPU for the meta device.
+        host_budget: the user's choice.
+        options: their backend must support that device.
 
     Raises:
-        ConfigError: the model is spread over devices, or is not where it could be trained, or an
-            option is not for that device.
+        ConfigError: the model spans devices, is not where it could be trained, or an option does
+            not suit that device.
         BackendError: there is no such accelerator, or it lacks what paging needs.
     """
     here = _place_of(model)

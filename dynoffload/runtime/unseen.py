@@ -1,8 +1,8 @@
-"""Hides the session's own operators from what counts the user's.
+"""Hides dynoffload's own operators from user modes and profilers.
 
-Packing, moving and adopting tensors is done inside the user's forward, backward and step. Dispatch
-and function modes of users, such as that of `torch.utils.flop_counter.FlopCounterMode`, and torch's
-profiler see the operators of the loop alone. Modes that see to residency stay on.
+Tensors are packed, moved and adopted inside the user's forward, backward and step. The user's
+dispatch and function modes, such as that of `torch.utils.flop_counter.FlopCounterMode`, and torch's
+profiler see only the operators of the training loop. The dispatch guard's modes stay on.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _count_functions = torch._C._len_torch_function_stack
 
 
 class _OfThread(threading.local):
-    unrecorded = 0  # calls of `_unrecorded` within one another
+    unrecorded = 0  # nesting depth of `_unrecorded`
 
 
 _of_thread = _OfThread()
 
 
 def modes_of_residency() -> list[Any]:
-    """Return the dispatch modes that are on and see to residency alone."""
+    """Return the active dispatch modes of the dispatch guard."""
     if not _count_dispatching():
         return []
     modes = _get_current_dispatch_mode_stack()
@@ -46,8 +46,8 @@ def modes_of_residency() -> list[Any]:
 
 
 def is_watched() -> bool:
-    """Return whether a user's mode or profiler sees the operators of this thread. A
-    default device on the CPU is none."""
+    """Return whether a user mode or profiler sees the operators of this thread. A default device on
+    the CPU does not count."""
     dispatching, functions = _count_dispatching(), _count_functions()
     if _profiled() or (dispatching and len(modes_of_residency()) < dispatching):
         return True
@@ -70,7 +70,7 @@ def _unrecorded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def hidden() -> Iterator[None]:
-    """Have no user's mode or profiler see what this thread does."""
+    """Hide what this thread does from user modes and profilers."""
     with contextlib.ExitStack() as undo:
         if _count_dispatching():
             ours = modes_of_residency()
@@ -85,7 +85,7 @@ def hidden() -> Iterator[None]:
 
 
 def unseen(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Have no user's mode or profiler see what ``function`` does."""
+    """Hide what ``function`` does from user modes and profilers."""
 
     @functools.wraps(function)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:

@@ -17,10 +17,10 @@ Bring = Callable[[Iterable[torch.Tensor]], None]
 """Called with tensors before they are written, to fetch their memory."""
 
 Piece = tuple[str, tuple[int, ...], tuple[slice, ...]]
-"""A part of a tensor in a file: that one's name and shape, and which part of it; ``()``: all."""
+"""A part of a tensor in a file: the tensor's name and shape, and the part's slices; ``()``: all."""
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
-"""What transformers names the files of a model."""
+"""The names that transformers gives to the files of a model."""
 
 _FITS = (
     "give one whose names and shapes are those of this model's state_dict(), as safetensors' "
@@ -30,17 +30,17 @@ _FITS = (
 
 @runtime_checkable
 class Tiled(Protocol):
-    """A module whose parameters are pieces, as those of `dynoffload.tile`."""
+    """A module whose parameters are pieces of larger ones, such as those of `dynoffload.tile`."""
 
     def tile_pieces(self, prefix: str) -> Mapping[str, Piece]:
-        """Return its pieces by their full names, where ``prefix`` stands before its own."""
+        """Return its pieces by full name, which begins with ``prefix``."""
 
 
 class WeightFiles:
     """The tensors of ``path``: a safetensors file, an index of shards, or a directory with either.
 
     Raises:
-        ConfigError: a file is missing, cannot be read, or is no such file.
+        ConfigError: a file is missing, cannot be read, or is of another kind.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -60,15 +60,15 @@ class WeightFiles:
                     self._shapes[name] = list(opened.get_slice(name).get_shape())
 
     def check(self, model: nn.Module, empty: Collection[str], *, makes: bool) -> None:
-        """Refuse a model that this does not fit.
+        """Refuse a model that these files do not fit.
 
         Args:
             model: on the meta device or not.
-            empty: names of what has no value.
-            makes: whether somebody else makes the buffers that are not saved.
+            empty: names of tensors without a value.
+            makes: whether a function makes the buffers that are not saved.
 
         Raises:
-            ConfigError: a tensor is lacking or has another shape.
+            ConfigError: a tensor is missing or has another shape.
         """
         persistent = set(model.state_dict().keys())
         for names, _, (name, shape, _) in self._found(model):
@@ -88,12 +88,12 @@ class WeightFiles:
                 )
 
     def lacks(self, model: nn.Module, empty: Collection[str]) -> frozenset[str]:
-        """Return those of the names ``empty`` whose tensors are here under none of their names."""
+        """Return the names in ``empty`` whose tensors are in no file under any of their names."""
         found = (names for names, _, (name, _, _) in self._found(model) if not name)
         return frozenset(name for names in found for name in names if name in empty)
 
     def copy_to(self, model: nn.Module, bring: Bring) -> None:
-        """Copy what is here into the tensors of ``model``, file by file."""
+        """Copy the tensors of the files into those of ``model``, file by file."""
         wanted: dict[Path, list[tuple[torch.Tensor, Piece]]] = {}
         for _, tensor, piece in self._found(model):
             if name := piece[0]:
@@ -105,8 +105,8 @@ class WeightFiles:
                     tensor.copy_(_read(opened, file, name, index))
 
     def _found(self, model: nn.Module) -> Iterator[tuple[list[str], torch.Tensor, Piece]]:
-        """Yield each tensor of ``model``: its names, itself, and what it is here, of which the name
-        is "" if it is not here."""
+        """Yield each tensor of ``model``: its names, itself, and its piece of a file, whose name is
+        "" if no file has it."""
         pieces = {
             name: piece
             for path, module in model.named_modules(remove_duplicate=False)
@@ -138,7 +138,7 @@ def _file_in(path: Path) -> Path:
 
 
 def _listed(path: Path) -> dict[Path, list[str] | None]:
-    """Return the files, and what to take of each; None: all of it."""
+    """Return the files, and the tensor names to take from each; None: all of it."""
     if path.suffix != ".json":
         return {path: None}
     try:
@@ -166,21 +166,21 @@ def _opened(path: Path) -> Iterator[Any]:
     from safetensors import safe_open
 
     with contextlib.ExitStack() as stack:
-        with _told(path):
+        with _naming(path):
             file = stack.enter_context(safe_open(path, framework="pt"))
         yield file
 
 
 def _read(opened: Any, path: Path, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-    with _told(path):
+    with _naming(path):
         found = opened.get_slice(name)[index] if index else opened.get_tensor(name)
     tensor: torch.Tensor = found
     return tensor
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """Say of which file an error is."""
+def _naming(path: Path) -> Iterator[None]:
+    """Name the file in errors raised inside."""
     from safetensors import SafetensorError
 
     try:
