@@ -23,7 +23,7 @@ _OF_STATE = 2  # references to a state tensor: its dict, and the update's copy o
 
 
 def references(values: dict[Any, Any], key: object) -> int:
-    """Return the reference count of ``values[key]``, including ``values``; 0 if absent.
+    """Return how many references ``values[key]`` has, with the one in ``values``; 0 if absent.
 
     C code does the counting: the references that bytecode adds for arguments and on its stack
     differ between Python versions. A caller's local variable counts like any other reference.

@@ -98,7 +98,7 @@ class Room:
 
 
 class Homes:
-    """Moves tensors outside regions to the compute device and back home.
+    """Moves tensors of model and optimizer to the compute device, and back home.
 
     Args:
         model: the root.
@@ -145,7 +145,7 @@ class Homes:
         return room.where
 
     def _staying(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors outside regions, except step counts; see [Note: where steps are]."""
+        """Yield all tensors but step counts that stay home; see [Note: where steps are]."""
         stays = set()
         for group in [] if self._optimizer is None else self._optimizer.param_groups:
             if not (group.get("fused") or group.get("capturable")):
