@@ -71,7 +71,7 @@ class DeferredOptimizer:
             log, a step's updates are all made before the next step's, and none in backward.
         share: share of the parameters' bytes whose updates are made in backward, 0 to 1.
         capacity: bytes of the pool that plans may use.
-        hear: called at the start of each user ``step()``, before internal checks.
+        hear: called first in each user ``step()``, outside `uninterrupted` and `unseen`.
         check: called before each user ``step()``; may raise to refuse it.
         on_whole: called before the optimizer's own code runs over all parameters at once.
         on_step: called after each user ``step()``.
