@@ -32,11 +32,11 @@ _OWN = 2  # users of a new buffer's storage: the tensor, and the storage's own o
 def _is_sole_view(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` is a view and holds the only reference to its base."""
     base = tensor._base
-    return base is not None and references({0: base}, 0) == _of_sole_base()
+    return base is not None and references({0: base}, 0) == _sole_base_references()
 
 
 @functools.cache
-def _of_sole_base() -> int:
+def _sole_base_references() -> int:
     """Return the reference count of a base that only its view holds; it depends on torch."""
     with torch.no_grad():
         view = torch.empty(1).view(1)
@@ -154,11 +154,11 @@ class Buffers:
         """Return whether a buffer's region has references other than the buffer."""
         self.sweep()
         return any(
-            users_of(self._device.storage(region)) > 1 + self._lies_in(region, tensor())
+            users_of(self._device.storage(region)) > 1 + self._is_in_region(region, tensor())
             for region, tensor in self._tensors.items()
         )
 
-    def _lies_in(self, region: int, tensor: torch.Tensor | None) -> bool:
+    def _is_in_region(self, region: int, tensor: torch.Tensor | None) -> bool:
         return tensor is not None and self._device.owner(tensor) == region
 
     def restore(self, ordinary: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
@@ -167,5 +167,5 @@ class Buffers:
         tensors = {region: reference() for region, reference in self._tensors.items()}
         self._tensors.clear()  # torch cannot swap a tensor that has weak references
         for region, tensor in tensors.items():
-            if tensor is not None and self._lies_in(region, tensor):
+            if tensor is not None and self._is_in_region(region, tensor):
                 put(tensor, ordinary(region, tensor.data))

@@ -207,7 +207,7 @@ class FusedStore:
             and tensor.is_contiguous()
         )
 
-    def _lies_over(self, fused: Fused, tensor: Any, row: Sequence[int]) -> bool:
+    def _is_stored_in(self, fused: Fused, tensor: Any, row: Sequence[int]) -> bool:
         return (
             isinstance(tensor, torch.Tensor)
             and self.is_like(fused, tensor)
@@ -221,11 +221,11 @@ class FusedStore:
     def holds(self, fused: Fused, state: dict[str, Any] | None) -> bool:
         """Return whether parameter and ``state`` are stored in their rows."""
         return (
-            self._lies_over(fused, fused.parameter, fused.row)
+            self._is_stored_in(fused, fused.parameter, fused.row)
             and (not state or fused.states.keys() <= state.keys())
             and (bool(state) or not fused.states)
             and all(
-                self._lies_over(fused, value, fused.states[key])
+                self._is_stored_in(fused, value, fused.states[key])
                 if key in fused.states
                 else not isinstance(value, torch.Tensor) or value.numel() == 1
                 for key, value in (state or {}).items()

@@ -60,10 +60,10 @@ class Room:
     @property
     def where(self) -> str:
         """Where tensors that did not fit at home are stored, or ""."""
-        told = [f"{format_bytes(self.away)} on the CPU"] if self.away else []
+        places = [f"{format_bytes(self.away)} on the CPU"] if self.away else []
         if self.outside:
-            told.append(f"{format_bytes(self.outside)} mapped from {self._directory}")
-        return ", ".join(told)
+            places.append(f"{format_bytes(self.outside)} mapped from {self._directory}")
+        return ", ".join(places)
 
     def empty(self, nbytes: int) -> torch.UntypedStorage | None:
         """Return a new storage of ``nbytes``, at home or on the CPU; None if neither has room."""

@@ -39,10 +39,10 @@ from dynoffload.telemetry import StepStats
 logger = logging.getLogger(__name__)
 
 _ZERO = Idioms(0, 0, 0, 0, 0, 0)
-_SHOWN = 4  # steps observed before a pilot's accuracy counts
-_LISTEN = 4  # a pilot that is not in use is tracked in one of so many steps
+_MIN_STEPS = 4  # steps observed before a pilot's accuracy counts
+_TRACK_EVERY = 4  # a pilot that is not in use is tracked in one of so many steps
 _PILOT, _LAST = "the pilot", "the last order"
-_STEADY = 4  # steps with the same order after which learning stops
+_STEADY_STEPS = 4  # steps with the same order after which learning stops
 
 
 class Predictor(Protocol):
@@ -168,7 +168,7 @@ class Forecast:
                 confidence = getattr(prediction, "confidence", None)
                 if self._may_steer():
                     self.predicted, self.source = blocks, _PILOT
-                elif self._begun % _LISTEN:
+                elif self._begun % _TRACK_EVERY:
                     blocks = []  # else the unused pilot is tracked, to measure its accuracy
                 if blocks and self._learner is not None and self._trials[_PILOT].prefetch:
                     following = self._learner.tracker
@@ -195,7 +195,7 @@ class Forecast:
         if self._learner is None:
             return True  # the user's own predictor
         standing = self._learner.standing
-        if standing.steps < _SHOWN:
+        if standing.steps < _MIN_STEPS:
             return not self._grows
         return max(standing.pilot, self._foreseen) >= standing.last_order
 
@@ -228,8 +228,8 @@ class Forecast:
         finally:
             self.asks = False
         for hint in hints:
-            told = zip(map(self.vocabulary.index_of, hint.blocks), hint.values, strict=True)
-            known = [(block, value) for block, value in told if block >= 0]
+            pairs = zip(map(self.vocabulary.index_of, hint.blocks), hint.values, strict=True)
+            known = [(block, value) for block, value in pairs if block >= 0]
             blocks, values = tuple(b for b, _ in known), tuple(v for _, v in known)
             step.hinted(BlockHint(len(self._order), blocks, values))
         self._revise([])
@@ -264,7 +264,7 @@ class Forecast:
             hints = () if step is None else step.hints
             self._learner.observe(self._sample, self.actual, hints=hints)
             self._steady = self._steady + 1 if self.actual == self._last else 0
-            if self._learns and self._learner.due and self._steady < _STEADY:
+            if self._learns and self._learner.due and self._steady < _STEADY_STEPS:
                 self._learn()
         self._last = self.actual
 

@@ -52,7 +52,7 @@ class Trial:
         self._watched = WATCHED
         self._skip = SETTLING
         self._steps: list[StepStats] = []
-        self._with: list[StepStats] = []
+        self._prefetched: list[StepStats] = []
 
     def observe(self, step: StepStats) -> None:
         """Evaluate ``step``, which ran with or without prefetch according to `prefetch`."""
@@ -63,12 +63,12 @@ class Trial:
             return
         self._steps.append(step)
         if self.prefetch and len(self._steps) == self._watched:
-            if _waiting(self._steps) > WAITING or _waste(self._steps) > WASTE:
+            if _stall_ratio(self._steps) > WAITING or _waste(self._steps) > WASTE:
                 self._change(prefetch=False)
             else:
                 self._steps.clear()
         elif not self.prefetch and len(self._steps) == TRIED:
-            with_prefetch, without = _waiting(self._with), _waiting(self._steps)
+            with_prefetch, without = _stall_ratio(self._prefetched), _stall_ratio(self._steps)
             if without <= with_prefetch:
                 self.lost = True
                 logger.warning(
@@ -76,7 +76,7 @@ class Trial:
                     "bytes; on demand stalls %.3f s: prefetch is off from now",
                     self._source,
                     with_prefetch,
-                    100 * _waste(self._with),
+                    100 * _waste(self._prefetched),
                     without,
                 )
             else:
@@ -85,7 +85,7 @@ class Trial:
 
     def _change(self, *, prefetch: bool) -> None:
         self.prefetch, self._skip = prefetch, SETTLING
-        self._with, self._steps = self._steps, []
+        self._prefetched, self._steps = self._steps, []
 
 
 def likely(blocks: Sequence[int], confidence: npt.NDArray[np.float32] | None) -> list[int]:
@@ -101,7 +101,7 @@ def likely(blocks: Sequence[int], confidence: npt.NDArray[np.float32] | None) ->
     return [b for b, p in zip(blocks, confidence.tolist(), strict=True) if p >= least]
 
 
-def _waiting(steps: Sequence[StepStats]) -> float:
+def _stall_ratio(steps: Sequence[StepStats]) -> float:
     """Return the stalled seconds per second of work."""
     waited = sum(step.stall_s for step in steps)
     return waited / max(sum(step.seconds for step in steps) - waited, 1e-9)

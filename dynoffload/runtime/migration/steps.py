@@ -35,7 +35,7 @@ class Step:
         self._following = following
         self._expected, self._at = list(expected), 0
         self._chosen, self._planned = list(chosen), 0  # the latter: blocks begun at that time
-        self._departed = False
+        self._diverged = False
         self._begun = perf_counter()
         self._spent = 0.0
 
@@ -53,24 +53,24 @@ class Step:
             self._at += 1
             self.foreseen += 1
         else:
-            self._departed = True
+            self._diverged = True
 
     def hinted(self, hint: BlockHint) -> None:
         """Record a routing hint of the network."""
         self.hints.append(hint)
         if self._following is not None:
             self._following.hint(hint.blocks, hint.values)
-            self._departed |= self._following.decided
+            self._diverged |= self._following.decided
 
     def choose(self, ran: Sequence[int]) -> list[int] | None:
         """Return the blocks to prefetch after those that ``ran``, or None if the choice is
         unchanged or predicting has used up its share of the time."""
         begun = perf_counter()
-        if self._following is None or not self._departed:
+        if self._following is None or not self._diverged:
             return None
         if self._spent > SHARE * (begun - self._begun):
             return None
-        self._departed = False
+        self._diverged = False
         self._expected, chances = self._following.expect()
         self._at = 0
         self.account(begun)

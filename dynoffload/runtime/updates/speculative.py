@@ -89,7 +89,7 @@ class SpeculativeUpdates:
         self._drafts: dict[Slot, _Draft] = {}
         self._spent: list[Slot] = []  # whose draft was applied; their gradients may be discarded
         self._dropped = 0
-        self._pause = self._rest = 0
+        self._pause = self._pause_left = 0
 
     # Choosing slots
 
@@ -103,7 +103,7 @@ class SpeculativeUpdates:
             For each chosen slot, the twins of its parameter's and state's regions.
         """
         self._chosen = {}
-        if self._rest or not self._share:
+        if self._pause_left or not self._share:
             return self._chosen
         self._groups = {p: g for g in self._optimizer.param_groups for p in g["params"]}
         chosen = choose_drafts(
@@ -237,19 +237,19 @@ class SpeculativeUpdates:
         draft = self._drafts.pop(slot, None)
         if draft is None:
             return False
-        if not self._counts(slot, draft, group):
+        if not self._is_valid(slot, draft, group):
             self._drop(draft)
             return False
         twins = [self._device.twin(region) for region in draft.regions]
         self._device.exchange(draft.regions, twins)
         if slot.fused is None:
-            self._count(slot, draft)
+            self._write_small(slot, draft)
         for twin in twins:
             self._device.discard(twin)
         self._spent.append(slot)
         return True
 
-    def _count(self, slot: Slot, draft: _Draft) -> None:
+    def _write_small(self, slot: Slot, draft: _Draft) -> None:
         """Write the new values of the unpaged state, and raise the parameter's version."""
         for key, value in draft.small.items():
             old = draft.state[key]
@@ -260,7 +260,7 @@ class SpeculativeUpdates:
                 dict.__getitem__(self._optimizer.state, slot.parameter)[key] = value
         torch.autograd.graph.increment_version(slot.parameter)
 
-    def _counts(self, slot: Slot, draft: _Draft, group: Group) -> bool:
+    def _is_valid(self, slot: Slot, draft: _Draft, group: Group) -> bool:
         parameter = slot.parameter
         state = dict.get(self._optimizer.state, parameter, {})
         return (
@@ -308,10 +308,10 @@ class SpeculativeUpdates:
 
     def end_step(self) -> None:
         """End a step: if drafts were discarded, make none for a while."""
-        if self._rest:
-            self._rest -= 1
+        if self._pause_left:
+            self._pause_left -= 1
         elif self._dropped:
-            self._pause = self._rest = min(_LONGEST_PAUSE, 2 * self._pause + 1)
+            self._pause = self._pause_left = min(_LONGEST_PAUSE, 2 * self._pause + 1)
         elif self._spent:
             self._pause = 0
         self._dropped = 0

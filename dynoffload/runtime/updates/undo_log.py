@@ -142,7 +142,7 @@ class UndoLog:
                 if parameter in states:
                     del states[parameter]
             else:
-                _give_back(states[parameter], before)
+                _restore_state(states[parameter], before)
             torch.autograd.graph.increment_version(parameter)
         self.forget()
 
@@ -208,7 +208,7 @@ def _small(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: kept(value) for key, value in state.items()}
 
 
-def _give_back(state: dict[str, Any], before: Mapping[str, Any]) -> None:
+def _restore_state(state: dict[str, Any], before: Mapping[str, Any]) -> None:
     """Restore ``state`` from its copy ``before``, except tensors kept in the file."""
     for key in state.keys() - before.keys():
         del state[key]
