@@ -249,7 +249,7 @@ class FusedStore:
             return
         fused.parameter.data = self.filled(fused, fused.row, data)
 
-    # The end
+    # Copying out
 
     def copy_out(self, row: Sequence[int], target: torch.UntypedStorage) -> None:
         """Copy a row's bytes slice by slice into the ordinary storage ``target``."""

@@ -64,7 +64,7 @@ class Keeping:
     Attributes:
         nbytes: bytes of all, including those freed since `settle`.
         peak: highest `nbytes` since `take_peak`.
-        largest: bytes and name of the largest one saved before `take_peak`; 0 and "" for none.
+        largest: bytes and name of the largest one saved between the last two `take_peak`, or 0, "".
     """
 
     def __init__(self) -> None:

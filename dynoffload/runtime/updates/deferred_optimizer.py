@@ -9,8 +9,8 @@ state, the result equals the whole step bit for bit.
 module's forward, or by any access to it, its gradient or its state. Its regions are locked, so the
 device blocks such accesses until `PendingUpdates` has made the update. On other devices updates are
 made inside ``step()``; so are updates of tensors with which user code replaced adopted ones.
-Versions of the affected tensors increase at ``step()``, so a backward that still needs the old
-value raises as in plain PyTorch.
+A parameter's version increases at ``step()``, so a backward that still needs the old value raises
+as in plain PyTorch.
 
 [Note: interrupts]  Ctrl-C in the middle could leave regions locked for an unrecorded update, a
 partial update, or an optimizer without parameters. So signals are delayed until the operation is

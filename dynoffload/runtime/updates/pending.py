@@ -7,10 +7,10 @@ accelerator, the accessing thread makes the update first (`PendingUpdates.meet`)
 the update meanwhile waits for the mutex.
 
 [Note: stand-ins]  A deferred update may be made on the guard's thread while the user's thread
-continues. So a shadow of the optimizer, with its own groups and state, makes it on a stand-in for
-the parameter, over the same memory or other addresses of it. No object that the user's thread may
-read changes meanwhile. If the user replaces a tensor while an update is pending, the update is made
-on the old tensor, and the new one stays.
+continues. So a shadow of the optimizer makes it, with its own groups and state, on a stand-in for
+the parameter. The stand-in uses the same memory or other addresses of it. No object that the user's
+thread may read changes meanwhile. If the user replaces a tensor while an update is pending, the
+update is made on the old tensor, and the new one stays.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """One parameter's share of an optimizer step, kept until it is made; see `updates`.
 
-[Note: neighbours]  With ``momentum`` and ``foreach``, SGD scales all momentum of a dtype with one
-kernel if every parameter has some, else one by one with another kernel. In half precision the two
-round differently. So one update depends on whether another parameter has its first gradient in this
-step. If so, a separate update runs together with a one-element parameter that has no momentum.
+[Note: neighbours]  With ``momentum`` and ``foreach``, SGD scales all momentum of a dtype at once if
+every parameter has some, else one by one. The two kernels round differently in half precision. So
+one update depends on whether another parameter has its first gradient in this step. If so, a
+separate update runs together with a one-element parameter that has no momentum.
 """
 
 from __future__ import annotations
