@@ -15,8 +15,8 @@ has its own version counter, so its saved bytes are stored separately.
 
 [Note: parts]  If less than half of a storage is saved, only that part is moved if it is dense. A
 part with gaps, such as some columns of a table, is moved as its whole storage, because kernels
-depend on its strides. If that is larger than the pool, or is an input of the model, only the
-elements are moved. Saved tensors never keep more bytes than are counted.
+depend on its strides. If that is larger than the pool, or is an input of the model, `Columns` has
+the elements alone. Saved tensors never keep more bytes than are counted.
 
 [Note: cast weights]  Autocast caches the low-precision copy of each weight until its block ends:
 half of all weights, in addition to what autograd saves. The cache must stay, as it decides how
@@ -45,6 +45,7 @@ from dynoffload.runtime.passes.finalization import Endings, Keeping
 from dynoffload.runtime.passes.saved import (
     ALIGNMENT,
     Chunk,
+    Columns,
     Entry,
     InPlace,
     Packed,
@@ -306,11 +307,11 @@ class Activations:
         if not whole:
             nbytes = used
             key = (key, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
-        place, gaps = (offset_of(tensor), False) if whole else (0, gaps)
+        form, place = (Packed, offset_of(tensor)) if whole else (Columns if gaps else Packed, 0)
         known = self._entries.get(key)
         entry = known() if known is not None else None
         if entry is not None and entry.stands_for(tensor):
-            return Packed(tensor, entry, place, gaps=gaps)
+            return form(tensor, entry, place)
         chunk, offset = self._place(nbytes)
         ours = self.device.storage(chunk.region)
         entry = Entry(chunk, offset, storage, tensor)
@@ -318,7 +319,7 @@ class Activations:
         chunk.live += 1
         self._entered.watch(entry, chunk)
         # Made before a cast moves, because the tensor may be that cast.
-        packed = Packed(tensor, entry, place, gaps=gaps)
+        packed = form(tensor, entry, place)
         try:
             with torch.no_grad():
                 if whole:
