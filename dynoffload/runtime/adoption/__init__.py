@@ -1,1 +1,1 @@
-"""Which tensors lie in the device, whole or by slices, and how they come there and back."""
+"""Moves tensors into device regions, whole or by slices, and back into ordinary memory."""

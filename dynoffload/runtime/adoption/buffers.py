@@ -1,10 +1,9 @@
-"""Tensors that appear while a model trains: late buffers, and state of optimizers that run whole.
+"""Pages tensors created during training: late buffers, and state of optimizers that run whole.
 
-What a module registers in its constructor is counted before the budget is divided, and stays where
-it is. What it registers in a forward, such as a mask or a table made at first use, nobody could
-count: so it is paged, like parameters are. So is what an optimizer that is none of `torch.optim`
-keeps in containers, or for a parameter that is too small to be paged. A tensor whose memory
-something else holds too stays where it is.
+Buffers registered in a constructor are counted before the budget is divided, and stay in place.
+Buffers registered in a forward, such as a mask made at first use, cannot be counted in advance, so
+they are paged. So is state that an optimizer outside `torch.optim` keeps in containers, or for a
+parameter too small to be paged. A tensor whose memory has other references stays in place.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from dynoffload.runtime.adoption.store import bytes_of, offset_of, view_of
 from dynoffload.runtime.placing import put
 from dynoffload.units import MiB, format_bytes
 
-_LEFT_IN_HEAP = 32 * MiB  # of moved state, after which its memory goes back to the system
+_LEFT_IN_HEAP = 32 * MiB  # of moved state, above which freed heap memory returns to the system
 _OWN = 2  # users of a new buffer's storage: the tensor, and the storage's own object
 
 
 def _is_sole_view(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` is a view, of which alone its base is still there."""
+    """Return whether ``tensor`` is a view and holds the only reference to its base."""
     base = tensor._base
-    return base is not None and references({0: base}, 0) == _of_sole_base()
+    return base is not None and references({0: base}, 0) == _sole_base_references()
 
 
 @functools.cache
-def _of_sole_base() -> int:
-    """Return how many references there are to what only a view holds: versions of torch differ."""
+def _sole_base_references() -> int:
+    """Return the reference count of a base that only its view holds; it depends on torch."""
     with torch.no_grad():
         view = torch.empty(1).view(1)
     base = view._base
@@ -46,7 +45,7 @@ def _of_sole_base() -> int:
 
 
 def _swap(tensor: torch.Tensor, made: torch.Tensor) -> bool:
-    """Swap the two, and return whether torch does so: a graph may hold one."""
+    """Swap the tensors; return False if torch refuses, as when a graph holds one of them."""
     try:
         torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
     except RuntimeError:
@@ -55,14 +54,14 @@ def _swap(tensor: torch.Tensor, made: torch.Tensor) -> bool:
 
 
 class Buffers:
-    """Pages what modules of ``model`` register from now on, and the state it is given.
+    """Pages buffers that modules of ``model`` register later, and the state passed to it.
 
     Args:
         model: the root.
-        device: takes the regions.
-        min_paged_bytes: smaller buffers stay where they are.
-        names: where regions get their names for reports.
-        enough: returns a budget that has room for a region of so many bytes.
+        device: allocates the regions.
+        min_paged_bytes: smaller buffers stay in place.
+        names: maps regions to their names in reports; it is extended here.
+        enough: returns a budget with room for a region of the given bytes.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class Buffers:
 
     @torch.no_grad()
     def adopt_state(self, states: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Move tensors of an optimizer's state, given with their names, that lie nowhere yet."""
+        """Move named tensors of an optimizer's state that are not in a region yet."""
         self.sweep()
         moved = 0
         for name, tensor in states:
@@ -119,7 +118,7 @@ class Buffers:
         made = view_of(ours, tensor, offset_of(tensor))
         if tensor._base is None:
             tensor.data = made
-        elif not _swap(tensor, made):  # else its base, held by it alone, keeps the old memory
+        elif not _swap(tensor, made):  # setting `data` would leave the old memory to its base
             del made, ours
             self._device.release(region)
             return
@@ -137,36 +136,36 @@ class Buffers:
         storage = buffer.untyped_storage()
         return (
             storage.nbytes() >= self._min
-            and storage.resizable()  # else it is numpy's memory, or another library's
+            and storage.resizable()  # else the memory is numpy's or another library's
             and not is_between_processes(storage)
             and self._device.owner(storage) < 0
             and users_of(storage) <= _OWN + _is_sole_view(buffer)
-            and (buffer._base is None or not weakref.getweakrefs(buffer))  # else torch swaps none
+            and (buffer._base is None or not weakref.getweakrefs(buffer))  # else no swap
         )
 
     def sweep(self) -> None:
-        """Release the regions of buffers that are gone."""
+        """Release the regions of buffers that no longer exist."""
         for region, tensor in list(self._tensors.items()):
             if tensor() is None and users_of(self._device.storage(region)) <= 1:
                 del self._tensors[region]
                 self._device.release(region)
 
     def are_held(self) -> bool:
-        """Return whether somebody holds memory of a buffer's region beside the buffer."""
+        """Return whether a buffer's region has references other than the buffer."""
         self.sweep()
         return any(
-            users_of(self._device.storage(region)) > 1 + self._lies_in(region, tensor())
+            users_of(self._device.storage(region)) > 1 + self._is_in_region(region, tensor())
             for region, tensor in self._tensors.items()
         )
 
-    def _lies_in(self, region: int, tensor: torch.Tensor | None) -> bool:
+    def _is_in_region(self, region: int, tensor: torch.Tensor | None) -> bool:
         return tensor is not None and self._device.owner(tensor) == region
 
     def restore(self, ordinary: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
-        """Give every buffer memory of its own again, which ``ordinary`` returns."""
+        """Give every buffer ordinary memory again, as returned by ``ordinary``."""
         self._handle.remove()
         tensors = {region: reference() for region, reference in self._tensors.items()}
-        self._tensors.clear()  # torch swaps no tensor that has a weak reference
+        self._tensors.clear()  # torch cannot swap a tensor that has weak references
         for region, tensor in tensors.items():
-            if tensor is not None and self._lies_in(region, tensor):
+            if tensor is not None and self._is_in_region(region, tensor):
                 put(tensor, ordinary(region, tensor.data))

@@ -1,10 +1,10 @@
-"""Fused parameters: tensors of three dimensions that are paged slice by slice.
+"""Fused parameters: three-dimensional tensors that are paged slice by slice.
 
-A *row* is a run of regions whose addresses follow one another, one for each slice. The parameter
-lies over one row, its gradient over another, and so does each tensor of its optimizer state, so the
-model, the optimizer and all aliases see ordinary tensors, while each slice is a `Slot` that moves
-by itself. This file owns rows and adoption into them; when slices are updated is the business of
-`updates`, how their gradients arrive that of `experts`.
+A *row* is a sequence of regions with consecutive addresses, one per slice. The parameter, its
+gradient and each tensor of its optimizer state are stored in one row each. So the model, the
+optimizer and all aliases see ordinary tensors, while each slice is a `Slot` that moves separately.
+This file owns rows and adoption into them. `updates` decides when slices are updated, `experts` how
+their gradients are collected.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def is_zero(tensor: torch.Tensor) -> bool:
-    """Return whether all bits of a contiguous tensor are zero: no number but +0."""
+    """Return whether all bits of a contiguous tensor are zero, so every element is +0."""
     bits = tensor.detach().reshape(-1).view(_BITS[tensor.element_size()])
     return not bits[:1024].any() and not bits.any()
 
 
 def zero_slices(tensor: torch.Tensor, *, at_once: bool) -> list[bool]:
-    """Return of each slice of a contiguous tensor whether it `is_zero`.
+    """Return for each slice of a contiguous tensor whether it `is_zero`.
 
     Args:
         tensor: of at least one dimension.
-        at_once: ask for all of them in one, as an accelerator's answers are waited for.
+        at_once: check all slices in one operator, for accelerators, where each result needs a sync.
     """
     if not at_once:
         return [is_zero(part) for part in tensor]
@@ -51,8 +51,8 @@ class FusedStore:
     """Adopts fused parameters, and their gradients and state, into rows.
 
     Args:
-        device: where rows live.
-        store: knows the names and owners of regions.
+        device: allocates the rows.
+        store: maps regions to names and owners.
     """
 
     def __init__(self, device: Device, store: Store) -> None:
@@ -73,7 +73,7 @@ class FusedStore:
 
     @torch.no_grad()
     def adopt_parameter(self, name: str, parameter: nn.Parameter) -> None:
-        """Move ``parameter`` into a row; one on the meta device gets one of zeros."""
+        """Move ``parameter`` into a row; a meta parameter gets a row of zeros."""
         count = int(parameter.shape[0])
         nbytes = parameter.numel() // count * parameter.element_size()
         row = self._device.allocate_row(count, nbytes)
@@ -96,8 +96,7 @@ class FusedStore:
             self.point(fused, fused.gradients[0])
 
     def filled(self, fused: Fused, row: Sequence[int], source: torch.Tensor) -> torch.Tensor:
-        """Return a tensor over ``row`` with the values of ``source``; slices of zeros become
-        clear."""
+        """Return a tensor over ``row`` with the values of ``source``; zero slices become clear."""
         ours = self.view(fused, row)
         zeros = zero_slices(source, at_once=not self._device.serves)
         for number, region in enumerate(row):
@@ -109,19 +108,19 @@ class FusedStore:
         return ours
 
     def may_move(self, fused: Fused, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` could lie over a row, and lies in memory of its own."""
+        """Return whether ``tensor`` fits a row and solely owns memory outside regions."""
         outside = self.is_like(fused, tensor) and self._device.owner(tensor) < 0
         return outside and holders(tensor) <= 1
 
     # Gradients
 
     def point(self, fused: Fused, row: Sequence[int]) -> None:
-        """The gradient lies, or will lie, in ``row``."""
+        """Set ``row`` as the row that stores, or will store, the gradient."""
         for slot, region in zip(fused.slots, row, strict=True):
             slot.gradient = region
 
     def row_of(self, fused: Fused, tensor: torch.Tensor | None) -> list[int] | None:
-        """Return the gradient row that ``tensor`` lies over as a whole, if any."""
+        """Return the gradient row that stores the whole ``tensor``, or None."""
         if tensor is None or not self.is_like(fused, tensor):
             return None
         region = self._device.owner(tensor)
@@ -131,13 +130,13 @@ class FusedStore:
         return None
 
     def is_held(self, row: Sequence[int]) -> bool:
-        """Return whether there is a tensor over ``row``."""
+        """Return whether any tensor references ``row``."""
         return users_of(self._device.row_storage(row)) > 1
 
     def free_row(self, fused: Fused) -> list[int]:
-        """Return a gradient row of which nobody holds a tensor, a new one if there is none.
+        """Return a gradient row that no tensor references; allocate one if there is none.
 
-        Updates that still have to read slices of it are the caller's business.
+        The caller handles pending updates that still read slices of it.
         """
         for row in fused.gradients:
             if not self.is_held(row):
@@ -147,20 +146,20 @@ class FusedStore:
         return row
 
     def end_gradient(self, slot: Slot, region: int) -> None:
-        """The gradient of a slice was consumed: it is gone, unless somebody holds its row, or
-        another gradient lies there by now and an update that waits will read it."""
+        """Discard a slice's consumed gradient, unless its row is referenced or ``region`` stores a
+        newer gradient that a pending update will read."""
         assert slot.fused is not None
         if region == slot.owed:
             return
         for row in slot.fused.gradients:
             if region == row[slot.number]:
-                if not self.is_held(row):  # by the parameter's gradient, or by the user
+                if not self.is_held(row):  # by the parameter's gradient or user references
                     self._device.clear([region])
                 return
-        self._device.discard(region)  # it had been put aside
+        self._device.discard(region)  # a twin: the gradient was moved aside
 
     def release_rows(self, fused: Fused, needed: set[int]) -> None:
-        """Release gradient rows beyond the first that nobody holds and no update needs."""
+        """Release gradient rows after the first that are unreferenced and not in ``needed``."""
         for row in list(fused.gradients[1:]):
             if self.is_held(row) or needed.intersection(row) or fused.slots[0].gradient == row[0]:
                 continue
@@ -169,14 +168,14 @@ class FusedStore:
                 self._store.release(region)
 
     def is_converted(self, fused: Fused) -> bool:
-        """Return whether the user has given the parameter a tensor of another dtype or shape."""
+        """Return whether the parameter's dtype or shape has changed since adoption."""
         now, like = fused.parameter, fused.like
         return now.dtype != like.dtype or now.shape != like.shape
 
     # State
 
     def state_row(self, fused: Fused, key: str) -> list[int]:
-        """Return the row for the state ``key``; a new one has no content."""
+        """Return the row for the state ``key``; allocate it, without content, if it is new."""
         row = fused.states.get(key)
         if row is None:
             row = fused.states[key] = self._row(fused, f".{key}")
@@ -187,19 +186,19 @@ class FusedStore:
     @unseen
     @torch.no_grad()
     def adopt_state(self, fused: Fused, state: dict[str, Any]) -> None:
-        """Move state tensors of the parameter's form into rows."""
+        """Move state tensors with the parameter's shape and dtype into rows."""
         for key, value in state.items():
             if not isinstance(value, torch.Tensor) or not self.may_move(fused, value):
                 continue
             row = fused.states.get(key)
             if row is not None and self.is_held(row):
-                continue  # somebody keeps the tensor that was there: the new one stays outside
+                continue  # the old tensor is still referenced: the new one stays outside
             put(value, self.filled(fused, self.state_row(fused, key), value))
 
-    # Whether all is where it was put
+    # Placement checks
 
     def is_like(self, fused: Fused, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` could lie over a row."""
+        """Return whether ``tensor`` matches the parameter's layout and could be stored in a row."""
         return (
             tensor.layout == torch.strided
             and tensor.device.type in (self._device.device.type, self._store.home.type)
@@ -208,7 +207,7 @@ class FusedStore:
             and tensor.is_contiguous()
         )
 
-    def _lies_over(self, fused: Fused, tensor: Any, row: Sequence[int]) -> bool:
+    def _is_stored_in(self, fused: Fused, tensor: Any, row: Sequence[int]) -> bool:
         return (
             isinstance(tensor, torch.Tensor)
             and self.is_like(fused, tensor)
@@ -216,17 +215,17 @@ class FusedStore:
         )
 
     def is_in_place(self, fused: Fused, state: dict[str, Any] | None) -> bool:
-        """Return whether parameter, gradient and ``state`` lie in their rows."""
+        """Return whether parameter, gradient and ``state`` are stored in their rows."""
         return self.row_of(fused, fused.parameter.grad) is not None and self.holds(fused, state)
 
     def holds(self, fused: Fused, state: dict[str, Any] | None) -> bool:
-        """Return whether parameter and ``state`` lie in their rows."""
+        """Return whether parameter and ``state`` are stored in their rows."""
         return (
-            self._lies_over(fused, fused.parameter, fused.row)
+            self._is_stored_in(fused, fused.parameter, fused.row)
             and (not state or fused.states.keys() <= state.keys())
             and (bool(state) or not fused.states)
             and all(
-                self._lies_over(fused, value, fused.states[key])
+                self._is_stored_in(fused, value, fused.states[key])
                 if key in fused.states
                 else not isinstance(value, torch.Tensor) or value.numel() == 1
                 for key, value in (state or {}).items()
@@ -236,8 +235,8 @@ class FusedStore:
     @unseen
     @torch.no_grad()
     def take_back(self, fused: Fused) -> None:
-        """Move the parameter's tensor back into its row, if the user has given it another that
-        nobody else holds."""
+        """Move the parameter's data back into its row, if user code replaced it with a tensor that
+        has no other reference."""
         data = fused.parameter.data
         storage = data.untyped_storage()
         if (
@@ -250,10 +249,10 @@ class FusedStore:
             return
         fused.parameter.data = self.filled(fused, fused.row, data)
 
-    # The end
+    # Copying out
 
     def copy_out(self, row: Sequence[int], target: torch.UntypedStorage) -> None:
-        """Copy a row's bytes into an ordinary storage, slice by slice."""
+        """Copy a row's bytes slice by slice into the ordinary storage ``target``."""
         ours = self._device.row_storage(row)
         if isinstance(ours, RowStorage):
             ours.read(target)

@@ -1,11 +1,11 @@
-"""Tensors on their way: to where operators run, as a block begins, and to memory of their own.
+"""Moves tensors to the compute device when a block begins, and into ordinary memory at its end.
 
-`Homes` moves what lies beside the device's regions, and brings all home that a block leaves on an
-accelerator. `Restoration` gives what lies in regions memory of its own, at the end of paging. Both
-take memory from `Room`: at home, on the CPU, or in a mapped file where there is none.
+`Homes` moves tensors outside regions, and moves home all that a block leaves on an accelerator.
+`Restoration` copies tensors out of regions at the end of paging. Both allocate from `Room`: at
+home, on the CPU, or in a mapped file when memory is short.
 
-[Note: where steps are]  Optimizers of torch keep a parameter's count of steps on the CPU, unless
-they are fused or capturable. So do we, as torch's own `load_state_dict` does.
+[Note: where steps are]  Torch's optimizers keep a parameter's step count on the CPU, unless they
+are fused or capturable. We do the same, as torch's own `load_state_dict` does.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from dynoffload.runtime.placing import put
 from dynoffload.runtime.target import Target
 from dynoffload.units import format_bytes
 
-_KEEP_FREE = 0.1  # share of available memory that is left alone
-# A storage and its copy: the first is held, as another may come to lie where it did.
+_KEEP_FREE = 0.1  # share of available memory that stays unused
+# A storage and its copy. The first is kept alive so that its address is not reused.
 _Pair = tuple[torch.UntypedStorage, torch.UntypedStorage]
 
 
 class Room:
-    """Memory for what leaves a block.
+    """Allocates memory for tensors that leave a block.
 
     Args:
         target: where operators run.
-        home: where it is wanted: the target's device, or the CPU.
-        directory: for what has no room on the CPU.
+        home: preferred device: the target's device, or the CPU.
+        directory: for mapped files, used when the CPU has no room.
 
     Attributes:
-        outside: bytes that lie in mapped files of ``directory``.
-        away: bytes that lie on the CPU, as there was no room at home.
+        outside: bytes in mapped files of ``directory``.
+        away: bytes on the CPU because there was no room at home.
     """
 
     def __init__(self, target: Target, home: torch.device, directory: Path) -> None:
@@ -59,14 +59,14 @@ class Room:
 
     @property
     def where(self) -> str:
-        """Where what did not fit lies, or ""."""
-        told = [f"{format_bytes(self.away)} on the CPU"] if self.away else []
+        """Where tensors that did not fit at home are stored, or ""."""
+        places = [f"{format_bytes(self.away)} on the CPU"] if self.away else []
         if self.outside:
-            told.append(f"{format_bytes(self.outside)} mapped from {self._directory}")
-        return ", ".join(told)
+            places.append(f"{format_bytes(self.outside)} mapped from {self._directory}")
+        return ", ".join(places)
 
     def empty(self, nbytes: int) -> torch.UntypedStorage | None:
-        """Return a new storage of ``nbytes``, at home or on the CPU; None: there is no memory."""
+        """Return a new storage of ``nbytes``, at home or on the CPU; None if neither has room."""
         for device, free in self._free.items():
             if nbytes <= free:
                 self._free[device] -= nbytes
@@ -88,7 +88,7 @@ class Room:
         """Return a copy of ``source``.
 
         Raises:
-            SpillError: there is room for it nowhere.
+            SpillError: there is no room for it anywhere.
         """
         copy = self.empty(source.nbytes())
         if copy is None:
@@ -98,13 +98,13 @@ class Room:
 
 
 class Homes:
-    """Where tensors beside the regions are, during a block and after it.
+    """Moves tensors of model and optimizer to the compute device, and back home.
 
     Args:
         model: the root.
         optimizer: its optimizer, or None.
-        target: where operators run, and where tensors were.
-        directory: for what has no room at home.
+        target: where operators run (``device``), and where tensors were before (``home``).
+        directory: for mapped files, used when home has no room.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Homes:
 
     @torch.no_grad()
     def bring(self) -> None:
-        """Move what is at home to where operators run."""
+        """Move tensors from home to the compute device."""
         if not self._moves:
             return
         home, device = self._target.home, self._target.device
@@ -127,13 +127,13 @@ class Homes:
 
     @torch.no_grad()
     def leave(self) -> str:
-        """Move everything that is where operators run home.
+        """Move all tensors from the compute device home.
 
         Returns:
-            Where what has no room there lies now, or "".
+            Where tensors that do not fit at home are stored now, or "".
 
         Raises:
-            SpillError: a tensor has room nowhere; it stays where it is, as do those after it.
+            SpillError: no room for a tensor anywhere; it and those after it stay in place.
         """
         if not self._moves:
             return ""
@@ -145,7 +145,7 @@ class Homes:
         return room.where
 
     def _staying(self) -> Iterator[torch.Tensor]:
-        """Yield what operators of the accelerator take: all but steps that stay on the CPU."""
+        """Yield all tensors but step counts that stay home; see [Note: where steps are]."""
         stays = set()
         for group in [] if self._optimizer is None else self._optimizer.param_groups:
             if not (group.get("fused") or group.get("capturable")):
@@ -171,7 +171,7 @@ def _move(
     storages: dict[int, _Pair],
     copy: Callable[[torch.UntypedStorage], torch.UntypedStorage],
 ) -> None:
-    """Give ``tensor`` the copy of its storage; those that share one share the copy."""
+    """Move ``tensor`` to a copy of its storage; tensors that share a storage share the copy."""
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
         put(tensor, tensor.detach().to(device))
         return
@@ -183,21 +183,21 @@ def _move(
 
 
 class Restoration:
-    """Gives tensors that lie in the device memory of their own, at the end of paging.
+    """Moves tensors out of regions into ordinary memory, at the end of paging.
 
-    What does not fit in memory becomes a mapped file, and what fits nowhere stays where it is; the
-    tensors are ordinary in any case.
+    Tensors that do not fit in memory move to mapped files; if that fails too, they stay in place.
+    Either way they remain usable as ordinary tensors.
 
     Args:
-        device: holds them.
-        store: knows which.
-        rows: holds those that are paged by slices.
-        held: first regions of what others hold too: it stays where it is.
-        stays: they are wanted where the device is.
-        room: has memory where they are wanted.
+        device: holds their regions.
+        store: maps parameters to their slots.
+        rows: holds the parameters paged by slices.
+        held: first regions of tensors with external references, which stay in place.
+        stays: whether tensors are to remain on the compute device.
+        room: allocates the ordinary memory.
 
     Attributes:
-        lost: why some tensors could not be read; the others are not lost by it.
+        lost: errors of tensors that could not be read; the others are unaffected.
     """
 
     def __init__(
@@ -219,10 +219,10 @@ class Restoration:
 
     @torch.no_grad()
     def run(self, buffers: Buffers, adopted: Mapping[int, Sequence[torch.Tensor]]) -> str:
-        """Restore everything: ``buffers``, and what was ``adopted``, by its first region.
+        """Restore ``buffers`` and the ``adopted`` tensors, which are keyed by first region.
 
         Returns:
-            Where what does not fit in memory lies now, or "".
+            Where tensors that do not fit in memory are stored now, or "".
         """
         buffers.restore(lambda region, tensor: self._ordinary(tensor))
         for tensors in adopted.values():
@@ -245,7 +245,7 @@ class Restoration:
         return ", ".join(places)
 
     def _ordinary(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor like one that lies in the device, over a copy of what it lies over."""
+        """Return a tensor like the paged ``tensor``, over a copy of its region or row."""
         region = self._device.owner(tensor)
         slot = self._store.slot_of(region)
         row = None if slot is None or slot.fused is None else slot.fused.row_with(region)
@@ -261,7 +261,7 @@ class Restoration:
         try:
             if row is None and self._stays and device.keep(region):
                 return ours
-            if region in self._held:  # whoever holds it must go on seeing the tensor
+            if region in self._held:  # external references must keep sharing its memory
                 if row is None:
                     device.acquire([region])
                 return ours

@@ -1,15 +1,15 @@
-"""Which parameters are paged by slices, and with which optimizers that changes no bit.
+"""Decides which parameters are paged by slices, and for which optimizers that keeps all bits.
 
-A *fused* parameter holds one matrix for each expert in a tensor of three dimensions. It can be
-paged by slices where a slice is a whole number of pages, and where the optimizer treats elements
-apart, so that updates of slices are the update of the whole.
+A *fused* parameter holds one matrix per expert in a three-dimensional tensor. It can be paged by
+slices if a slice is a whole number of pages and the optimizer is elementwise: then updates of the
+slices equal the update of the whole.
 
-[Note: tails]  A vectorized kernel handles what is left at the end of a stretch of memory by scalar
-code, which may round otherwise: in half precision, whose vector code keeps intermediate values in
-single precision. Where stretches end depends on the number of threads and of elements. Fused
-optimizers cut between cache lines, so slices of whole pages leave no ends. The others are cut by
-PyTorch's iterator into equal parts: where parts of the whole or of a slice would end off the vector
-size, parameters in half precision are updated whole.
+[Note: tails]  A vectorized kernel handles the last elements of a range with scalar code. In half
+precision that may round differently, as the vector code keeps intermediates in single precision.
+Where ranges end depends on the numbers of threads and elements. Fused optimizers cut at cache
+lines, so slices of whole pages leave no tails. For others, PyTorch's iterator cuts equal parts. If
+parts of the whole or of a slice are no multiple of the vector size, half-precision parameters are
+updated whole.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from dynoffload.memory.local import is_spread
 _ELEMENTWISE = frozenset(
     "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()
 )
-_GRAIN = 32768  # elements below which PyTorch's iterator makes no further part
-_VECTORS = 64  # elements of the longest pair of vectors
+_GRAIN = 32768  # least elements of a part that PyTorch's iterator makes
+_VECTORS = 64  # elements in the longest pair of vectors
 _WIDE = (torch.float32, torch.float64)
 _NARROW = (torch.float16, torch.bfloat16)
 
 
 def may_slice(optimizer: Optimizer | None) -> bool:
-    """Return whether ``optimizer`` treats every element of a parameter by itself."""
+    """Return whether ``optimizer`` updates parameters elementwise, or is None."""
     if optimizer is None:
         return True
     kind = type(optimizer)
@@ -42,7 +42,7 @@ def may_slice(optimizer: Optimizer | None) -> bool:
 
 
 def slice_bytes(parameter: torch.Tensor) -> int:
-    """Return the bytes of one slice of a parameter that has the form of fused experts, else 0."""
+    """Return the bytes of one slice if a parameter has the layout of fused experts, else 0."""
     if (
         is_spread(parameter)
         or parameter.dim() != 3
@@ -56,19 +56,19 @@ def slice_bytes(parameter: torch.Tensor) -> int:
 
 
 def slices_of(parameter: torch.Tensor, page_bytes: int, least: int) -> int:
-    """Return by how many slices a parameter can be paged; 1 for whole.
+    """Return the number of slices to page a parameter by; 1 means whole.
 
     Args:
-        parameter: a parameter, or one on the meta device.
-        page_bytes: of the device.
-        least: smaller slices are not worth a move of their own.
+        parameter: the parameter; may be on the meta device.
+        page_bytes: page size of the device.
+        least: bytes; smaller slices are not worth separate moves.
     """
     nbytes = slice_bytes(parameter)
     return int(parameter.shape[0]) if nbytes >= max(1, least) and nbytes % page_bytes == 0 else 1
 
 
 def sole_owners(parameters: Iterable[nn.Parameter]) -> set[int]:
-    """Return the ids of the parameters that fill a storage of their own, on the meta device too."""
+    """Return the ids of parameters that alone fill their storage; meta parameters included."""
     users: dict[int, list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.layout != torch.strided or is_spread(parameter):
@@ -82,24 +82,24 @@ def sole_owners(parameters: Iterable[nn.Parameter]) -> set[int]:
 
 
 def keeps_bits(group: Mapping[str, Any], whole: torch.Tensor, count: int) -> bool:
-    """Return whether updates of ``count`` slices give the bits of the update of the ``whole``; see
+    """Return whether updates of ``count`` slices equal the update of the ``whole`` bit for bit; see
     [Note: tails].
 
     Args:
-        group: hyperparameters of its optimizer.
+        group: the optimizer's hyperparameters.
         whole: the parameter.
-        count: slices.
+        count: number of slices.
     """
     if whole.dtype in _WIDE:
         return True
     if group.get("fused"):
-        # SGD's fused kernel leaves its momentum partly to chance in half precision.
+        # The momentum of SGD's fused kernel is not deterministic in half precision.
         return not group.get("momentum")
     threads = torch.get_num_threads()
     return ends_evenly(whole.numel(), threads) and ends_evenly(whole.numel() // count, threads)
 
 
 def ends_evenly(elements: int, threads: int) -> bool:
-    """Return whether the parts in which ``threads`` treat so many elements are whole vectors."""
+    """Return whether ``threads`` split ``elements`` into parts of whole vectors."""
     parts = min(threads, -(-elements // _GRAIN))
     return -(-elements // parts) % _VECTORS == 0

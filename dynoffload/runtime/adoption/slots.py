@@ -1,4 +1,4 @@
-"""Parameters that are paged, and their regions: whole ones, those paged by slices, and slices."""
+"""Records of paged parameters and their regions: whole parameters, fused ones, and slices."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import nn
 
 @dataclass(eq=False)
 class Slot:
-    """One paged parameter, or one slice of it, and the regions that go with it.
+    """One paged parameter, or one slice of a fused parameter, and its regions.
 
     Attributes:
         name: the parameter's name in the model.
-        parameter: the user's object.
+        parameter: the user's parameter object.
         region: holds its bytes.
-        gradient: region of its gradient, kept from step to step.
+        gradient: region of its gradient, kept across steps.
         states: regions of its optimizer state, by the optimizer's key.
-        shared: its region is another parameter's too.
+        shared: whether another parameter has the same region.
         fused: the parameter that it is a slice of, or None.
-        number: of the slice.
-        owed: region of the gradient that an update which was put off will read; only of slices.
-        home: where that gradient was made; `owed`, which may be its twin by now, ends with it.
+        number: index of the slice.
+        owed: region of the gradient that a deferred update will read; slices only.
+        home: region where that gradient was made; `owed` is this region or its twin.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Slot:
 
     @property
     def is_slice(self) -> bool:
-        """Whether it is a slice of a parameter."""
+        """Whether it is a slice of a fused parameter."""
         return self.fused is not None
 
     @property
@@ -47,7 +47,7 @@ class Slot:
         return self.parameter.grad is not None
 
     def update_regions(self) -> list[int]:
-        """Return what an optimizer update of the parameter reads and writes."""
+        """Return the regions that an optimizer update of the parameter reads and writes."""
         gradient = [] if self.gradient is None else [self.gradient]
         return [self.region, *gradient, *self.states.values()]
 
@@ -58,11 +58,11 @@ class Fused:
 
     Attributes:
         name: the parameter's name in the model.
-        parameter: the user's object.
-        like: has the dtype and shape that the parameter had when it was adopted, and no memory.
+        parameter: the user's parameter object.
+        like: meta tensor with the parameter's dtype and shape at adoption.
         row: the regions of its slices.
-        slots: one for each slice; `Slot.gradient` is in the row that holds the gradient.
-        gradients: rows for gradients; a free one is used first.
+        slots: one per slice; `Slot.gradient` is in the row that holds the gradient.
+        gradients: rows for gradients; a free one is reused before another is allocated.
         states: rows of its optimizer state, by the optimizer's key.
     """
 
@@ -80,11 +80,11 @@ class Fused:
         return len(self.slots)
 
     def rows(self) -> list[list[int]]:
-        """Return all its rows."""
+        """Return the rows of the parameter, its gradients and its state."""
         return [self.row, *self.gradients, *self.states.values()]
 
     def row_with(self, region: int) -> list[int] | None:
-        """Return the row that ``region`` belongs to, if any."""
+        """Return the row that contains ``region``, or None."""
         return next((row for row in self.rows() if region in row), None)
 
     @property

@@ -1,9 +1,8 @@
-"""Which region holds which tensor: parameters, their gradients and their optimizer state.
+"""Maps parameters, their gradients and their optimizer state to regions.
 
-A tensor is *adopted* when its bytes move into a region: the tensor object stays, its storage
-becomes the region's, so the model, the optimizer and every alias made afterwards see the same
-memory for as long as the session lives. The store owns adoption and its reversal; when regions
-move is not its business.
+A tensor is *adopted* when its bytes move into a region. The tensor object stays and its storage
+becomes the region's. So the model, the optimizer and later aliases see the same memory until the
+session ends. The store only adopts tensors; others decide when regions are fetched and evicted.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from dynoffload.runtime.unseen import unseen
 
 logger = logging.getLogger(__name__)
 
-_OWN_USERS = 2  # of the storage of a parameter in use: its own Python object, and the parameter
+_OWN_USERS = 2  # users of a parameter's storage: its own Python object, and the parameter
 
 
 def view_of(storage: torch.UntypedStorage, like: torch.Tensor, offset: int = 0) -> torch.Tensor:
@@ -39,40 +38,40 @@ def view_of(storage: torch.UntypedStorage, like: torch.Tensor, offset: int = 0) 
 
 
 def offset_of(tensor: torch.Tensor) -> int:
-    """Return where ``tensor`` begins in its storage, in elements."""
+    """Return the storage offset of ``tensor``, in elements."""
     return int(tensor.storage_offset())
 
 
 def bytes_of(
     storage: torch.UntypedStorage, offset: int = 0, nbytes: int | None = None
 ) -> torch.Tensor:
-    """Return ``nbytes`` of ``storage`` from ``offset`` on, as uint8; all of it by default."""
+    """Return ``nbytes`` of ``storage`` from byte ``offset``, as uint8; the rest by default."""
     size = storage.nbytes() - offset if nbytes is None else nbytes
     empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return empty.set_(storage, offset, (size,), (1,))
 
 
 def can_move(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` is one stretch of bytes, read as they lie."""
+    """Return whether ``tensor`` is dense and strided, without a conjugate or negative bit."""
     tensor = local(tensor)
     strided = tensor.layout is torch.strided
     return strided and is_dense(tensor) and not (tensor.is_conj() or tensor.is_neg())
 
 
 def moved_bytes(parameter: torch.Tensor) -> int:
-    """Return the bytes that move with ``parameter``: those of its whole storage."""
+    """Return the bytes that move with ``parameter``: its whole storage."""
     parameter = local(parameter)
     return parameter.nbytes if parameter.is_meta else size_of(parameter.untyped_storage())
 
 
 def _holders_of_part(parameter: torch.Tensor, gradient: torch.Tensor) -> int:
-    """Return how many tensors hold the memory of a gradient that nobody but its maker has: FSDP
-    makes those of a group in one, which it holds while the hooks of its shards run."""
+    """Return how many tensors reference a gradient's memory if no user code does. FSDP makes a
+    group's gradients as views of one tensor, which it holds while its shards' hooks run."""
     return 1 + (is_spread(parameter) and gradient._base is not None)
 
 
 def _put_gradient(gradient: torch.Tensor, ours: torch.Tensor) -> None:
-    """Have ``gradient`` hold ``ours``, and no more what it is a view of."""
+    """Make ``gradient`` hold ``ours``, and detach it from its base if it is a view."""
     if gradient._base is None:
         put(gradient, ours)
     else:
@@ -83,13 +82,13 @@ class Store:
     """Adopts tensors into regions of ``device``.
 
     Args:
-        device: where regions live.
-        min_paged_bytes: smaller tensors stay where they are.
-        left_bytes: of state moved out of the heap, after which its free pages go back.
+        device: allocates the regions.
+        min_paged_bytes: smaller tensors stay in place.
+        left_bytes: bytes of state moved out of the heap before its free pages are returned.
 
     Attributes:
-        home: from where tensors come as a block begins; then the device's own.
-        aliases: what else has the memory of a parameter, and follows it.
+        home: device of tensors before the block; then the device's own.
+        aliases: by parameter, other tensors that share its memory and move with it.
     """
 
     def __init__(self, device: Device, min_paged_bytes: int, left_bytes: int) -> None:
@@ -104,13 +103,13 @@ class Store:
         self._by_region: dict[int, Slot] = {}
         self._storages: dict[int, int] = {}  # address of an adopted storage -> its region
         self._left_in_heap = 0
-        self._orphans: list[int] = []  # gradients that somebody outside still holds
-        # An update made on another thread may end a gradient while the next one is adopted.
+        self._orphans: list[int] = []  # replaced regions that still have external references
+        # Another thread's update may discard a gradient while the next one is adopted.
         self._gradients = threading.RLock()
 
     def pages(self, tensor: torch.Tensor, slot: Slot | None = None) -> bool:
-        """Return whether a parameter or state like ``tensor`` is paged; one that goes with ``slot``
-        also if it is small, but as large as the slot's parameter."""
+        """Return whether ``tensor`` is paged. A gradient or state of ``slot`` is also paged below
+        the minimum size, if it is at least as large as the slot's parameter."""
         least = self._min if slot is None else max(1, min(self._min, local_bytes(slot.parameter)))
         return (
             can_move(tensor)
@@ -135,17 +134,17 @@ class Store:
         return region
 
     def own(self, region: int, name: str, slot: Slot) -> None:
-        """Let ``region`` belong to ``slot``."""
+        """Make ``slot`` the owner of ``region``."""
         self.names[region] = name
         self._by_region[region] = slot
 
     def release(self, region: int) -> None:
-        """End ``region``."""
+        """Release ``region`` and its owner entry."""
         self._by_region.pop(region, None)
         self._device.release(region)
 
     def slots_of(self, parameter: torch.Tensor) -> Sequence[Slot]:
-        """Return the slots that hold ``parameter``: none, one, or one for each slice."""
+        """Return the slots of ``parameter``: none, one, or one per slice."""
         slot = self.slots.get(parameter)  # type: ignore[call-overload]
         if slot is not None:
             return (slot,)
@@ -154,10 +153,10 @@ class Store:
 
     @torch.no_grad()
     def adopt_parameter(self, name: str, parameter: nn.Parameter) -> None:
-        """Move ``parameter`` into a region; one on the meta device gets one of zeros."""
+        """Move ``parameter`` into a region; a meta parameter gets a region of zeros."""
         part = local(parameter)
         nbytes, meta = local_bytes(part), part.is_meta
-        whole = moved_bytes(part)  # with its other views, which follow
+        whole = moved_bytes(part)  # includes its other views, which move with it
         source = 0 if meta else part.untyped_storage().data_ptr()
         region = None if meta else self._storages.get(source)
         if region is None:
@@ -186,13 +185,12 @@ class Store:
     @unseen
     @torch.no_grad()
     def take_back(self, slot: Slot) -> bool:
-        """Return whether ``slot``'s region holds its parameter.
+        """Return whether ``slot``'s region holds its parameter, after moving it there if possible.
 
-        Where the user has given the parameter another tensor that nobody else holds, it moves into
-        the region, or into a new one if it is larger; a tensor that somebody else holds stays where
-        it is.
+        If user code replaced the parameter's data, the new data moves into the region, or into a
+        larger new one. Data with other references stays in place.
         """
-        if is_spread(slot.parameter):  # what is put in the place of a shard stays where it is
+        if is_spread(slot.parameter):  # replaced data of a shard stays in place
             return self._device.owner(slot.parameter) == slot.region
         data = slot.parameter.data
         if self._device.owner(data) == slot.region:
@@ -201,7 +199,7 @@ class Store:
             return False
         storage = data.untyped_storage()
         ours = self._device.storage(slot.region)
-        # The storage's own object, the parameter and `data` hold it.
+        # Its users are the storage's own object, the parameter and `data`.
         if users_of(storage) > _OWN_USERS + 1 or users_of(ours) > 1 or not is_torchs(data):
             return False
         if storage.nbytes() > self._device.nbytes(slot.region):
@@ -216,8 +214,8 @@ class Store:
         return True
 
     def adopt_data(self, slot: Slot) -> None:
-        """Move what the user has given a parameter in forward (``p.data = new``) into its region,
-        unless somebody else holds it; larger ones are seen to as the step ends."""
+        """Move data assigned in forward (``p.data = new``) into the region, unless it has other
+        references. Data larger than the region is handled when the step ends."""
         parameter = slot.parameter
         if slot.shared or slot.is_slice or parameter.is_meta:
             return
@@ -227,16 +225,16 @@ class Store:
             self.take_back(slot)
 
     def forget_sources(self) -> None:
-        """End adoption: addresses of old storages mean nothing from now on."""
+        """End adoption: addresses of old storages are invalid after this."""
         self._storages.clear()
 
     @unseen
     @torch.no_grad()
     def adopt_gradient(self, slot: Slot) -> None:
-        """Move the gradient that autograd, or the user, has made into its region.
+        """Move the gradient that autograd or user code made into its region.
 
-        Whoever holds the tensor goes on holding the gradient. One whose memory somebody else holds
-        too, such as a part of a buffer of the user's, stays where it is.
+        References to the gradient tensor stay valid. A gradient whose memory has other references,
+        such as a view of a user buffer, stays in place.
         """
         gradient = local(slot.parameter.grad)
         if gradient is None or gradient.layout != torch.strided or gradient.requires_grad:
@@ -258,8 +256,8 @@ class Store:
 
     @torch.no_grad()
     def part_gradient(self, parameter: nn.Parameter) -> None:
-        """Give the gradient of a shard that is not paged memory of its own: it was made as a part
-        of that of its whole group, which would stay with it."""
+        """Copy an unpaged shard's gradient into its own memory. It is a view of its group's
+        gradient, all of which would otherwise stay alive."""
         gradient = local(parameter.grad)
         if gradient is None or size_of(gradient.untyped_storage()) == local_bytes(gradient):
             return
@@ -267,8 +265,8 @@ class Store:
             _put_gradient(gradient, gradient.clone())
 
     def _region_for(self, known: int | None, nbytes: int, name: str, slot: Slot) -> int:
-        """Return ``known``, or a new region where that is too small, or somebody keeps what was in
-        it: it is theirs, and stays as it is."""
+        """Return ``known``, or a new region if ``known`` is too small or its old content still has
+        external references."""
         if known is not None:
             if users_of(self._device.storage(known)) <= 1 and self._device.nbytes(known) >= nbytes:
                 return known
@@ -276,13 +274,13 @@ class Store:
         return self._region(nbytes, name, slot)
 
     def end_gradient(self, slot: Slot) -> None:
-        """The gradient was consumed: forget its bytes unless somebody still holds it."""
+        """Discard the consumed gradient unless it has external references."""
         with self._gradients:
             if slot.gradient is not None and users_of(self._device.storage(slot.gradient)) <= 1:
                 self._device.discard(slot.gradient)
 
     def release_orphans(self) -> None:
-        """Release gradients that nobody outside holds any more."""
+        """Release orphaned regions that no longer have external references."""
         for region in list(self._orphans):
             if users_of(self._device.storage(region)) <= 1:
                 self._orphans.remove(region)
@@ -291,7 +289,7 @@ class Store:
     @unseen
     @torch.no_grad()
     def adopt_state(self, slot: Slot, state: dict[str, Any]) -> None:
-        """Move the tensors of one parameter's optimizer state into regions."""
+        """Move one parameter's optimizer state tensors into regions."""
         for key, value in state.items():
             value = local(value)
             if not isinstance(value, torch.Tensor) or value.is_meta or not self.pages(value, slot):

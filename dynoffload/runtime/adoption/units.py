@@ -1,9 +1,8 @@
-"""Which modules the runtime watches: those that own paged parameters.
+"""Units: the modules that the runtime watches, which own paged parameters.
 
-A *unit* is a module with paged parameters of its own, under every path it is reached by. Its
-forward is one use of its regions. Modules without any are not watched: they move nothing. Slices of
-fused parameters are units by themselves, ``path[number]``: which of them a forward uses is known as
-it comes to them.
+A *unit* is a module that directly owns paged parameters; its forward is one use of its regions.
+Other modules move nothing and are not watched. Each slice of fused parameters is a unit
+``path[number]``; which slices a forward uses is known only when it reaches them.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ class Unit:
     """A module that owns paged parameters.
 
     Attributes:
-        index: place in the session's list of units.
+        index: position in the session's list of units.
         path: the module's path in the model; "" is the root.
         module: the module.
-        slots: its paged parameters, or one slice of each that is paged by slices.
-        number: of the slices, or None.
-        gathers: its parameters are read before anything in it runs, by a hook of the module; see
+        slots: its paged parameters, or one slice of each fused parameter.
+        number: index of the slices, or None.
+        gathers: whether a hook of the module reads its parameters before anything in it runs; see
             `dynoffload.distributed.sharded`.
     """
 
@@ -50,8 +49,7 @@ def units_of(
     fused: Mapping[nn.Parameter, Fused],
     groups: Sequence[Group] = (),
 ) -> list[Unit]:
-    """Return the units of ``model`` in the order of its modules; ``groups`` of shards are one
-    each."""
+    """Return the units of ``model`` in module order; each group of shards is one unit."""
     units: list[Unit] = []
     gathered = {group.module: group for group in groups}
     shards = {parameter for group in groups for parameter in group.parameters}

@@ -1,1 +1,1 @@
-"""Experts' code on fused parameters: slices taken and gradients arriving one by one."""
+"""Runs experts' code on fused parameters slice by slice, with one gradient per slice."""

@@ -1,17 +1,16 @@
-"""How gradients of fused parameters arrive: in rows, slice by slice, and only where there are any.
+"""Collects gradients of fused parameters in rows, slice by slice, skipping zero slices.
 
-Autograd hands a fused parameter's gradient over whole, mostly zeros where few experts were hit. A
-slice of zeros is *clear*: it takes no memory and moves no byte. Where a gradient is added to one
-that is there, a hook before autograd's own addition makes it slice by slice, and passes over what
-is clear on both sides.
+Autograd produces a fused parameter's gradient whole, mostly zeros if few experts were hit. A slice
+of zeros is *clear*: it takes no memory and moves no bytes. When a gradient accumulates into an
+existing one, a hook before autograd's own addition adds slice by slice and skips slices clear on
+both sides.
 
-[Note: signed zeros]  Autograd sums what several experts contribute, each a tensor of the
-parameter's form with zeros for all others. A sum with +0 turns -0 into +0, so a slice that one of
-several experts contributed holds no -0, and one that the only expert contributed may. So it is
-here.
+[Note: signed zeros]  Autograd sums the contributions of several experts. Each has the parameter's
+shape, with zeros for all other experts. Adding +0 turns -0 into +0. So a slice has no -0 if several
+experts contributed, but may have one if only a single expert did. The same holds here.
 
-What changes a gradient on its way, a hook of the user's on the parameter, or a backward that is to
-be differentiated, goes autograd's own way; its result is adopted.
+User hooks on the parameter, and a backward that is differentiated, use autograd's own path; its
+result is adopted.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ from dynoffload.runtime.updates.deferred_optimizer import DeferredOptimizer
 
 
 class SliceGradients:
-    """The gradients of one call's graph, which go to their slices of a row as they are made; as
-    often as backward runs through it."""
+    """Writes the gradients of one call's graph into their slices of a row as they are made.
+    Backward may run through the graph several times."""
 
     def __init__(self, gradients: FusedGradients, fused: Fused) -> None:
         self._gradients, self._fused = gradients, fused
-        self._whole: torch.Tensor | None = None  # while backward runs
+        self._whole: torch.Tensor | None = None  # the row's tensor while backward runs
 
     def _begin(self) -> torch.Tensor:
         gradients, fused = self._gradients, self._fused
         self._row = gradients.row_for(fused)
-        self._only: int | None = None  # the first, until there is another; -1: there are others
+        self._only: int | None = None  # number of the only slice so far; -1: there are several
         self._may_draft = fused.parameter.grad is None
         if self._may_draft:
             gradients.rows.point(fused, self._row)
@@ -50,7 +49,7 @@ class SliceGradients:
 
     @uninterrupted
     def put(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of one slice, in its place; see [Note: signed zeros]."""
+        """Write one slice's gradient into the row and return it; see [Note: signed zeros]."""
         if self._whole is None:
             self._whole = self._begin()
         place = self._whole[number]
@@ -72,7 +71,7 @@ class SliceGradients:
 
     @uninterrupted
     def finish(self) -> torch.Tensor | None:
-        """Return the parameter's gradient; None: there is none."""
+        """Return the parameter's gradient, or None if no slice had one."""
         if self._whole is not None:
             self._draft(self._only)
         whole, self._whole = self._whole, None
@@ -84,18 +83,19 @@ class FusedGradients:
 
     Args:
         rows: the parameters' rows.
-        device: holds them.
-        updates: may still have to read gradients; None without an optimizer.
+        device: holds the rows.
+        updates: deferred updates, which may still read gradients; None without an optimizer.
     """
 
     def __init__(self, rows: FusedStore, device: Device, updates: DeferredOptimizer | None) -> None:
         self.rows, self._device, self._updates = rows, device, updates
 
     def watch(self, fused: Fused) -> Callable[[], None]:
-        """Run before autograd adds to the parameter's gradient, until what is returned is called.
+        """Hook in before autograd accumulates the parameter's gradient; return a function that ends
+        this.
 
-        It has to be held until then, as the node that adds lives only while a graph or somebody in
-        Python holds it; what its own hook holds is a cycle, which the collector ends.
+        The caller must keep that function: the accumulation node lives only while a graph or Python
+        references it. Its own hook's reference is a cycle, which the garbage collector frees.
         """
         nodes = [torch.autograd.graph.get_gradient_edge(fused.parameter).node]
 
@@ -112,7 +112,7 @@ class FusedGradients:
         return end
 
     def row_for(self, fused: Fused) -> list[int]:
-        """Return a row for a new gradient, all clear."""
+        """Return a row for a new gradient, with all slices clear."""
         row = self.rows.free_row(fused)
         if self._updates is not None:
             for slot in fused.slots:
@@ -121,18 +121,18 @@ class FusedGradients:
         return row
 
     def make_room(self, region: int) -> None:
-        """A clear slice is about to be overwritten as a whole: bring it without its zeros."""
+        """Make ``region`` resident without fetching or zeroing it: it will be overwritten whole."""
         self._device.discard(region)
         self._device.acquire([region])
 
     def draft(self, slot: Slot) -> None:
-        """The gradient of a slice is probably complete."""
+        """Make a speculative update of a slice: its gradient is probably complete."""
         if self._updates is not None:
             self._updates.speculate(slot)
 
     @unseen
     def adopt(self, fused: Fused) -> None:
-        """Move the gradient that autograd has made into a row; clear where it is zero."""
+        """Move the gradient that autograd has made into a row; zero slices become clear."""
         gradient = fused.parameter.grad
         if (
             gradient is None
@@ -148,7 +148,7 @@ class FusedGradients:
 
     @uninterrupted
     def _take(self, fused: Fused, gradient: torch.Tensor) -> bool:
-        """Do what autograd is about to do with a gradient; return whether it was done."""
+        """Accumulate a gradient in place of autograd; return whether this was done."""
         parameter = fused.parameter
         if (
             torch.is_grad_enabled()
@@ -178,7 +178,7 @@ class FusedGradients:
         gradient: torch.Tensor,
         row: list[int] | None,
     ) -> None:
-        """Add ``gradient``, which lies over ``row`` if that is one, to ``held``, over ``place``."""
+        """Add ``gradient``, stored in ``row`` unless that is None, to ``held`` in ``place``."""
         empty = self._device.is_clear(place)
         if row is not None:
             nothing = self._device.is_clear(row)
@@ -201,6 +201,6 @@ class FusedGradients:
         torch.autograd.graph.increment_version(held)
 
     def _settle(self, slot: Slot, region: int) -> None:
-        """Make the update that still has to read the gradient in ``region``."""
+        """Make the pending update that still has to read the gradient in ``region``."""
         if self._updates is not None and slot.owed == region:
             self._updates.pending.flush(slot)

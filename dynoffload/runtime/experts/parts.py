@@ -1,20 +1,20 @@
-"""A fused parameter as experts' code sees it: indexed by expert, with gradients per expert.
+"""Stand-ins for fused parameters in experts' code, indexed by expert, with per-expert gradients.
 
-``weight[e]`` of a stock network has a gradient of the whole parameter's form for each expert hit,
-zeros but for one slice. `Parts` stands for the parameter in such code. What it is indexed with is
-announced as a use of that slice; the slice's gradient goes to its place in the gradient's row, and
-autograd gets the row. Everything else that is asked of it is asked of the parameter.
+In plain PyTorch, ``weight[e]`` has a gradient of the whole parameter's shape for each expert hit,
+zero except for one slice. `Parts` replaces the parameter in such code. Indexing it announces a use
+of that slice. The slice's gradient is written into the gradient's row, and autograd gets the row.
+All other access is forwarded to the parameter.
 
-Experts' classes of transformers run their own eager code with `Parts` in the place of the
-parameters that are paged by slices. So their bits are those of the eager implementation, and a
-class need not be known here. Other implementations ask for `stand_ins`.
+Experts' classes of transformers run their own eager code with `Parts` in place of the fused
+parameters. So results equal those of the eager implementation bit for bit, and no class needs
+special handling. Other implementations call `stand_ins`.
 
-[Note: eager]  A model whose configuration says "eager" gets this while a session of it is open:
-transformers' registry has no entry of that name, and takes one. Neither the model nor its
-configuration is changed, so copies and pickles of it are as ever.
+[Note: eager]  A model configured with "eager" uses `run_eager` while a session of it is open:
+transformers' registry has no entry of that name, so one is added. The model and its configuration
+are unchanged, so copies and pickles of it are too.
 
-[Note: compiled]  torch.compile gives a loop over the experts that were hit up, and runs it as it
-is. On parts it would compile pieces of it, whose bits are others.
+[Note: compiled]  torch.compile does not compile a loop over the experts hit, and runs it eagerly.
+With `Parts` it would compile pieces of the loop, whose results differ in bits.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from dynoffload.runtime.experts.gradients import FusedGradients, SliceGradients
 
 
 class Gathers(Protocol):
-    """Makes one gradient of those of slices, as often as backward runs through one call's graph."""
+    """Collects slice gradients into one, each time backward runs through one call's graph."""
 
     def put(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Take the gradient of one slice, and return it as it stays."""
+        """Store the gradient of one slice, and return the stored tensor."""
 
     def finish(self) -> torch.Tensor | None:
-        """Return the gradient of the whole, None if no slice had one, and begin anew."""
+        """Return the whole gradient, or None if no slice had one, and reset."""
 
 
 class _Unbind(torch.autograd.Function):
-    """The slices of a parameter; their gradients become one."""
+    """Splits a parameter into slices; backward combines their gradients into one."""
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, gathers: Gathers) -> tuple[torch.Tensor, ...]:
@@ -54,7 +54,7 @@ class _Unbind(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         if not torch.is_grad_enabled():
             return ctx.gathers.finish(), None
-        # The backward is to be differentiated: as the stock network does, in the same order.
+        # With create_graph: accumulate as plain PyTorch does, in the same order.
         shape, total = None, None
         for number in reversed(range(len(gradients))):
             gradient = gradients[number]
@@ -62,12 +62,12 @@ class _Unbind(torch.autograd.Function):
                 shape = (len(gradients), *gradient.shape)
                 whole = torch.ops.aten.select_backward(gradient, shape, 0, number)
                 total = whole if total is None else total + whole
-        ctx.gathers.finish()  # what a node before may have written
+        ctx.gathers.finish()  # discard what an earlier node may have written
         return total, None
 
 
 class _Place(torch.autograd.Function):
-    """One slice, as it is; its gradient goes to its place as soon as it is there."""
+    """Identity on one slice; backward stores its gradient as soon as it is computed."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, gathers: Gathers, number: int) -> torch.Tensor:
@@ -83,11 +83,11 @@ class _Place(torch.autograd.Function):
 
 
 class Views:
-    """The slices of a tensor, each as one node of autograd, whose gradients become one.
+    """The slices of a tensor, one autograd node each, whose gradients combine into one.
 
     Args:
         whole: (E, ...).
-        gathers: their gradients.
+        gathers: collects the slices' gradients.
     """
 
     def __init__(self, whole: torch.Tensor, gathers: Gathers) -> None:
@@ -108,12 +108,12 @@ class Views:
 
 
 class Parts:
-    """Stands for a fused parameter during one call of its module.
+    """Stand-in for a fused parameter during one call of its module.
 
     Args:
-        parameter: the module's.
+        parameter: the module's parameter.
         fused: its slices.
-        gradients: where their gradients go.
+        gradients: collects their gradients.
         on_use: called with the number of a slice before its use.
     """
 
@@ -144,14 +144,14 @@ class Parts:
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Give any function of torch the parameter itself."""
+        """Call ``function`` with the parameter in place of the stand-in."""
         plain = torch.utils._pytree.tree_map_only(Parts, lambda part: part._parameter, args)
         more = torch.utils._pytree.tree_map_only(Parts, lambda part: part._parameter, kwargs or {})
         return function(*plain, **more)
 
 
 def _number(index: Any, count: int) -> int | None:
-    """Return which slice ``index`` takes, or None if it takes anything else."""
+    """Return the number of the slice that ``index`` selects, or None if it is not one slice."""
     if isinstance(index, torch.Tensor):
         if index.dim() or index.is_floating_point() or index.dtype == torch.bool:
             return None
@@ -167,14 +167,14 @@ _MODULE = "transformers.integrations.moe"
 
 MakeParts = Callable[[], Mapping[str, Parts]]
 
-_sliced: dict[int, MakeParts] = {}  # id of a module -> makes its parts, while its session is open
+_sliced: dict[int, MakeParts] = {}  # id of a module -> makes its stand-ins; only in open sessions
 
 
 def run_eager(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run the eager forward of an experts' class; by slices, if they are paged so.
+    """Run the eager forward of an experts' class; by slices if its parameters are paged so.
 
     Raises:
-        ConfigError: the class has none.
+        ConfigError: the class has no eager forward.
     """
     eager = getattr(type(module).forward, "__wrapped__", None)
     if eager is None:
@@ -187,29 +187,29 @@ def run_eager(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return eager(module, *args, **kwargs)
     stand_in = object.__new__(type(module))
     stand_in.__dict__.update(module.__dict__)
-    stand_in.__dict__.update(parts)  # attributes of its own are found before parameters
+    stand_in.__dict__.update(parts)  # instance attributes are found before parameters
     if "torch._dynamo" in sys.modules:  # see [Note: compiled]
         eager = torch._disable_dynamo(eager)  # type: ignore[attr-defined]
     return eager(stand_in, *args, **kwargs)
 
 
 def stand_ins(module: nn.Module) -> Mapping[str, Parts]:
-    """Return what stands for the parameters of ``module`` in one call, by name: those that are
-    paged by slices, while a session is open."""
+    """Return the stand-ins for fused parameters of ``module`` for one call, by name; empty if no
+    session is open."""
     make = _sliced.get(id(module))
     return {} if make is None else make()
 
 
 def run_by_slices(module: nn.Module, make: MakeParts) -> Callable[[], None]:
-    """Run the experts of ``module`` by slices from now on.
+    """Run the experts of ``module`` by slices until the returned function is called.
 
     Args:
-        module: owns fused parameters; if it is no experts' class of transformers, nothing changes,
-            unless its class says by ``asks_for_parts`` that it takes its `stand_ins` itself.
-        make: returns what stands for them in one call, by name.
+        module: owns fused parameters. Nothing changes unless it is an experts' class of
+            transformers, or its class sets ``asks_for_parts`` and calls `stand_ins` itself.
+        make: returns the stand-ins for one call, by name.
 
     Returns:
-        Ends it.
+        A function that ends this.
     """
     registry = getattr(sys.modules.get(_MODULE), "ALL_EXPERTS_FUNCTIONS", None)
     if getattr(type(module), "asks_for_parts", False):

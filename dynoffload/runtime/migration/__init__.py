@@ -1,1 +1,1 @@
-"""What will run next, and moving it in time."""
+"""Predicts what runs next, and prefetches it."""

@@ -1,8 +1,8 @@
-"""The prediction in use: the last order, a pilot's, or none.
+"""Predicts each sample's order of blocks: the last order, a pilot's prediction, or none.
 
-It watches which blocks a sample runs, teaches the learner, and turns a predicted order of blocks
-into units for the migrator. It lives as long as the session, also while nothing is paged. A pilot
-steers while it has lately done better than repeating the last order; what runs and what the network
+It records which blocks a sample runs, trains the learner, and turns predicted blocks into units for
+the migrator. It exists as long as the session, also while nothing is paged. A pilot's prediction is
+used while it has recently been at least as accurate as the last order. Blocks that run and routing
 hints correct it within the forward (`dynoffload.runtime.migration.steps`).
 """
 
@@ -39,18 +39,18 @@ from dynoffload.telemetry import StepStats
 logger = logging.getLogger(__name__)
 
 _ZERO = Idioms(0, 0, 0, 0, 0, 0)
-_SHOWN = 4  # steps over which a pilot must have shown what it can
-_LISTEN = 4  # a pilot that does not steer is followed in one of so many steps
+_MIN_STEPS = 4  # steps observed before a pilot's accuracy counts
+_TRACK_EVERY = 4  # a pilot that is not in use is tracked in one of so many steps
 _PILOT, _LAST = "the pilot", "the last order"
-_STEADY = 4  # steps of one and the same order after which there is nothing to learn
+_STEADY_STEPS = 4  # steps with the same order after which learning stops
 
 
 class Predictor(Protocol):
-    """Whatever predicts block orders: a `Pilot`, or a user's own."""
+    """Predicts block orders: a `Pilot`, or a user's own class."""
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The blocks it speaks of."""
+        """The blocks that its predictions index."""
 
     def predict(self, sample: InputFeatures) -> Any:
         """Return an object whose ``blocks`` is the predicted order, as indices."""
@@ -60,7 +60,7 @@ class Predictor(Protocol):
 
 
 class Forecast:
-    """Predicts and records the order of blocks, sample by sample.
+    """Predicts and records the order of blocks of each sample.
 
     Args:
         model: the root.
@@ -69,12 +69,12 @@ class Forecast:
         features: the user's featurizer, or None.
 
     Attributes:
-        vocabulary: the blocks that orders are of; the pilot's, else one block per unit.
-        predicted: the order that steered the sample, or None.
+        vocabulary: the blocks that orders index; the pilot's, else one block per unit.
+        predicted: the predicted order in use for the sample, or None.
         actual: the order that ran.
-        accuracy: of the one against the other; NaN without a prediction.
-        source: what steers: ``"the pilot"`` or ``"the last order"``.
-        asks: whether a probe is being asked: the modules that it calls are none of the forward's.
+        accuracy: of `predicted` against `actual`; NaN without a prediction.
+        source: of the prediction in use: ``"the pilot"`` or ``"the last order"``.
+        asks: whether a routing probe is running; its module calls are not part of the forward.
     """
 
     def __init__(
@@ -103,12 +103,12 @@ class Forecast:
         self._thread: threading.Thread | None = None
         self._steady = 0
         self._sample: InputFeatures | None = None
-        self._inside: list[str] = []  # blocks of several units whose calls are under way
+        self._inside: list[str] = []  # paths of running calls of blocks of several units
         self._step: Step | None = None  # while a forward runs
-        self._begun = 0  # samples
-        self._foreseen = 0.0  # share of blocks expected as the one before them ran, of late
+        self._begun = 0  # samples begun
+        self._foreseen = 0.0  # moving average of the share of blocks that ran as predicted
         self.asks = False
-        self._asked: dict[str, list[Unit]] = {}  # by probe: what it and the next may look at
+        self._asked: dict[str, list[Unit]] = {}  # by probed path: units that its probes may read
         self._order: list[int] = []
         self._last: list[int] | None = None
         self.predicted: list[int] | None = None
@@ -125,13 +125,13 @@ class Forecast:
         on_ask: Callable[[Sequence[Unit]], None] = lambda units: None,
         on_revise: Callable[[Sequence[Unit]], None] = lambda rest: None,
     ) -> None:
-        """Begin to see what runs.
+        """Install hooks that record what runs.
 
         Args:
-            units: what the migrator watches.
-            on_ask: called with the units that a network's probe may look at, before it does.
-            on_revise: called with the units that the rest of a forward will probably visit, where
-                that was predicted otherwise.
+            units: the migrator's units.
+            on_ask: called with the units that a routing probe may read, before it runs.
+            on_revise: called with the units predicted for the rest of a forward, when this
+                prediction has changed.
         """
         self._on_ask, self._on_revise = on_ask, on_revise
         self._units = {unit.path: unit for unit in units}
@@ -142,17 +142,17 @@ class Forecast:
         self._install()
 
     def unwatch(self) -> None:
-        """See nothing until `watch` is called again."""
+        """Remove the hooks until `watch` is called again."""
         self._watching.close()
         self._asked.clear()
 
     def close(self) -> None:
-        """Wait for a learner under way."""
+        """Wait for a running learner thread."""
         if self._thread is not None:
             self._thread.join()
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Unit] | None:
-        """A sample begins: return the order of units it will probably visit, or None."""
+        """Begin a sample; return the predicted order of its units, or None."""
         self._order, self._inside = [], []
         self._sample, following = None, None
         self.predicted, self.source = self._last if self._repeats else None, _LAST
@@ -168,8 +168,8 @@ class Forecast:
                 confidence = getattr(prediction, "confidence", None)
                 if self._may_steer():
                     self.predicted, self.source = blocks, _PILOT
-                elif self._begun % _LISTEN:
-                    blocks = []  # it is followed now and then, to see whether it does better
+                elif self._begun % _TRACK_EVERY:
+                    blocks = []  # else the unused pilot is tracked, to measure its accuracy
                 if blocks and self._learner is not None and self._trials[_PILOT].prefetch:
                     following = self._learner.tracker
         self._begun += 1
@@ -180,7 +180,7 @@ class Forecast:
         return None if chosen is None else self._units_of(chosen)
 
     def _compare(self, sample: InputFeatures) -> None:
-        """At the first sample, say so if it is not of the kind that the pilot was trained on."""
+        """At the first sample, warn if its features differ from the pilot's training samples."""
         if self._begun or self._learner is None or self._learner.pilot is None:
             return
         unlike = self._learner.pilot.unlike(sample)
@@ -195,19 +195,19 @@ class Forecast:
         if self._learner is None:
             return True  # the user's own predictor
         standing = self._learner.standing
-        if standing.steps < _SHOWN:
+        if standing.steps < _MIN_STEPS:
             return not self._grows
         return max(standing.pilot, self._foreseen) >= standing.last_order
 
     def visit(self, unit: Unit) -> None:
-        """Slices of a module are used, which no hook of a module tells."""
+        """Record a use of slices of a module, which no module hook reports."""
         if not self._inside:
             index = self.vocabulary.index_of(unit.path, "")
             if index >= 0:
                 self._ran(index)
 
     def _ran(self, index: int) -> None:
-        """A block begins; of what runs outside of a sample's forward nothing is kept."""
+        """Record that a block begins; blocks outside a sample's forward are ignored."""
         if self._step is None or self.asks:
             return
         self._order.append(index)
@@ -217,7 +217,7 @@ class Forecast:
     def _ask(
         self, probes: Sequence[RoutingProbe], _: nn.Module, args: tuple[Any, ...], kwargs: Any
     ) -> None:
-        """A probe is called: it tells, as does the one after it."""
+        """Run the ``probes`` of a module that is called, and pass their hints to the step."""
         step = self._step
         if step is None or self.asks or not (step.follows or self._grows):
             return
@@ -228,14 +228,14 @@ class Forecast:
         finally:
             self.asks = False
         for hint in hints:
-            told = zip(map(self.vocabulary.index_of, hint.blocks), hint.values, strict=True)
-            known = [(block, value) for block, value in told if block >= 0]
+            pairs = zip(map(self.vocabulary.index_of, hint.blocks), hint.values, strict=True)
+            known = [(block, value) for block, value in pairs if block >= 0]
             blocks, values = tuple(b for b, _ in known), tuple(v for _, v in known)
             step.hinted(BlockHint(len(self._order), blocks, values))
         self._revise([])
 
     def _revise(self, begun: list[int]) -> None:
-        """Have the rest planned anew if it is another than was thought; ``begun`` runs first."""
+        """Replan the rest of the forward if its prediction changed; ``begun`` runs first."""
         assert self._step is not None
         chosen = self._step.choose(self._order)
         if chosen is not None and self.source == _PILOT:
@@ -244,12 +244,12 @@ class Forecast:
             self._step.account(start)
 
     def drop(self) -> None:
-        """The forward under way, if there is one, will not go on."""
+        """End the running forward, if any, as incomplete."""
         if self._step is not None:
             self.end(whole=False)
 
     def end(self, *, whole: bool = True) -> None:
-        """The sample's forward is over: learn from what ran, unless an error has ended it."""
+        """End the sample's forward: learn from what ran, unless an error ended it."""
         self.actual, self._order = self._order, []
         step, self._step = self._step, None
         self.accuracy = math.nan
@@ -264,17 +264,17 @@ class Forecast:
             hints = () if step is None else step.hints
             self._learner.observe(self._sample, self.actual, hints=hints)
             self._steady = self._steady + 1 if self.actual == self._last else 0
-            if self._learns and self._learner.due and self._steady < _STEADY:
+            if self._learns and self._learner.due and self._steady < _STEADY_STEPS:
                 self._learn()
         self._last = self.actual
 
     @property
     def pays(self) -> bool:
-        """Whether to prefetch by what steers the sample; see `Trial`."""
+        """Whether to prefetch by the prediction in use; see `Trial`."""
         return self._repeats and self._trials[self.source].prefetch
 
     def judge(self, step: StepStats) -> None:
-        """Take note of what the step cost that this order steered."""
+        """Pass a step's statistics to the trial of the source that predicted it."""
         if self._repeats:
             self._trials[self.source].observe(step)
 
@@ -294,11 +294,11 @@ class Forecast:
             try:
                 learner.learn()
             except Exception:
-                self._learns = False  # once is enough: training goes on with what there is
+                self._learns = False  # do not retry: training continues without a new pilot
                 logger.exception("no pilot can be learned from the steps so far")
             else:
                 logger.info("a pilot was learned from the steps so far")
-                self._trials[_PILOT] = Trial(_PILOT)  # not of the one before
+                self._trials[_PILOT] = Trial(_PILOT)  # the previous trial judged the old pilot
 
         self._thread = threading.Thread(target=work, name="dynoffload-learner", daemon=True)
         self._thread.start()
@@ -317,7 +317,7 @@ class Forecast:
                 nests = any(b.path == path and b.visits != (path,) for b in blocks)
                 self._before(module, partial(self._enter, path, nests))
                 if nests:
-                    out = Hook(partial(self._out, path))  # not ended: it leaves what was entered
+                    out = Hook(partial(self._out, path))  # stays active: closes entered calls
                     self._watching.callback(after_call(module, out, self._unseen).remove)
         if self._learner is not None:
             self._install_probes(modules)
@@ -330,7 +330,7 @@ class Forecast:
     def _install_probes(self, modules: Mapping[str, nn.Module]) -> None:
         try:
             table = probes_of(self._model)
-        except Exception as error:  # of code of the user's: a hint is advice
+        except Exception as error:  # in user code; hints are optional
             logger.warning(
                 "the network gives no routing hints: %s: %s", type(error).__name__, error
             )
@@ -357,20 +357,20 @@ class Forecast:
             self._inside.append(path)
 
     def _out(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
-        """A call of a block of several units ends. Its beginning was not seen if an earlier hook
-        has failed, or has replaced the hooks."""
+        """End a call of a block of several units. Its beginning was not recorded if an earlier hook
+        failed or replaced the hooks."""
         if path in self._inside:
             while self._inside.pop() != path:
                 pass
 
 
 def _below(path: str) -> str:
-    """Return what the paths of the modules below a module begin with."""
+    """Return the path prefix of a module's submodules."""
     return f"{path}." if path else ""
 
 
 def _vocabulary_of(network: str, units: Sequence[Unit]) -> Vocabulary:
-    """Return the vocabulary in which each unit is a block."""
+    """Return a vocabulary with one block per unit."""
     blocks = tuple(
         Block(
             index=number,

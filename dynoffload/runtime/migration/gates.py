@@ -1,9 +1,9 @@
-"""When prefetching pays: for a source of predictions as a whole, and for each block of an order.
+"""Decides when prefetching pays: for a source of predictions, and for each block of an order.
 
-When a source's steps stall long, or waste much of what they prefetch, a few run on demand, and what
-stalls less is done from then on. Of an order, what is not likely enough to run is left out: a fetch
-that is used saves the stall for its bytes; a wasted one costs some `WASTED` times as much. So a
-block is worth fetching ahead where p > `WASTED` (1 - p).
+If a source's steps stall long, or waste much of what they prefetch, a few steps run on demand. The
+mode that stalls less is used from then on. Blocks unlikely to run are left out of an order. A used
+prefetch saves the stall for its bytes; a wasted one costs `WASTED` times as much. So a block with
+probability p is worth prefetching if p > `WASTED` (1 - p).
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from dynoffload.telemetry import StepStats
 logger = logging.getLogger(__name__)
 
 SETTLING = 2
-"""Steps not judged after a change: they still move what the mode before left behind."""
+"""Steps ignored after a change: they still move what the previous mode left resident."""
 WATCHED = 8
-"""Steps with prefetch before the first judgement."""
+"""Steps with prefetch before the first evaluation."""
 TRIED = 3
-"""Steps on demand to compare with."""
+"""Steps on demand in a trial."""
 GROWTH = 4
-"""How many times longer to watch after a trial that prefetch won."""
+"""Factor by which the watched steps grow after a trial that prefetch won."""
 WAITING = 0.1
-"""Seconds waited per second worked above which prefetch is put on trial."""
+"""Stalled seconds per second of work above which a trial starts."""
 WASTE = 0.5
-"""Share of prefetched bytes wasted above which it is."""
+"""Share of prefetched bytes wasted above which a trial starts."""
 WASTED = 3.0
-"""What a wasted byte costs, in bytes fetched in time."""
+"""Cost of a wasted byte, in bytes prefetched in time."""
 
 
 class Trial:
-    """Decides, step by step, whether the next one prefetches.
+    """Decides after each step whether the next one prefetches.
 
     Args:
-        source: what predicts, for the log.
+        source: name of the source of predictions, for the log.
 
     Attributes:
         prefetch: whether the next step should prefetch.
-        lost: whether prefetch lost a trial, which ends the judging.
+        lost: whether prefetch lost a trial; it stays off then.
     """
 
     def __init__(self, source: str) -> None:
@@ -52,10 +52,10 @@ class Trial:
         self._watched = WATCHED
         self._skip = SETTLING
         self._steps: list[StepStats] = []
-        self._with: list[StepStats] = []
+        self._prefetched: list[StepStats] = []
 
     def observe(self, step: StepStats) -> None:
-        """Judge ``step``, which ran as `prefetch` said."""
+        """Evaluate ``step``, which ran with or without prefetch according to `prefetch`."""
         if self.lost:
             return
         if self._skip:
@@ -63,12 +63,12 @@ class Trial:
             return
         self._steps.append(step)
         if self.prefetch and len(self._steps) == self._watched:
-            if _waiting(self._steps) > WAITING or _waste(self._steps) > WASTE:
+            if _stall_ratio(self._steps) > WAITING or _waste(self._steps) > WASTE:
                 self._change(prefetch=False)
             else:
                 self._steps.clear()
         elif not self.prefetch and len(self._steps) == TRIED:
-            with_prefetch, without = _waiting(self._with), _waiting(self._steps)
+            with_prefetch, without = _stall_ratio(self._prefetched), _stall_ratio(self._steps)
             if without <= with_prefetch:
                 self.lost = True
                 logger.warning(
@@ -76,7 +76,7 @@ class Trial:
                     "bytes; on demand stalls %.3f s: prefetch is off from now",
                     self._source,
                     with_prefetch,
-                    100 * _waste(self._with),
+                    100 * _waste(self._prefetched),
                     without,
                 )
             else:
@@ -85,15 +85,15 @@ class Trial:
 
     def _change(self, *, prefetch: bool) -> None:
         self.prefetch, self._skip = prefetch, SETTLING
-        self._with, self._steps = self._steps, []
+        self._prefetched, self._steps = self._steps, []
 
 
 def likely(blocks: Sequence[int], confidence: npt.NDArray[np.float32] | None) -> list[int]:
-    """Return what of a predicted order to fetch ahead.
+    """Return the blocks of a predicted order that are worth prefetching.
 
     Args:
         blocks: the order.
-        confidence: the chance that each runs, ``[blocks]``; None: nobody knows.
+        confidence: probability that each block runs, ``[blocks]``; None if unknown.
     """
     if confidence is None:
         return list(blocks)
@@ -101,12 +101,12 @@ def likely(blocks: Sequence[int], confidence: npt.NDArray[np.float32] | None) ->
     return [b for b, p in zip(blocks, confidence.tolist(), strict=True) if p >= least]
 
 
-def _waiting(steps: Sequence[StepStats]) -> float:
-    """Return the seconds waited per second worked."""
+def _stall_ratio(steps: Sequence[StepStats]) -> float:
+    """Return the stalled seconds per second of work."""
     waited = sum(step.stall_s for step in steps)
     return waited / max(sum(step.seconds for step in steps) - waited, 1e-9)
 
 
 def _waste(steps: Sequence[StepStats]) -> float:
-    """Return the share of prefetched bytes that nobody used."""
+    """Return the share of prefetched bytes that were wasted."""
     return sum(s.wasted_bytes for s in steps) / max(1, sum(s.prefetched_bytes for s in steps))

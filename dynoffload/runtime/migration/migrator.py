@@ -1,9 +1,9 @@
-"""The migrator: follows where the step is, and keeps a plan in front of it.
+"""The migrator: plans prefetches and evictions, and tracks the step's position in the plan.
 
 At the start of a sample it plans forward, backward and the next forward from a predicted order of
-units; at the start of backward it plans again from what really ran. Between, hooks report uses and
-the migrator finds them in the plan ("anchoring"). A use that the plan does not hold moves nothing
-ahead of time; the device brings its regions when they are touched.
+units. At the start of backward it plans again from what actually ran. In between, hooks report uses
+and the migrator finds them in the plan ("anchoring"). A use missing from the plan prefetches
+nothing; the device fetches its regions when they are touched.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Phase(Enum):
-    """Where the step is."""
+    """Phase of the step."""
 
     IDLE = "idle"
     FORWARD = "forward"
@@ -38,7 +38,7 @@ class Phase(Enum):
 
 
 class Migrator:
-    """Plans and follows one session's samples."""
+    """Plans one session's samples and tracks their progress."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Migrator:
         self._activations = activations
         self._reserve = reserve_bytes
         self.policy = LookAhead()
-        self.prefetch = False  # until `set_prefetch`: every use is on demand
+        self.prefetch = False  # until `set_prefetch`, every use is on demand
         self.phase = Phase.IDLE
         self.position = 0
         self.anchored = 0
@@ -64,12 +64,12 @@ class Migrator:
         self._saved = Saved(activations.chunk_bytes)
         self._mark = 0
         self._reference: Reference[Slot] = Reference()
-        self._unplanned = False  # whether it was said that a step could not be planned
+        self._unplanned = False  # whether the warning about unplanned steps was logged
 
-    # What the hooks report
+    # Reports from hooks
 
     def begin_forward(self, predicted: Sequence[Unit] | None) -> None:
-        """A sample begins; ``predicted`` is the order of its units if anybody knows."""
+        """Begin a sample; ``predicted`` is the order of its units, or None: the last order."""
         self.phase = Phase.FORWARD
         self._visits = []
         self._mark = self._activations.saved_bytes
@@ -82,10 +82,10 @@ class Migrator:
             self._follow(reference)
 
     def revise(self, rest: Sequence[Unit]) -> None:
-        """The forward under way will go on with ``rest``, otherwise than was predicted.
+        """Replan the running forward, which will continue with ``rest``.
 
-        The plan ends with this sample's backward, and holds no drafts: the one made as backward
-        begins looks further.
+        This plan ends with the sample's backward, without speculative updates. The plan made when
+        backward begins covers them and the next forward.
         """
         if self.phase is Phase.FORWARD and self.prefetch:
             under_way = [Visit(unit) for unit, _ in self._visits[-1:]]
@@ -94,42 +94,42 @@ class Migrator:
             reference.add_forward([*under_way, *coming], self._is_pending)
             reference.add_backward([*visits_made(self._visits), *coming])
             self._follow(reference)
-            for visit in under_way:  # the next visit of this unit is another one
+            for visit in under_way:  # already visited: anchor later visits of this unit only
                 del reference.forward[visit.unit.index][0]
 
     @property
     def site(self) -> str:
-        """The path of the unit that forward visited last; "" before the first."""
+        """Path of the unit that forward visited last; "" before the first."""
         return self._visits[-1][0].path if self._visits else ""
 
     def visit(self, unit: Unit) -> None:
-        """A unit's forward begins."""
+        """Record that a unit's forward begins."""
         if self.phase is Phase.FORWARD:
             self._close_visit()
             self._visits.append((unit, []))
             self._anchor(self._reference.forward.get(unit.index))
 
     def open_chunk(self, chunk: Chunk) -> None:
-        """Forward goes on saving into another chunk."""
+        """Record that forward saves into another chunk."""
         if self._visits:
             self._visits[-1][1].append(chunk.region)
 
     def end_forward(self) -> None:
-        """The sample's forward is over."""
+        """End the sample's forward."""
         self._close_visit()
         self.last_order = [unit for unit, _ in self._visits]
         self._outstanding += visits_made(self._visits)
         self.phase = Phase.IDLE
 
     def drop_forward(self) -> None:
-        """The forward under way, if there is one, will not go on."""
+        """Drop the running forward, if any."""
         if self.phase is Phase.FORWARD:
             self.phase, self._visits = Phase.IDLE, []
 
     def backward_use(self, region: int) -> bool:
-        """Backward is about to use a parameter's region; return whether it begins here."""
+        """Record that backward uses a parameter's region next; return whether this begins it."""
         if self.phase is Phase.FORWARD:
-            return False  # a backward inside forward: a gradient penalty
+            return False  # a backward inside forward, as for a gradient penalty
         begins = self.phase is not Phase.BACKWARD
         if begins:
             self._begin_backward()
@@ -138,23 +138,23 @@ class Migrator:
         return begins
 
     def end_step(self) -> None:
-        """The optimizer has stepped: what was outstanding has had its backward."""
+        """End the step: outstanding forwards have had their backward."""
         self._outstanding.clear()
         self.phase = Phase.IDLE
 
     def end_plan(self) -> None:
-        """What runs now is not planned: every use is on demand until the next plan."""
+        """Cancel the plan: every use is on demand until the next plan."""
         if self._reference.uses:
             self._follow(Reference())
 
     def forget(self) -> None:
-        """The model's units are others from now on."""
+        """Forget plans and orders, because the model's units change."""
         self._follow(Reference())
         self.last_order, self._visits = [], []
         self._saved.forget()
 
     def set_prefetch(self, prefetch: bool) -> None:
-        """From now on plan ahead, or have every use on demand."""
+        """Switch planning on, or make every use on demand."""
         if self.prefetch and not prefetch:
             self._follow(Reference())
         self.prefetch = prefetch
@@ -171,14 +171,14 @@ class Migrator:
             self._follow(reference)
 
     def _alive(self, chunks: Sequence[int]) -> tuple[int, ...]:
-        """Return those of ``chunks`` that are still to be used: what was saved after the last use
-        of a parameter was freed before the first in backward."""
+        """Return those of ``chunks`` still in use. Tensors saved after the last parameter use are
+        freed before backward's first."""
         return tuple(chunk for chunk in chunks if self._device.size(chunk))
 
     def _add_backward(
         self, reference: Reference[Slot], visits: Sequence[Visit[Slot]], order: Sequence[Unit]
     ) -> None:
-        """Add the backward over ``visits``, and the next forward, of ``order``."""
+        """Add the backward over ``visits``, then the next forward in ``order``."""
         drafts = None if self._updates is None else self._updates.speculative
         drafted = None if drafts is None else drafts.choose(completing(visits))
         reference.add_return(visits, order, drafted)
@@ -194,8 +194,8 @@ class Migrator:
         try:
             schedule = self.policy.plan(reference.uses, sizes, capacity, resident, resident)
         except (BudgetError, ValueError) as error:
-            # A module uses more than there is, though no operator does, or the order is one that
-            # cannot be: a plan is advice, so the step runs on demand.
+            # A module needs more than the budget at once, though no operator does, or the order is
+            # impossible. Plans are optional, so the step runs on demand.
             if not self._unplanned:
                 lacking = getattr(error, "lacking", 0)
                 logger.warning(
@@ -234,7 +234,7 @@ class Migrator:
             self._saved.note(self._visits[-1][0].index, saved)
 
     def _with_chunks(self, order: Sequence[Unit]) -> list[Visit[Slot]]:
-        """Say which chunks the visits of ``order`` will fill, as far as one can know."""
+        """Return the visits of ``order`` with the chunks that they are expected to fill."""
         needed = self._saved.chunks_needed(order)
         indices = self._activations.next_indices()
         while len(indices) < needed:

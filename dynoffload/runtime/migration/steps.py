@@ -1,8 +1,8 @@
-"""One forward under a pilot: it observes what runs, and predicts the rest anew.
+"""Tracks one forward under a pilot and updates the prediction of its remaining blocks.
 
-`Step` hands each block that begins, and each hint, to a `dynoffload.pilot.tracking.StepTracker`.
-The rest is predicted anew when something ran that was not expected next, and when the network
-hints: as long as that took no more than `SHARE` of the forward so far.
+`Step` passes each block that begins, and each hint, to a `dynoffload.pilot.tracking.StepTracker`.
+It predicts the rest again after an unexpected block or a decisive hint, as long as predicting took
+at most `SHARE` of the forward so far.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from dynoffload.pilot.tracking import StepTracker
 from dynoffload.runtime.migration.gates import likely
 
 SHARE = 0.2
-"""Of a forward's time so far, the share that predicting its rest anew may have taken."""
+"""Largest share of a forward's time so far that predicting its rest may take."""
 
 
 class Step:
-    """One forward pass, ``expected`` in this order, of which ``chosen`` is fetched ahead.
+    """One forward pass: ``expected`` is its predicted order, ``chosen`` the blocks to prefetch.
 
     Attributes:
-        hints: what the network hinted, for pilots to learn from.
-        foreseen: how many blocks were expected as the one before them ran.
+        hints: the network's routing hints, from which pilots learn.
+        foreseen: number of blocks that ran as predicted right before them.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class Step:
         self.foreseen = 0
         self._following = following
         self._expected, self._at = list(expected), 0
-        self._chosen, self._planned = list(chosen), 0  # the blocks that had begun as it was chosen
-        self._departed = False
+        self._chosen, self._planned = list(chosen), 0  # the latter: blocks begun at that time
+        self._diverged = False
         self._begun = perf_counter()
         self._spent = 0.0
 
@@ -45,7 +45,7 @@ class Step:
         return self._following is not None
 
     def ran(self, block: int) -> None:
-        """A block began."""
+        """Record that ``block`` began."""
         if self._following is None:
             return
         self._following.observe(block)
@@ -53,24 +53,24 @@ class Step:
             self._at += 1
             self.foreseen += 1
         else:
-            self._departed = True
+            self._diverged = True
 
     def hinted(self, hint: BlockHint) -> None:
-        """The network hinted."""
+        """Record a routing hint of the network."""
         self.hints.append(hint)
         if self._following is not None:
             self._following.hint(hint.blocks, hint.values)
-            self._departed |= self._following.decided
+            self._diverged |= self._following.decided
 
     def choose(self, ran: Sequence[int]) -> list[int] | None:
-        """Return what to fetch ahead after the blocks that ``ran``, if that may have changed, is
-        other than before, and asking has not taken its share of the time."""
+        """Return the blocks to prefetch after those that ``ran``, or None if the choice is
+        unchanged or predicting has used up its share of the time."""
         begun = perf_counter()
-        if self._following is None or not self._departed:
+        if self._following is None or not self._diverged:
             return None
         if self._spent > SHARE * (begun - self._begun):
             return None
-        self._departed = False
+        self._diverged = False
         self._expected, chances = self._following.expect()
         self._at = 0
         self.account(begun)
@@ -81,12 +81,12 @@ class Step:
         return chosen
 
     def account(self, begun: float) -> None:
-        """Predicting, or planning by it, has taken the time since ``begun`` (`perf_counter`)."""
+        """Count the time since ``begun`` (`perf_counter`) as spent on predicting or planning."""
         self._spent += perf_counter() - begun
 
 
 def _less(blocks: Sequence[int], begun: Sequence[int]) -> list[int]:
-    """Return ``blocks`` without those that have begun, each as often as it has."""
+    """Return ``blocks`` minus the multiset ``begun``, in order."""
     gone = Counter(begun)
     left: list[int] = []
     for block in blocks:

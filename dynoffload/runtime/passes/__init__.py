@@ -1,1 +1,1 @@
-"""What is watched of forward and backward: modules, gradients, and what autograd saves."""
+"""Hooks on forward and backward: modules, gradients, and saved tensors."""

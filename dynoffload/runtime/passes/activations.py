@@ -1,27 +1,27 @@
-"""Saved activations: what autograd keeps for backward moves into regions, many to a region.
+"""Pages saved activations: tensors that autograd saves for backward, packed into regions.
 
 Each storage that autograd saves during a forward of the managed model is copied once into the
-current *chunk*, a region filled from its start; the original dies when the forward lets go of it.
-A chunk's bytes are forgotten when the last saved tensor in it is. Backward meets chunks in reverse
-order, so they migrate like parameters do.
+current *chunk*, a region filled from its start. The original is freed when the forward releases it.
+A chunk's bytes are discarded with its last saved tensor. Backward visits chunks in reverse order,
+so they migrate like parameters.
 
-Tensors below a threshold stay where they are and are counted; past their allowance they are moved
-too. What is a view of a parameter stays what it is.
+Tensors below a threshold stay in place and are counted; beyond their allowance they are moved too.
+A view of a parameter stays a view.
 
-[Note: hidden writes]  Backward gets what a tensor held when it was first saved. A write after that
-which autograd sees raises, as in plain PyTorch; one that hides from autograd (through ``.data``, or
-a numpy view) reaches backward there, and does not here. What ``.data`` gives counts its own writes,
-so what is saved of it has bytes of its own.
+[Note: hidden writes]  Backward gets the values that a tensor had when it was first saved. A later
+write that autograd sees raises, as in plain PyTorch. A write hidden from autograd (through
+``.data``, or a numpy view) affects backward in plain PyTorch, but not here. A tensor from ``.data``
+has its own version counter, so its saved bytes are stored separately.
 
-[Note: parts]  Of a storage of which less than half is saved, that part is moved if its elements lie
-in one stretch. One with gaps, such as some columns of a table, is moved as its whole storage, whose
-strides kernels go by, unless that is larger than the pool, or what the user called the model with:
-then `Columns` has the elements alone. What is saved never keeps more bytes than are counted.
+[Note: parts]  If less than half of a storage is saved, only that part is moved if it is dense. A
+part with gaps, such as some columns of a table, is moved as its whole storage, because kernels
+depend on its strides. If that is larger than the pool, or is an input of the model, `Columns` has
+the elements alone. Saved tensors never keep more bytes than are counted.
 
-[Note: cast weights]  Autocast keeps the low-precision copy that it makes of a weight until its
-block ends: half of all weights, beside what autograd saves. The cache must stay, as it decides how
-gradients of a weight used twice are summed. So once such a copy is saved, its tensor is given the
-saved bytes as its own, and is paged with them.
+[Note: cast weights]  Autocast caches the low-precision copy of each weight until its block ends:
+half of all weights, in addition to what autograd saves. The cache must stay, as it decides how
+gradients of a weight used twice are summed. So once such a copy is saved, its tensor is moved onto
+the saved bytes, and is paged with them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from dynoffload.runtime.passes.saved import (
 from dynoffload.runtime.unseen import unseen
 from dynoffload.units import format_bytes
 
-_FEW, _MANY = 8, 1024  # of what has ended, that can wait to be counted
+_FEW, _MANY = 8, 1024  # freed objects that may stay uncounted
 
 _alive: weakref.WeakSet[Activations] = weakref.WeakSet()
 
@@ -81,7 +81,7 @@ def tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
 
 
 def _close_in_child() -> None:
-    """A forked process has none of the paged memory: what it frees is not its own."""
+    """Close all in a forked process: it does not own the paged memory, and must not free it."""
     for activations in list(_alive):
         activations.close()
 
@@ -96,18 +96,18 @@ class Activations:
 
     Attributes:
         device: holds the chunks.
-        chunk_bytes: size of a chunk; a larger storage gets one of its own.
+        chunk_bytes: size of a chunk; a larger storage gets its own chunk.
         min_moved_bytes: smaller storages are kept in place while `allowance` lasts.
-        allowance: bytes of kept tensors.
+        allowance: most bytes of tensors kept in place.
         on_borrowed: called in backward with the region of a saved parameter, before its use.
-        on_chunk: called in backward when another chunk is reached.
+        on_chunk: called in backward with the region of each chunk that is reached.
         on_open: called in forward when a chunk is opened.
-        site: returns the path of the module that runs, for errors.
-        enough: returns a budget that has room for a region of so many bytes.
+        site: returns the path of the running module, for errors.
+        enough: returns a budget with room for a region of the given bytes.
         region_of: returns the region of a parameter, -1 for none.
-        names: where regions get their names for reports.
-        kept: counts what stays in place.
-        gathered: knows what was gathered from shards, if the model has some.
+        names: maps regions to their names in reports; it is extended here.
+        kept: counts the tensors kept in place.
+        gathered: finds the shard of a gathered tensor; None if the model has no shards.
     """
 
     device: Device
@@ -126,28 +126,28 @@ class Activations:
     def __post_init__(self) -> None:
         _alive.add(self)
         self._regions: list[int] = []  # of standard chunks, by index
-        self._free: list[int] = []  # indices, highest first
+        self._free: list[int] = []  # indices of free chunks, highest first
         self._current: Chunk | None = None
         self._entries: dict[Hashable, weakref.ref[Entry]] = {}
         self._last: int = -1
-        self._waiting: list[Chunk] = []  # ended, but somebody outside still holds a tensor of it
-        self._live = 0  # entries whose saved tensors may still be asked for
+        self._waiting: list[Chunk] = []  # ended, but with external references to their memory
+        self._live = 0  # entries whose saved tensors may still be unpacked
         self._entered: Endings[Chunk] = Endings()
         self.kept = Keeping()
         self.gathered: Gathered | None = None
         self._closed = False
-        self._inputs: set[int] = set()  # storages of what the model was called with
+        self._inputs: set[int] = set()  # storages of the model's inputs
         self._borrowed: Endings[None] = Endings()
 
     # Chunks
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that stay in place, with what has ended since they were last counted."""
+        """Bytes kept in place, including those freed since the last `settle`."""
         return self.kept.nbytes
 
     def region(self, index: int) -> int:
-        """Return the region of the standard chunk ``index``; made at first use."""
+        """Return the region of the standard chunk ``index``, allocated at first use."""
         while index >= len(self._regions):
             region = self.device.allocate(self.chunk_bytes, extra=True)
             self.names[region] = f"activations[{len(self._regions)}]"
@@ -156,12 +156,12 @@ class Activations:
         return self._regions[index]
 
     def are_held(self) -> bool:
-        """Return whether a graph, or a user, may still ask for what was saved."""
+        """Return whether graphs or user references still need saved tensors."""
         self.sweep()
         return self._live > 0 or bool(self._waiting)
 
     def close(self) -> None:
-        """Serve nobody any more; what was saved is lost."""
+        """Refuse to unpack from now on; saved tensors are lost."""
         self._closed = True
         for borrowed in self._borrowed.alive():
             borrowed.let_go()
@@ -193,7 +193,7 @@ class Activations:
             index = self._free.pop()
             chunk = Chunk(index, self._regions[index], self.chunk_bytes)
         try:
-            self.device.acquire([chunk.region], pin=True)  # until it is shut: no plan knows when
+            self.device.acquire([chunk.region], pin=True)  # until it is shut, unknown to plans
         except BaseException:
             self._drop(chunk)
             raise
@@ -203,7 +203,7 @@ class Activations:
     def _place(self, nbytes: int) -> tuple[Chunk, int]:
         if nbytes > self.chunk_bytes:
             if self.device.padded(nbytes) + self.chunk_bytes > self.device.capacity:
-                self._shut_current()  # it may need all there is
+                self._shut_current()  # the new chunk may need the whole pool
             return self._open(nbytes), 0
         chunk_or_none = self._current
         if chunk_or_none is None or chunk_or_none.filled + nbytes > chunk_or_none.size:
@@ -225,20 +225,20 @@ class Activations:
             self._drop(chunk)
 
     def begin_forward(self, inputs: Iterable[torch.Tensor]) -> None:
-        """A forward begins, of ``inputs``, whose memory is the user's."""
+        """Begin a forward; the user owns the memory of its ``inputs``."""
         kind = self.device.device.type
         self._inputs = {t.untyped_storage()._cdata for t in inputs if is_plain(t, kind)}
 
     @uninterrupted
     def end_forward(self) -> None:
-        """The forward is over: the next one starts a chunk of its own."""
+        """End the forward; the next one starts a new chunk."""
         self._shut_current()
         self._inputs = set()
         self._entries.clear()
         self.sweep()
 
     def settle(self) -> None:
-        """Count what has ended since the last call, and drop the chunks of which that was all."""
+        """Account for saved tensors freed since the last call, and drop chunks with none left."""
         if not self._closed and (self._entered or self.kept or len(self._borrowed) > _MANY):
             self._settle()
 
@@ -254,7 +254,7 @@ class Activations:
 
     def _drop(self, chunk: Chunk) -> None:
         if users_of(self.device.storage(chunk.region)) > 1:
-            self._waiting.append(chunk)  # a user kept what unpacking gave out
+            self._waiting.append(chunk)  # user code still holds an unpacked tensor
             return
         if chunk.index < 0:
             self.device.release(chunk.region)
@@ -266,7 +266,7 @@ class Activations:
 
     @uninterrupted
     def sweep(self) -> None:
-        """Drop chunks that users have let go of since."""
+        """Drop chunks that no longer have external references."""
         self.settle()
         waiting, self._waiting = self._waiting, []
         for chunk in waiting:
@@ -277,11 +277,11 @@ class Activations:
     @uninterrupted
     @unseen
     def pack(self, tensor: torch.Tensor) -> Packed | InPlace:
-        """Take over a tensor that autograd saves."""
+        """Return the stand-in for a tensor that autograd saves, moved to a chunk if possible."""
         if not is_plain(tensor, self.device.device.type):
             return self._keep(tensor)
         storage = tensor.untyped_storage()
-        # Of a row, the region of the first byte that is used; the others come as they are touched.
+        # In a row this is the region of the first byte used; others are fetched when touched.
         region = self.device.owner(tensor if tensor.numel() else storage)
         if region >= 0:
             borrowed = InPlace(tensor, region)
@@ -289,7 +289,7 @@ class Activations:
             return borrowed
         if self.gathered is not None:
             shard = self.gathered.source_of(tensor)
-            if shard is not None:  # FSDP lets it go and gathers it anew
+            if shard is not None:  # FSDP frees it and gathers it again
                 region = self.region_of(shard)
                 return InPlace(tensor, region)
         nbytes = storage.nbytes()
@@ -318,7 +318,7 @@ class Activations:
         self._live += 1
         chunk.live += 1
         self._entered.watch(entry, chunk)
-        # As it lies before a cast moves: the tensor may be that cast.
+        # Made before a cast moves, because the tensor may be that cast.
         packed = form(tensor, entry, place)
         try:
             with torch.no_grad():
@@ -350,7 +350,7 @@ class Activations:
     @uninterrupted
     @unseen
     def unpack(self, packed: Packed | InPlace) -> torch.Tensor:
-        """Give a saved tensor back to backward.
+        """Return a saved tensor for backward.
 
         Raises:
             RuntimeError: it was modified in place since it was saved, as autograd raises.

@@ -1,12 +1,12 @@
-"""Calls of the root: which is the outermost, and the saved-tensor hooks that hold while it runs.
+"""Tracks calls of the root: the outermost one, and the saved-tensor hooks active while it runs.
 
-[Note: threads]  Any thread may call the root, but one at a time: what runs next is one order, and
-hooks on saved tensors are a thread's own. A call that comes while another thread's is on its stack
-is refused before it changes anything.
+[Note: threads]  Any thread may call the root, but only one at a time: plans predict one order, and
+saved-tensor hooks are thread-local. A call during another thread's call is refused before it
+changes anything.
 
-[Note: torn down]  An interrupt leaves a call without its hooks being run. So a call is known by a
-frame that lives as long as it does: the one of `nn.Module` that runs the hooks and then forward. A
-call whose frame is on no stack has ended.
+[Note: torn down]  An interrupt ends a call without running its hooks. So a call is identified by a
+frame that lives as long: the `nn.Module` frame that runs the hooks and then forward. A call whose
+frame is on no stack has ended.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ logger = logging.getLogger(__name__)
 
 
 class Saving(Protocol):
-    """Takes over what autograd saves, and gives it back."""
+    """Packs the tensors that autograd saves, and unpacks them."""
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Return what stands for a tensor that is saved."""
+        """Return the stand-in for a saved tensor."""
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        """Return the tensor for which ``packed`` stands."""
+        """Return the tensor of the stand-in ``packed``."""
 
 
 class _OfThread(threading.local):
-    """The saved-tensor hooks of one session at work in this thread, or None."""
+    """The saved-tensor hooks of one session that are active in this thread, or None."""
 
     saving: torch.autograd.graph.saved_tensors_hooks | None = None
 
@@ -52,19 +52,19 @@ class _OfThread(threading.local):
 
 
 class Calls:
-    """The calls of one session's root."""
+    """Tracks the calls of one session's root."""
 
     def __init__(self) -> None:
         self._depth = 0
-        self._frame: FrameType | None = None  # of the outermost
-        self._thread = 0  # in which that runs
+        self._frame: FrameType | None = None  # of the outermost call
+        self._thread = 0  # that runs the outermost call
         self._claiming = threading.Lock()
         self._of_thread = _OfThread()
         self._warned = False
 
     @uninterrupted
     def enter(self) -> bool:
-        """A call begins, whose hook calls this; return whether it is the outermost.
+        """Begin a call, from its forward pre-hook; return whether it is the outermost.
 
         Raises:
             ThreadError: another thread is in a call of the root; see [Note: threads].
@@ -83,13 +83,13 @@ class Calls:
                     )
             if not self._depth:
                 self._frame, self._thread = frame, thread
-                self._of_thread.end()  # of a call that was torn down in this thread
+                self._of_thread.end()  # left by a call that was torn down in this thread
             self._depth += 1
             return self._depth == 1
 
     @uninterrupted
     def save_to(self, saving: Saving) -> None:
-        """Have ``saving`` take over what autograd saves until the outermost call ends."""
+        """Make ``saving`` pack the tensors that autograd saves until the outermost call ends."""
         if not _hooks_of_others():
             self._of_thread.begin(saving)
         elif not self._warned:
@@ -101,9 +101,9 @@ class Calls:
 
     @uninterrupted
     def leave(self) -> bool:
-        """A call has ended, maybe by an error; return whether it was the outermost."""
+        """End a call, possibly after an error; return whether it was the outermost."""
         if not self._depth or self._thread != threading.get_ident():
-            return False  # it was refused
+            return False  # this call was refused
         if self._depth > 1:
             self._depth -= 1
             return False
@@ -118,21 +118,21 @@ class Calls:
         return True
 
     def abandon(self) -> None:
-        """Forget the call that runs."""
+        """Forget the running call."""
         self._of_thread.end()
         self._depth, self._frame = 0, None
 
 
 def _frame_of_call() -> FrameType | None:
-    """Return the frame that calls the hook that runs now; see [Note: torn down]."""
+    """Return the `nn.Module` frame that called the running hook; see [Note: torn down]."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != nn.Module.__module__:
-        frame = frame.f_back  # ours, and what `torch.compile` puts around a hook
+        frame = frame.f_back  # skip our frames, and those that `torch.compile` adds
     return frame
 
 
 def _runs(frame: FrameType | None, inner: FrameType | None) -> bool:
-    """Return whether ``frame`` is ``inner`` or one that called it, however indirectly."""
+    """Return whether ``frame`` is ``inner`` or one of its direct or indirect callers."""
     while inner is not None:
         if inner is frame:
             return True
@@ -141,7 +141,7 @@ def _runs(frame: FrameType | None, inner: FrameType | None) -> bool:
 
 
 def _hooks_of_others() -> bool:
-    """Return whether saved-tensor hooks of the user's are at work, or all are disabled."""
+    """Return whether user saved-tensor hooks are active, or all such hooks are disabled."""
     autograd = torch._C._autograd
     return (
         not autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]

@@ -1,12 +1,11 @@
-"""What has ended, found without running any code as it ends; and the count of what is kept.
+"""Finalization queue: finds freed objects without running Python code, and counts kept tensors.
 
-A signal that comes as Python enters a destructor, or the callback of a weak reference, raises
-there, where it is swallowed: the body does not run, the count is wrong from then on, and Ctrl-C is
-lost. A callback that is a built-in function leaves no such moment. So `Endings` only appends to a
-list, which is asked for later.
+A signal that arrives when Python enters a destructor or weak-reference callback raises there and is
+swallowed. The body does not run, so the count stays wrong, and Ctrl-C is lost. A built-in function
+as callback avoids this. So `Endings` only appends to a list, which is read later.
 
-`Keeping` counts saved tensors that stay in place: each storage once, however often it is saved. A
-storage of the model's own, a buffer's or a small parameter's, is counted with the model.
+`Keeping` counts saved tensors that stay in place, each storage once however often it is saved.
+Storages of the model itself, such as buffers or small parameters, are counted with the model.
 """
 
 from __future__ import annotations
@@ -22,35 +21,35 @@ _Note = TypeVar("_Note")
 
 
 class Endings(Generic[_Note]):
-    """Watches objects; each has a note, which is what remains of it."""
+    """Watches objects; returns each one's note after the object is freed."""
 
     def __init__(self) -> None:
         self._notes: dict[weakref.ref[Any], _Note] = {}
         self._ended: list[weakref.ref[Any]] = []
 
     def watch(self, one: object, note: _Note) -> None:
-        """Remember ``note`` for when ``one`` has ended."""
+        """Keep ``note`` until ``one`` is freed."""
         self._notes[weakref.ref(one, self._ended.append)] = note
 
     def __len__(self) -> int:
-        """Return how many have ended, and were not taken yet."""
+        """Return how many objects were freed and not taken yet."""
         return len(self._ended)
 
     def take(self) -> list[_Note]:
-        """Return the notes of what has ended since the last call."""
+        """Return the notes of objects freed since the last call."""
         taken: list[_Note] = []
-        with contextlib.suppress(IndexError):  # another thread may take, too
+        with contextlib.suppress(IndexError):  # the list is empty; other threads take too
             while True:
                 taken.append(self._notes.pop(self._ended.pop()))
         return taken
 
     def alive(self) -> list[Any]:
-        """Return what has not ended."""
+        """Return the watched objects that are alive."""
         return [one for one in (reference() for reference in list(self._notes)) if one is not None]
 
 
 class _Held:
-    """One storage, counted as long as any saved tensor of it is kept."""
+    """One storage, counted while any saved tensor of it is kept."""
 
     __slots__ = ("key", "nbytes", "source", "users")
 
@@ -60,12 +59,12 @@ class _Held:
 
 
 class Keeping:
-    """Counts what is kept.
+    """Counts the bytes of saved tensors that stay in place.
 
     Attributes:
-        nbytes: of all, with what has ended since `settle`.
-        peak: most of them since `take_peak`.
-        largest: bytes and name of the largest that was saved before that; 0 and "" for none.
+        nbytes: bytes of all, including those freed since `settle`.
+        peak: highest `nbytes` since `take_peak`.
+        largest: bytes and name of the largest one saved between the last two `take_peak`, or 0, "".
     """
 
     def __init__(self) -> None:
@@ -76,11 +75,11 @@ class Keeping:
         self._largest = self.largest = 0, ""
 
     def __len__(self) -> int:
-        """Return how many have ended that are not settled."""
+        """Return how many were freed and are not settled."""
         return len(self._endings)
 
     def counted_elsewhere(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Do not count these, which are counted with the model."""
+        """Set the storages that are not counted here, because they are counted with the model."""
         self._own = {storage._cdata: weakref.ref(storage) for storage in storages}
 
     def _is_own(self, storage: torch.UntypedStorage) -> bool:
@@ -89,11 +88,11 @@ class Keeping:
 
     def _known(self, storage: torch.UntypedStorage) -> _Held | None:
         held = self._held.get(storage._cdata)
-        # Of one that has ended and is not settled, the address may be another's by now.
+        # The address of a freed storage that is not settled may have been reused.
         return held if held is not None and held.source() is storage else None
 
     def adds(self, storage: torch.UntypedStorage) -> int:
-        """Return the bytes by which the count would grow if ``storage`` were kept."""
+        """Return the bytes that keeping ``storage`` would add to the count."""
         known = self._is_own(storage) or self._known(storage) is not None
         return 0 if known else storage.nbytes()
 
@@ -104,9 +103,9 @@ class Keeping:
         others: int,
         name: Callable[[], str],
     ) -> None:
-        """Count ``storages``, and ``others`` bytes that lie in none, until ``kept`` ends.
+        """Count ``storages``, and ``others`` bytes outside storages, until ``kept`` is freed.
 
-        ``name`` says what it is, for `largest`.
+        ``name`` returns a description, for `largest`.
         """
         notes = []
         for storage in storages:
@@ -127,7 +126,7 @@ class Keeping:
             self._endings.watch(kept, (notes, others))
 
     def settle(self) -> None:
-        """Count what has ended since the last call."""
+        """Subtract what was freed since the last call."""
         for notes, others in self._endings.take():
             self.nbytes -= others
             for held in notes:
@@ -138,7 +137,7 @@ class Keeping:
                         del self._held[held.key]
 
     def take_peak(self) -> int:
-        """Return the most bytes since the last call."""
+        """Return the highest count since the last call, and reset it."""
         peak, self.peak = self.peak, self.nbytes
         self.largest, self._largest = self._largest, (0, "")
         return peak

@@ -1,19 +1,19 @@
-"""Where the step is: the hooks on units, parameters and reads of the whole model.
+"""Hooks on units, parameters and reads of the whole model, which report the step's progress.
 
-They report and never decide. They are put on anew whenever the network has changed; the root's
-hooks, which open and close a sample, are the session's and stay where they are.
+The hooks only report. They are reinstalled whenever the network has changed. The root's hooks,
+which open and close a sample, belong to the session and stay installed.
 
-[Note: copies of hooks]  Modules carry their hooks into what is copied or pickled of them. Ours are
-`Hook` objects, of which a copy does nothing: a copied model is a plain one. Where a unit's own hook
-stands, no copy is made of it: `dynoffload.around`.
+[Note: copies of hooks]  Copies and pickles of a module include its hooks. Ours are `Hook` objects,
+whose copies do nothing, so a copied model is a plain one. Hooks installed through
+`dynoffload.around` are not copied.
 
-[Note: compiled models]  `torch.compile` would trace hooks, and compile what they call. A root's
-hooks are called outside of what is compiled, on both its sides; a unit's do nothing there: what a
-compiled forward reads is fetched as it is touched. `torch.export` runs a model on tensors without
-bytes: there is nothing to page, and all hooks do nothing.
+[Note: compiled models]  `torch.compile` would trace hooks, and compile what they call. The root's
+hooks run outside the compiled region, before and after it. Unit hooks do nothing inside it:
+parameters of a compiled forward are fetched when touched. `torch.export` runs a model on tensors
+without data: there is nothing to page, and all hooks do nothing.
 
-[Note: removed hooks]  A call of a module looks its hooks up before it runs them. One that an
-earlier hook of the same call removes still runs: so `Hook.end` makes it do nothing.
+[Note: removed hooks]  `Module.__call__` collects its hooks before it runs them. A hook removed by
+an earlier one in the same call still runs, so `Hook.end` makes it do nothing.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from dynoffload.runtime.adoption.units import Unit
 
 
 class Hook:
-    """What is registered with a module; see [Note: copies of hooks].
+    """A hook to register with a module; see [Note: copies of hooks].
 
     Args:
-        call: what it does; None does nothing.
-        on_copy: called before it is copied or pickled with its module.
-        compiled: whether it is called where a compiled model runs; see [Note: compiled models].
+        call: called by the hook; None does nothing.
+        on_copy: called before the hook is copied or pickled with its module.
+        compiled: whether it also runs around compiled code; see [Note: compiled models].
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class Hooks:
     Args:
         model: the root.
         units: modules to watch.
-        collectors: parameters, each with what is called when its gradient is complete for this
+        collectors: pairs of a parameter and a callback for when its gradient is complete in this
             backward.
-        on_visit: called with a unit, and the hook's arguments, before its forward, in training or
-            not.
-        on_read: called before the whole of the model, or of a module, is read.
+        on_visit: called with a unit and the hook's arguments before its forward, in train and eval
+            mode.
+        on_read: called before ``state_dict()``, copies or pickles of the model or a module.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Hooks:
             handles.append(inner.register_state_dict_pre_hook(read))  # type: ignore[no-untyped-call]
         for unit in units:
             if unit.number is not None:
-                continue  # its uses are told otherwise: see `Parts`
+                continue  # uses of slices are reported by `Parts`
             visit = Hook(partial(on_visit, unit))
             self._hooks.append(visit)
             handles.append(before_call(unit.module, visit, unseen, first=unit.gathers))
@@ -125,7 +125,7 @@ class Hooks:
                 _keep_first(model)
 
     def remove(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         for hook in self._hooks:
             hook.end()
         for handle in self._handles:
@@ -133,7 +133,7 @@ class Hooks:
 
 
 def _keep_first(model: nn.Module) -> None:
-    """Have the hook that opens a sample go on being the root's first."""
+    """Keep the hook that opens a sample first among the root's."""
     hooks = cast("OrderedDict[int, Any]", model._forward_pre_hooks)
     for key, hook in list(hooks.items()):
         if isinstance(hook, Hook) and hook.compiled:

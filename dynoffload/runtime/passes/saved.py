@@ -1,14 +1,14 @@
-"""What the saved-tensor hooks hand to autograd in the place of a tensor.
+"""Stand-ins that the saved-tensor hooks give autograd in place of saved tensors.
 
-Backward gets the same tensor of it, or the same error.
+Unpacked, they give backward the same tensor or the same error as plain PyTorch.
 
-[Note: lazy bits]  A conjugate, and the imaginary part of one, lies in memory as what it was made
-from and carries a bit that says how to read it. The bytes are copied as they lie and the bits put
-back: a kernel may go another way for a tensor without them.
+[Note: lazy bits]  A conjugate, or the imaginary part of one, shares the memory of its source and
+has a bit that says how to read it. The raw bytes are copied and the bits set again on unpacking,
+as kernels may take another path for a tensor without them.
 
-[Note: subclasses]  Autograd gives a tensor of a subclass back as the object that it was, attributes
-and all, and so do we. One that requires grad it gives back as a plain tensor wherever hooks are at
-work, whatever they do.
+[Note: subclasses]  Autograd returns a saved tensor of a subclass as the same object, with its
+attributes, and so do we. With any saved-tensor hooks, it returns one that requires grad as a plain
+tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dynoffload.runtime.counting import parts_of
 from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.unseen import unseen
 
-ALIGNMENT = 64  # of what torch allocates, and of what lies in a chunk
+ALIGNMENT = 64  # bytes; of torch's allocations, and of storages in a chunk
 
 _EMPTY = torch.empty(0)
 _SPARSE = (
@@ -43,7 +43,7 @@ _SPARSE = (
 
 @dataclass(eq=False)
 class Chunk:
-    """A region being filled with saved storages, or waiting for backward."""
+    """A region that is being filled with saved storages, or waits for backward."""
 
     index: int
     region: int
@@ -54,7 +54,7 @@ class Chunk:
 
 
 class Entry:
-    """One saved storage's copy inside a chunk; ends with its last saved tensor."""
+    """One saved storage's copy in a chunk; freed with its last saved tensor."""
 
     __slots__ = (
         "__weakref__",
@@ -79,17 +79,17 @@ class Entry:
         self.witness = witness_of(tensor)
 
     def stands_for(self, tensor: torch.Tensor) -> bool:
-        """Return whether the copy is also that of ``tensor``, which lies in the same storage."""
+        """Return whether the copy also holds ``tensor``, which is in the same storage."""
         version = tensor._version
         if self.source() is None or self.version != version or self.witness._version != version:
             return False
         with _unsafe_preserve_version_counter(tensor):
             torch.autograd.graph.increment_version(tensor)
-            return bool(self.witness._version != version)  # else they count writes apart
+            return bool(self.witness._version != version)  # else their version counters differ
 
 
 class Packed:
-    """A saved tensor whose bytes lie in a chunk, ``offset`` elements into its entry."""
+    """A saved tensor whose bytes are stored in a chunk, ``offset`` elements into its entry."""
 
     __slots__ = ("conj", "dtype", "entry", "neg", "offset", "size", "stride")
 
@@ -100,7 +100,7 @@ class Packed:
         self.conj, self.neg = tensor.is_conj(), tensor.is_neg()
 
     def check(self) -> None:
-        """Raise what autograd raises if the original was modified since."""
+        """Raise autograd's error if the original was modified since."""
         _check(self.entry.version, self.entry.witness._version, self.size, self.dtype)
 
     def unpack(self, storage: torch.UntypedStorage) -> torch.Tensor:
@@ -111,28 +111,28 @@ class Packed:
         return torch._neg_view(lying) if self.neg else lying
 
     def lying_in(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Return what lies in the chunk, without bits; see [Note: lazy bits]."""
+        """Return the tensor in the chunk, without lazy bits; see [Note: lazy bits]."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         offset = self.entry.offset // empty.element_size() + self.offset
         return empty.set_(storage, offset, self.size, self.stride)
 
     def _spread(self, lying: torch.Tensor) -> torch.Tensor:
-        """Return what lies in the chunk as it lay when it was saved."""
+        """Return the tensor in the chunk with the strides that it had when saved."""
         return lying
 
 
 class Columns(Packed):
-    """A saved tensor with gaps, such as some columns of a table, which lies in a chunk without.
+    """A saved tensor with gaps, such as some columns of a table, stored in a chunk without them.
 
-    Backward gets the strides that it had, as kernels go by them: over its own storage while anybody
-    holds that, else over memory that is as large with the gaps and lives as long as the use.
+    Backward gets its strides back, because kernels depend on them. It reads the original storage if
+    that is still alive, else a temporary copy in memory that includes the gaps.
     """
 
     __slots__ = ("nbytes", "place", "skew", "strides")
 
     def __init__(self, tensor: torch.Tensor, entry: Entry, offset: int) -> None:
         super().__init__(tensor, entry, offset)
-        self.strides, self.stride = self.stride, ()  # in order
+        self.strides, self.stride = self.stride, ()  # contiguous in the chunk
         self.place, self.nbytes = offset_of(tensor), tensor.untyped_storage().nbytes()
         self.skew = tensor.data_ptr() % ALIGNMENT // tensor.element_size()
 
@@ -141,16 +141,16 @@ class Columns(Packed):
         if source is not None and source.nbytes() == self.nbytes:
             return self._over(source, self.place)
         known = None if self.entry.spread is None else self.entry.spread()
-        if known is not None:  # for another use of the same
+        if known is not None:  # another use's copy of the same entry
             return self._over(known, self.skew)
         steps = list(zip(self.size, self.strides, strict=True))
         span = 1 + sum((size - 1) * stride for size, stride in steps)
         made = torch.empty(self.skew + span, dtype=self.dtype, device=lying.device)
         spread = made.untyped_storage()
-        del made  # the storage lives as long as what is used of it
+        del made  # the storage lives as long as tensors over it
         self.entry.spread = weakref.ref(spread)
         gapped = self._over(spread, self.skew)
-        once = tuple(slice(None if stride else 1) for _, stride in steps)  # of what is expanded
+        once = tuple(slice(None if stride else 1) for _, stride in steps)  # expanded: one element
         gapped[once].copy_(lying[once])
         return gapped
 
@@ -160,7 +160,7 @@ class Columns(Packed):
 
 
 class InPlace:
-    """A saved tensor that stays where it is; ``region``: of the parameter that it views, or -1."""
+    """A saved tensor kept in place; ``region`` is that of the parameter that it views, or -1."""
 
     __slots__ = ("__weakref__", "region", "tensor", "version")
 
@@ -169,14 +169,14 @@ class InPlace:
         self.region, self.version = region, tensor._version
 
     def check(self) -> None:
-        """Raise what autograd raises if the tensor was modified since."""
+        """Raise autograd's error if the tensor was modified since."""
         now = self.tensor._version
-        if self.version != now:  # a nested tensor has no size to name
+        if self.version != now:  # a nested tensor has no size for the message
             size = torch.Size() if self.tensor.is_nested else self.tensor.size()
             _check(self.version, now, size, self.tensor.dtype)
 
     def let_go(self) -> None:
-        """Hold the region's memory no more: nobody will ask for it."""
+        """Release the tensor's memory; it will not be unpacked again."""
         self.tensor = _EMPTY
 
 
@@ -190,7 +190,7 @@ def _check(version: int, now: int, shape: torch.Size, dtype: torch.dtype) -> Non
 
 
 def is_plain(tensor: torch.Tensor, kind: str = "cpu") -> bool:
-    """Return whether a tensor is bytes in one storage on a kind of device, and no more."""
+    """Return whether a tensor is plain: strided bytes in one storage on a ``kind`` device."""
     return (
         tensor.layout == torch.strided
         and not tensor.is_nested
@@ -202,13 +202,13 @@ def is_plain(tensor: torch.Tensor, kind: str = "cpu") -> bool:
 
 
 def is_of_a_subclass(tensor: torch.Tensor) -> bool:
-    """Return whether backward must get this very object; see [Note: subclasses]."""
+    """Return whether backward must get this same object; see [Note: subclasses]."""
     return type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not tensor.requires_grad
 
 
 def witness_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that shares the version counter of ``tensor`` and its views, and holds none
-    of their bytes."""
+    """Return an empty tensor that shares the version counter of ``tensor`` and its views, but not
+    their memory."""
     witness = as_it_lies(tensor).detach()
     kin = torch._has_compatible_shallow_copy_type(witness, _EMPTY)  # of the CPU, CUDA and some more
     witness.data = _EMPTY if kin else witness.new_empty(0)
@@ -216,17 +216,17 @@ def witness_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of ``tensor`` without its bits; see [Note: lazy bits]."""
+    """Return a view of ``tensor`` without its lazy bits; see [Note: lazy bits]."""
     if tensor.is_conj():
         tensor = torch._conj(tensor)
     return torch._neg_view(tensor) if tensor.is_neg() else tensor
 
 
 def cast_that_autocast_keeps(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the copy of a weight, as autocast makes and keeps it, that ``tensor`` is or views.
+    """Return autocast's cached copy of a weight that ``tensor`` is or views, or None.
 
-    None too if anybody else has hold of it, in Python or by its storage, who would not follow to
-    another: a cast that the user made stays what it is.
+    None is also returned if the copy has other references, in Python or by its storage, which would
+    not follow a move. So a cast made by user code stays in place.
     """
     if _references(tensor) != _references_of_autocast().get(tensor._base is not None):
         return None
@@ -240,7 +240,7 @@ def cast_that_autocast_keeps(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _weight_of(tensor: torch.Tensor) -> torch.nn.Parameter | None:
-    """Return the parameter of which ``tensor`` is a cast, or a view of one."""
+    """Return the parameter of which ``tensor`` is a cast, or a view of a cast; else None."""
     base = tensor._base
     node = (tensor if base is None else base).grad_fn
     if node is None or node.name() != "ToCopyBackward0":
@@ -251,15 +251,15 @@ def _weight_of(tensor: torch.Tensor) -> torch.nn.Parameter | None:
 
 
 def _references(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return how many references Python has to a tensor, and to what it views."""
+    """Return the Python reference counts of a tensor and of its base (0 without one)."""
     viewed = 0 if tensor._base is None else sys.getrefcount(tensor._base)
     return sys.getrefcount(tensor), viewed
 
 
 @functools.cache
 def _references_of_autocast() -> dict[bool, tuple[int, int]]:
-    """Return what `_references` says, as deep in calls as above, of a cast that autocast alone
-    holds, by whether it is a view that is saved: asked of autocast itself."""
+    """Return `_references` of a cast held by autocast alone, by whether a view of it is saved. It
+    is measured with autocast, at the same call depth as in `cast_that_autocast_keeps`."""
     found: dict[bool, tuple[int, int]] = {}
 
     def ask(tensor: torch.Tensor) -> None:
@@ -268,7 +268,7 @@ def _references_of_autocast() -> dict[bool, tuple[int, int]]:
             found[tensor._base is not None] = references
 
     class Hooks:
-        @uninterrupted  # as the hook is that asks: both refer to the tensor too
+        @uninterrupted  # as the real hook: both decorators hold references to the tensor
         @unseen
         def pack(self, tensor: torch.Tensor) -> torch.Tensor:
             ask(tensor)
@@ -291,8 +291,8 @@ def _references_of_autocast() -> dict[bool, tuple[int, int]]:
 
 
 def memory_of(tensor: torch.Tensor, kind: str = "cpu") -> tuple[list[torch.UntypedStorage], int]:
-    """Return the storages on a kind of device behind a tensor of any sort, sparse or wrapped, and
-    the bytes of it that lie in none."""
+    """Return the storages on a ``kind`` device behind any tensor, including sparse and wrapped
+    ones, and its bytes that are in no storage."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     parts: Iterable[torch.Tensor]
     if flatten is not None:
@@ -311,7 +311,7 @@ def memory_of(tensor: torch.Tensor, kind: str = "cpu") -> tuple[list[torch.Untyp
 
 
 def name_of_kind(tensor: torch.Tensor) -> str:
-    """Return what messages call a tensor that stays in place."""
+    """Return the description of a kept tensor for messages."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"a {type(tensor).__name__}"
     return "a sparse tensor" if tensor.layout in _SPARSE else "a tensor"

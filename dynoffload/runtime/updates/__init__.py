@@ -1,1 +1,1 @@
-"""Optimizer steps without a barrier: split by parameter, put off, made when needed."""
+"""Optimizer steps without a barrier: split by parameter, deferred, made when needed."""

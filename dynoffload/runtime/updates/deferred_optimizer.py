@@ -1,20 +1,20 @@
-"""Optimizer steps without a barrier: each paged parameter's update waits for its next use.
+"""Deferred optimizer: splits steps by parameter and defers each update to the parameter's next use.
 
-A stock ``optimizer.step()`` would need all parameters, gradients and state at once. Here it splits
-into one update per paged parameter, made by the optimizer's own code on a group that holds this
-parameter alone, with the hyperparameters as they were at ``step()``. For the optimizers of
-`torch.optim` whose state belongs to parameters, the bits are those of the whole step.
+A plain ``optimizer.step()`` needs all parameters, gradients and state at once. Here it splits into
+one update per paged parameter. The optimizer's own code makes it on a group of this parameter
+alone, with the hyperparameters as of ``step()``. For optimizers of `torch.optim` with per-parameter
+state, the result equals the whole step bit for bit.
 
 [Note: deferral]  On a guarded device an update is deferred until the parameter is next used: by a
-module's forward, or by any access to it, its gradient or its state. The device holds such accesses
-back, as the regions are locked, until `PendingUpdates` has made the update. Elsewhere updates are
-made inside ``step()``, and so are those of tensors that the user has put in the place of adopted
-ones. What an update will change counts as changed at once, so that a backward which still needs
-the old value raises as it does in plain PyTorch.
+module's forward, or by any access to it, its gradient or its state. Its regions are locked, so the
+device blocks such accesses until `PendingUpdates` has made the update. On other devices updates are
+made inside ``step()``; so are updates of tensors with which user code replaced adopted ones.
+A parameter's version increases at ``step()``, so a backward that still needs the old value raises
+as in plain PyTorch.
 
-[Note: interrupts]  Ctrl-C in the middle would leave regions locked for an update that is not noted,
-an update half made, or an optimizer without parameters. So signals wait until what was begun is
-done; see `interrupts`.
+[Note: interrupts]  Ctrl-C in the middle could leave regions locked for an unrecorded update, a
+partial update, or an optimizer without parameters. So signals are delayed until the operation is
+complete; see `interrupts`.
 """
 
 from __future__ import annotations
@@ -61,25 +61,25 @@ class DeferredOptimizer:
     """Splits the steps of one optimizer into updates, and defers those that may wait.
 
     Args:
-        optimizer: the user's.
+        optimizer: the user's optimizer.
         store: its parameters' slots.
-        rows: the rows of those that are paged by slices.
+        rows: rows of the parameters that are paged by slices.
         device: holds their regions.
-        failure: where a step that was cut off is noted.
-        defer: whether updates may wait; needs a guarded device.
-        log: keeps what a step overwrites, so that one that is cut off is undone. All updates of a
-            step are made before the next step's then, and none in backward.
-        share: of the parameters' bytes whose updates are made in backward, 0 to 1.
+        failure: records a partially applied step.
+        defer: whether updates may be deferred; needs a guarded device.
+        log: keeps what a step overwrites, so that an interrupted step is undone; or None. With a
+            log, a step's updates are all made before the next step's, and none in backward.
+        share: share of the parameters' bytes whose updates are made in backward, 0 to 1.
         capacity: bytes of the pool that plans may use.
-        hear: called at the start of each ``step()`` of the user, outside of guards of ours.
-        check: called before each ``step()`` of the user, which it may refuse.
+        hear: called first in each user ``step()``, outside `uninterrupted` and `unseen`.
+        check: called before each user ``step()``; may raise to refuse it.
         on_whole: called before the optimizer's own code runs over all parameters at once.
-        on_step: called after each ``step()`` of the user.
+        on_step: called after each user ``step()``.
 
     Attributes:
-        pending: makes updates, and holds those that were deferred.
-        speculative: those made in backward, or None.
-        splits: whether steps are split at all.
+        pending: makes updates, and holds the deferred ones.
+        speculative: updates made in backward, or None.
+        splits: whether steps are split into updates.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class DeferredOptimizer:
     def _observe(self) -> None:
         state = self.optimizer.state
         if self._defer and not isinstance(state, ObservedState):
-            self.pending.flush_all()  # into the mapping that was there, which may be under this one
+            self.pending.flush_all()  # into the old mapping, which the new one may wrap
             self.optimizer.state = ObservedState(state, self._look)
 
     def _look(self, parameter: torch.Tensor | None) -> None:
@@ -151,7 +151,7 @@ class DeferredOptimizer:
         if not self.pending.any():
             return
         slot = self._store.slots.get(parameter)  # type: ignore[call-overload]
-        if slot is not None:  # of a fused parameter, what is not guarded is up to date
+        if slot is not None:  # a fused parameter's unguarded state is always up to date
             self.pending.flush(slot)
 
     # Undoing and loading
@@ -174,16 +174,16 @@ class DeferredOptimizer:
         return True
 
     def forget_undo(self) -> None:
-        """Something else than a step changes the model or the optimizer."""
+        """Clear the undo log: something other than a step changes the model or optimizer."""
         if self.pending.undo_log is not None:
             self.pending.undo_log.forget()
 
     def begin_load(self) -> None:
-        """The user is about to load the optimizer, or to make up for a lost step."""
+        """Prepare for loading the optimizer, or the model after a lost step."""
         failure = self.pending.failure
         if not failure or failure.undo():
             self.pending.flush_all()
-        else:  # what waits is of the lost step, or before it, and could fail again
+        else:  # pending updates are of the lost step or earlier, and could fail again
             self._drop_speculative()
             self.pending.forget()
         self.forget_undo()
@@ -210,10 +210,10 @@ class DeferredOptimizer:
     # The user's step()
 
     def _register_before(self, ours: int, hook: Callable[..., Any]) -> RemovableHandle:
-        """Register a step pre-hook of the user's, to run before ours.
+        """Register a user step pre-hook so that it runs before ours.
 
-        Ours is the last before the optimizer's own code, and the first after it: between the two
-        the optimizer has nothing left to do, and shows no parameters.
+        Our hooks run last before and first after the optimizer's own code. Between them the
+        optimizer has no work left, and its groups have no parameters.
         """
         handle = cast(RemovableHandle, self._register(hook))
         order = cast(OrderedDict[int, Any], self.optimizer._optimizer_step_pre_hooks)
@@ -228,8 +228,8 @@ class DeferredOptimizer:
             return None
         self.pending.failure.check()
         self._check()
-        self._observe()  # the user may have put another state there
-        self._signature.bind(*args, **kwargs)  # refuses what the optimizer's own code would
+        self._observe()  # user code may have replaced the state
+        self._signature.bind(*args, **kwargs)  # raises on invalid arguments, as step() would
         closure = closure_of(args, kwargs)
         answer = None
         if closure is not None:
@@ -242,7 +242,7 @@ class DeferredOptimizer:
     @uninterrupted
     def _make_step(self) -> None:
         self._commit.make()
-        # The optimizer's own code now finds nothing left to do. Nobody else may find that.
+        # Give the optimizer's own code nothing to do, and delay signals until groups are restored.
         hold()
         self._groups = self.optimizer.param_groups
         self.optimizer.param_groups = [{**group, "params": []} for group in self._groups]
@@ -267,8 +267,8 @@ class DeferredOptimizer:
         self._on_step()
 
     def restore_groups(self) -> None:
-        """Show the optimizer's groups again, also where something has failed between our hooks: a
-        step has ended, or a forward."""
+        """Restore the optimizer's groups, after a step, or after a forward if a step failed between
+        our hooks."""
         if self._groups is not None:
             self.optimizer.param_groups = self._groups
             self._groups = None
@@ -276,7 +276,7 @@ class DeferredOptimizer:
 
     @uninterrupted
     def speculate(self, slot: Slot) -> None:
-        """The gradient of ``slot`` is complete: make its update ahead of ``step()``, if it may be.
+        """Make the update of ``slot`` before ``step()`` if possible: its gradient is complete.
 
         See `SpeculativeUpdates`.
         """
@@ -287,7 +287,7 @@ class DeferredOptimizer:
                 self.speculative.make(slot)
 
     def adopt_all(self) -> None:
-        """Adopt whatever state exists; after a load, or a step that could not be split."""
+        """Adopt all existing state, after a load or a step that could not be split."""
         for fused in self._store.fused.values():
             self._commit.flush_displaced(fused)
         for parameter in (*self._store.slots, *self._store.fused):
@@ -295,10 +295,10 @@ class DeferredOptimizer:
                 self.pending.adopt_state(parameter, self.optimizer.state)
 
     def close(self) -> None:
-        """Make all pending updates, or forget them if a step was lost, and let go of the optimizer.
+        """Make all pending updates, or forget them if a step was lost, and release the optimizer.
 
         Raises:
-            StepLostError: a step was lost, and nobody has seen it; or one is lost and undone.
+            StepLostError: a step was lost and this was not reported yet, or it was undone.
         """
         failure = self.pending.failure
         try:
@@ -311,12 +311,12 @@ class DeferredOptimizer:
                 self.pending.flush_all()
             failure.report()
         except BaseException as error:
-            if failure or self.pending.any():  # else it is undone already
+            if failure or self.pending.any():  # otherwise it is already undone
                 failure.set(error)
                 failure.report_undone()
             raise
         finally:
-            self.pending.forget()  # else whoever reads those parameters would wait for ever
+            self.pending.forget()  # otherwise reads of those parameters would block forever
             self.forget_undo()
             self.pending.undo_log = None
             state = self.optimizer.state

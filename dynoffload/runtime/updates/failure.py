@@ -1,13 +1,12 @@
-"""Records a step or a load that was cut off half-way, and what must be loaded to make up for it.
+"""Records a partially applied step or load, and what must be reloaded to recover from it.
 
-A lost step leaves part of the model and of the optimizer's state changed, and part not. All is
-whole again once both have been loaded since, in any order: the optimizer by its
-``load_state_dict``, and the model as a whole, by a load without missing keys and errors that has
-written every parameter of the optimizer. Anything less leaves the step lost.
+A lost step leaves only part of the model and optimizer state updated. Recovery requires loading
+both, in any order: the optimizer by ``load_state_dict``, and the whole model by a load without
+missing keys or errors that writes every parameter of the optimizer. Until then the step is lost.
 
-[Note: aftermath]  Inside the block a session refuses to go on. A script that catches the error and
-saves what it has would find an ordinary model. So hooks stay on the model and on the optimizer
-that refuse forward, copies and ``state_dict()`` until all is loaded. Single tensors can be read.
+[Note: aftermath]  Inside the block a session refuses to continue. A script that catches the error
+and saves afterwards would see an ordinary model. So hooks stay on model and optimizer that refuse
+forward, copies and ``state_dict()`` until both are loaded. Single tensors can be read.
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ _UNDONE = (
 
 
 class StepFailure:
-    """What cut a step or a load off half-way, until all parts were loaded since.
+    """Records an interrupted step or load until all parts are reloaded.
 
     Args:
-        parts: those that there are.
+        parts: the parts that the session has.
 
     Attributes:
-        error: what cut it off, or None where nothing is lost.
+        error: the error that interrupted it, or None if nothing is lost.
         on_part: called with each part that was loaded as a whole.
-        undo: makes all of one step again, and returns whether it could.
-        within: whether a step is being made, which undoes and reports by itself.
+        undo: restores the state before the step; returns whether it succeeded.
+        within: whether a step is being made, which undoes and reports failures itself.
     """
 
     def __init__(self, *parts: Part) -> None:
@@ -56,25 +55,25 @@ class StepFailure:
         self.undo: Callable[[], bool] = lambda: False
         self.within = False
         self._unreported: BaseException | None = None
-        self._parts: set[Part] = set()  # loaded since
+        self._parts: set[Part] = set()  # loaded since the failure
 
     def __bool__(self) -> bool:
         return self.error is not None
 
     def set(self, error: BaseException, *, reported: bool = True) -> None:
-        """A step or a load was cut off by ``error``; the user has seen it, if ``reported``."""
+        """Record that ``error`` interrupted a step or load; ``reported``: the user has seen it."""
         self.error, self._unreported = error, None if reported else error
         self._parts.clear()
 
     def make_up(self, part: Part) -> None:
-        """``part`` was loaded as a whole: a failure is made up for once all were."""
+        """Record that ``part`` was loaded as a whole; once all were, the failure is cleared."""
         self._parts.add(part)
         if self._parts >= self._needed:
             self.forgive()
         self.on_part(part)
 
     def outlast(self) -> None:
-        """The block is over: keep what refuses, and nothing that was alive in it."""
+        """Keep the failure after the block, without references to the block's objects."""
         self.undo = lambda: False
         error = self.error
         if error is not None:
@@ -84,24 +83,24 @@ class StepFailure:
         self._unreported = None
 
     def has(self, part: Part) -> bool:
-        """Return whether ``part`` is lost, and was not loaded since."""
+        """Return whether ``part`` is lost and was not reloaded."""
         return bool(self) and part not in self._parts
 
     def forgive(self) -> None:
-        """All is of one step again."""
+        """Clear the failure: model and optimizer are consistent again."""
         self.error = self._unreported = None
         self._parts.clear()
 
     def check(self) -> None:
-        """Refuse whatever needs all to be of one step, unless the step can be undone.
+        """Raise if a step is lost; undo it first if possible.
 
         Raises:
-            StepLostError: naming the remedy, from what cut the step off.
+            StepLostError: naming the remedy, with the original error as its cause.
         """
         self._refuse(self.error)
 
     def report(self) -> None:
-        """Raise what the user has not seen so far.
+        """Raise a failure that the user has not seen yet.
 
         Raises:
             StepLostError: as `check`.
@@ -109,10 +108,10 @@ class StepFailure:
         self._refuse(self._unreported)
 
     def report_undone(self) -> None:
-        """Undo what was cut off, if that is possible.
+        """Undo an interrupted step, if possible.
 
         Raises:
-            StepLostError: all is of one step again, the one before.
+            StepLostError: the step was undone; model and optimizer are those of the step before.
         """
         error = self.error
         if error is not None and self.undo():
@@ -133,7 +132,7 @@ class StepFailure:
 
 
 def note(error: BaseException, *, undone: bool) -> None:
-    """Say in ``error``, which is raised on, that it has cut a step off, which is lost or undone."""
+    """Add a note to ``error``, which is re-raised: it interrupted a step, now lost or undone."""
     outcome = f": the step is lost; {_REMEDY}"
     if undone:
         outcome = f", which is undone: {_UNDONE}. Gradients are as they were"
@@ -141,13 +140,13 @@ def note(error: BaseException, *, undone: bool) -> None:
 
 
 class Recovery:
-    """Watches loads of a model, until it is closed.
+    """Watches loads of a model until it is closed, and reports full loads to the failure.
 
     Args:
         model: the root.
-        optimizer: whose parameters it holds, or None; it is not kept alive.
-        failure: what loads make up for.
-        on_load: called as a load begins after a failure.
+        optimizer: the model's optimizer, held weakly; or None.
+        failure: the failure from which loads recover.
+        on_load: called when a load begins after a failure.
     """
 
     def __init__(
@@ -159,7 +158,7 @@ class Recovery:
     ) -> None:
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self._failure, self._on_load = failure, on_load
-        # Of a load after a failure: its faults, the parameters' versions and the model's own.
+        # During a load after a failure: missing keys and errors, versions, model parameters.
         self._load: tuple[list[Any], dict[torch.Tensor, int], set[torch.Tensor]] | None = None
         self._hooks = Hook(self._begin), Hook(self._end)
         self._handles = [
@@ -168,7 +167,7 @@ class Recovery:
         ]
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.end()
         for handle in self._handles:
@@ -191,19 +190,19 @@ class Recovery:
         if load is None or any(load[0]):
             return
         _, before, own = load
-        replaced = own - set(module.parameters())  # by ``assign=True``: they are nobody's any more
+        replaced = own - set(module.parameters())  # by ``assign=True``: no longer in the model
         versions = self._versions().items()
         if all(one in replaced or now != before.get(one, now) for one, now in versions):
             self._failure.make_up("model")
 
 
 class Aftermath:
-    """Refuses what a block has left half of one step and half of another; [Note: aftermath].
+    """Refuses use of a model left partially updated by a block; [Note: aftermath].
 
     Args:
-        model: the root.
-        optimizer: its optimizer, or None; neither is kept alive.
-        failure: what the block has left with.
+        model: the root, held weakly.
+        optimizer: its optimizer, held weakly; or None.
+        failure: the failure with which the block ended.
     """
 
     _of: ClassVar[weakref.WeakKeyDictionary[nn.Module, list[Aftermath]]] = (
@@ -250,10 +249,10 @@ class Aftermath:
 
     @classmethod
     def check(cls, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Refuse to save ``model``, or ``optimizer`` with it, if it is lost.
+        """Refuse to save a lost ``model``, or ``optimizer`` with it.
 
         Raises:
-            StepLostError: it is.
+            StepLostError: a step of theirs is lost.
         """
         for one in cls._of.get(model, ()):
             if one._failure.has("model") or one._is_of(optimizer):
@@ -261,7 +260,7 @@ class Aftermath:
 
     @classmethod
     def make_up(cls, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """A checkpoint was loaded into ``model``, and into ``optimizer`` if there is one."""
+        """Record that a checkpoint was loaded into ``model``, and ``optimizer`` if given."""
         for one in cls._of.get(model, ()):
             if one._failure:
                 one._failure.make_up("model")

@@ -1,8 +1,7 @@
-"""What an optimizer keeps, wherever it keeps it: in its state, its groups and its attributes.
+"""Finds all tensors that an optimizer keeps: in its state, its groups and its attributes.
 
-Optimizers of `torch.optim` keep tensors for each parameter, under a key each. Others keep them in
-lists, tuples, queues, sets, mappings, namespaces and dataclasses too, and in an optimizer that they
-wrap.
+Optimizers of `torch.optim` keep one tensor per parameter and key. Others also keep tensors in
+lists, tuples, queues, sets, mappings, namespaces and dataclasses, and in optimizers they wrap.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-_DEPTH = 5  # of containers within each other
+_DEPTH = 5  # nesting depth of containers
 _ITS_OWN = ("state", "param_groups", "defaults")
 
 
 def tensors_within(
     value: Any, name: str, depth: int = _DEPTH
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in ``value``, a tensor or containers of them, with names that begin with
-    ``name``; it reads nothing."""
+    """Yield the tensors in ``value``, a tensor or nested containers, with names that begin with
+    ``name``. No tensor data is read."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif depth:
@@ -34,7 +33,7 @@ def tensors_within(
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, dict):
-        return list(dict.items(value))  # a state that is observed would make updates first
+        return list(dict.items(value))  # ObservedState.items() would make pending updates
     if isinstance(value, Mapping):
         return list(value.items())
     if isinstance(value, list | tuple | deque | set | frozenset | UserList):
@@ -49,12 +48,12 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
 def state_of(
     optimizer: Optimizer, names: dict[torch.Tensor, str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all tensors that ``optimizer`` and those that it wraps keep, but their parameters, with
-    their names.
+    """Yield all tensors, with names, that ``optimizer`` and the optimizers it wraps keep, except
+    parameters.
 
     Args:
-        optimizer: any.
-        names: what parameters are called.
+        optimizer: any optimizer.
+        names: names of parameters.
     """
     names = names or {}
     for one in (optimizer, *wrapped_by(optimizer)):
@@ -74,11 +73,11 @@ def wrapped_by(
 ) -> list[Optimizer]:
     """Return the optimizers that ``optimizer`` wraps, each once.
 
-    They are those among its attributes, also in containers, and among the attributes of such as
-    ``through`` holds for.
+    They are found in its attributes, including containers. The search continues in the attributes
+    of those for which ``through`` returns True.
     """
     found = [optimizer]
-    for one in found:  # which grows
+    for one in found:  # the list grows during the loop
         for key, value in tuple(vars(one).items()) if one is optimizer or through(one) else ():
             for held in _optimizers_in(value) if key not in _ITS_OWN else ():
                 if all(held is not known for known in found):

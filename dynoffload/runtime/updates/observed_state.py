@@ -1,7 +1,7 @@
-"""An optimizer's state while updates are put off: nobody sees an entry before its update is made.
+"""An optimizer's state mapping that makes a deferred update before its entry is read.
 
-Large state tensors are guarded by the device. Small ones (step counts, factored moments) are not;
-they are reached through ``optimizer.state`` only, so this is where a look at them is noticed.
+The device guards large state tensors. Small ones (step counts, factored moments) are not guarded.
+They are reached only through ``optimizer.state``, so this mapping detects accesses to them.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ State = defaultdict[torch.Tensor, Any]
 
 
 class Order:
-    """The order in which a whole step makes entries: that of the groups' parameters."""
+    """The order in which a whole step would create entries: that of the groups' parameters."""
 
     def __init__(self) -> None:
-        self._ranks: dict[int, int] = {}  # by id of a parameter whose entry a session has made
+        self._ranks: dict[int, int] = {}  # by id of a parameter whose entry this session creates
         self._next = 0
         self._changed = False
 
     def note(self, parameters: Iterable[torch.Tensor], entries: State) -> None:
-        """A step over ``parameters`` begins; what has no entry may get one, now or later."""
+        """Begin a step over ``parameters``: those without an entry may get one, now or later."""
         for parameter in parameters:
             if not dict.__contains__(entries, parameter):
                 self._ranks[id(parameter)] = self._next
@@ -32,7 +32,7 @@ class Order:
                 self._changed = True
 
     def restore(self, entries: State) -> None:
-        """Put the entries that were made since in order, behind those that were there."""
+        """Sort the entries created since, after those that existed before."""
         if self._changed:
             self._changed = False
             ordered = sorted(dict.items(entries), key=lambda one: self._ranks.get(id(one[0]), -1))
@@ -41,29 +41,29 @@ class Order:
 
 
 class ObservedState(State):
-    """``optimizer.state``, which reports when somebody looks.
+    """``optimizer.state`` that reports each access before it happens.
 
-    Whoever holds the state as it was before sees new entries there too, and finds it in its place
-    again at the end.
+    Writes also go into the original mapping, which is put back at the end, so references to that
+    mapping stay valid.
 
     Args:
-        entries: the state so far.
-        on_look: called with the parameter whose entry is asked for, or None for all of them.
+        entries: the original state mapping.
+        on_look: called with the parameter whose entry is accessed, or None for all entries.
     """
 
     def __init__(self, entries: State, on_look: Callable[[torch.Tensor | None], None]) -> None:
-        factory = getattr(entries, "default_factory", None)  # the user's may be a plain dict
+        factory = getattr(entries, "default_factory", None)  # user code may set a plain dict
         super().__init__(factory or dict, entries)
         self._on_look, self._before = on_look, entries
 
     def before(self) -> State:
-        """Return what this stands for, with the entries of now."""
+        """Return the original mapping, updated to the current entries."""
         self._before.clear()
         self._before.update(dict.items(self))
         return self._before
 
     def copy(self) -> State:  # type: ignore[override]
-        """Return the same entries, in a mapping that reports nothing."""
+        """Return the same entries in a plain mapping that reports nothing."""
         self._on_look(None)
         return defaultdict(self.default_factory, super().items())
 
@@ -83,8 +83,8 @@ class ObservedState(State):
 
 
 def _reporting(name: str, *, of_one: bool, writes: bool) -> Callable[..., Any]:
-    """Return a method of a mapping, of one entry or of all, that reports the look first; what it
-    ``writes`` goes into what the state stands for, too."""
+    """Return the mapping method ``name``, which reports the access to one or all entries first. If
+    it ``writes``, the original mapping is updated too."""
     plain = getattr(defaultdict, name)
 
     def call(state: ObservedState, *args: Any, **kwargs: Any) -> Any:

@@ -1,16 +1,16 @@
-"""Updates of one optimizer: made at once, or put off until their parameter is next used.
+"""Pending updates of one optimizer: made at once, or deferred until their parameter's next use.
 
-[Note: guards]  The regions of an update that waits are locked. The pager holds an access back until
-the guard's thread has made the update at other addresses (`PendingUpdates.serve`); on an
-accelerator, whoever is about to make an access makes the update first (`PendingUpdates.meet`). A
-slot leaves `by_slot` before its update is made, but `_making` holds it until it is: whoever needs
+[Note: guards]  The regions of a pending update are locked. The pager blocks an access until the
+guard's thread has made the update through other addresses (`PendingUpdates.serve`). On an
+accelerator, the accessing thread makes the update first (`PendingUpdates.meet`). A slot leaves
+`by_slot` before its update is made, but stays in `_making` until it is done: a thread that needs
 the update meanwhile waits for the mutex.
 
-[Note: stand-ins]  A deferred update may be made on the guard's thread while the user's thread runs
-on. So it is made by a shadow of the optimizer, with groups and state of its own, on a stand-in for
-the parameter, over the same memory or over other addresses of it: nothing that the user's thread
-may be reading is changed meanwhile. What the user replaces while an update waits was replaced after
-the update: it is made on the old tensors, and the new ones stay.
+[Note: stand-ins]  A deferred update may be made on the guard's thread while the user's thread
+continues. So a shadow of the optimizer makes it, with its own groups and state, on a stand-in for
+the parameter. The stand-in uses the same memory or other addresses of it. No object that the user's
+thread may read changes meanwhile. If the user replaces a tensor while an update is pending, the
+update is made on the old tensor, and the new one stays.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from dynoffload.runtime.updates.undo_log import UndoLog
 from dynoffload.runtime.updates.update import Group, PagedOptimizer, Update, neighbours
 
 OF_SCALER = ("grad_scale", "found_inf")
-"""What a `GradScaler` gives an optimizer for one step."""
+"""Attributes that a `GradScaler` sets on an optimizer for one step."""
 
 _Storages = Mapping[int, torch.UntypedStorage]
-"""Where regions are shown; the others are at their own addresses."""
+"""Storages at other addresses, by region; regions not in it are at their own addresses."""
 
 
 class PendingUpdates:
-    """Makes the updates of one optimizer, and holds those that wait.
+    """Makes the updates of one optimizer, and holds the pending ones.
 
     Args:
         paged: the optimizer and its tensors.
-        locks: whether the device holds accesses back; else nothing waits beyond ``step()``.
+        locks: whether the device blocks accesses; else no update is pending after ``step()``.
 
     Attributes:
-        by_slot: the updates that wait, in the order in which they were deferred.
-        mutex: held by whoever makes or defers updates.
-        failure: where a step that was cut off is noted.
+        by_slot: the pending updates, in the order in which they were deferred.
+        mutex: held by a thread that makes or defers updates.
+        failure: records a partially applied step.
         slices: makes the updates of slices.
-        undo_log: what updates have overwritten, or None.
-        scaled: whether the updates that are made are those of a scaled step.
+        undo_log: keeps what updates overwrite, or None.
+        scaled: whether the updates being made are those of a scaled step.
         step: the optimizer's own ``step``, without hooks.
     """
 
@@ -79,10 +79,10 @@ class PendingUpdates:
             step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
         )
 
-    # What waits
+    # Pending updates
 
     def any(self) -> bool:
-        """Return whether an update waits or is being made."""
+        """Return whether an update is pending or being made."""
         return bool(self.by_slot) or self._making is not None
 
     def add(self, slot: Slot, update: Update | SliceUpdate) -> None:
@@ -93,7 +93,7 @@ class PendingUpdates:
 
     @contextlib.contextmanager
     def _taken(self, slot: Slot) -> Iterator[Update | SliceUpdate | None]:
-        """Take the update of ``slot``, if one waits, to make it; wait for whoever is making one."""
+        """Take the pending update of ``slot``, if any, after waiting for any update being made."""
         if self._in_child is not None:
             raise self._in_child
         with self.mutex:
@@ -104,7 +104,7 @@ class PendingUpdates:
                 self._making = before
 
     def flush(self, slot: Slot) -> None:
-        """Make the update of ``slot``'s parameter now, if one waits."""
+        """Make the pending update of ``slot``'s parameter now, if there is one."""
         if not (slot in self.by_slot or self._making is slot):
             return
         try:
@@ -117,7 +117,7 @@ class PendingUpdates:
 
     @uninterrupted
     def _flush(self, slot: Slot) -> None:
-        # Perhaps in the midst of an evaluation, whose tensors cannot be trained.
+        # Inference mode may be on, but tensors made in it cannot be trained.
         with torch.inference_mode(False), self._taken(slot) as update:
             if update is None:
                 return
@@ -129,24 +129,24 @@ class PendingUpdates:
             except BaseException as error:
                 if update.begun:
                     self._lose(update, error, reported=True)
-                else:  # nothing was touched: the update is still to be made
+                else:  # nothing was changed: the update stays pending
                     self.add(slot, update)
                 raise
 
     @uninterrupted
     def flush_all(self) -> None:
-        """Make every update that waits, in the order of the parameters."""
+        """Make every pending update, in the order of the parameters."""
         with self.mutex:
             for slot in list(self.by_slot):
                 self.flush(slot)
 
     def serve(self, region: int) -> None:
-        """Make the update that an access to ``region`` waits for, at other addresses; called by the
-        guard's thread.
+        """Make the update that an access to ``region`` waits for, through other addresses; called
+        by the guard's thread.
 
-        The parameter's own addresses stay absent until it is done: somebody sleeps on one. An
-        error lets the sleeper go on with the old value; the forward that he is in raises as it
-        ends, or else what comes next: a forward, a step, a copy of the state.
+        The parameter's own addresses stay absent until then: a thread is blocked on them. After an
+        error that thread continues with the old value. The error is raised when its forward ends,
+        or else by the next forward, step or copy of the state.
         """
         assert isinstance(self._device, Pager)
         slot = self._store.slot_of(region)
@@ -169,19 +169,18 @@ class PendingUpdates:
                     shown.clear()
                     self._device.hide(update.regions)
                 self._adopt_new(slot, update)
-            except BaseException as error:  # the thread that waits must not wait for ever
-                # Lost also if it had not begun: the access that goes on may be a write.
+            except BaseException as error:  # the blocked thread must not wait forever
+                # Lost even if the update had not begun: the blocked access may be a write.
                 self._lose(update, error, reported=False)
             finally:
                 self._device.unlock(update.regions)
             self._end_gradient(slot, update)
 
     def meet(self, region: int) -> None:
-        """Somebody is about to use a locked ``region``: make the update that it waits for, in his
-        thread.
+        """Make the pending update of a locked ``region``, on the thread that is about to access it.
 
         Raises:
-            BaseException: what the update has raised; it is lost, or still to be made.
+            BaseException: what the update raised; the update is lost or stays pending.
         """
         slot = self._store.slot_of(region)
         if slot is None or not (slot in self.by_slot or self._making is slot):
@@ -190,8 +189,8 @@ class PendingUpdates:
         self.flush(slot)
 
     def vacate(self, slot: Slot, region: int) -> None:
-        """The gradient of a slice is about to be made in ``region``: an update that still has to
-        read the last one there gets it elsewhere, or is made where nothing can be put aside."""
+        """Free ``region`` for a slice's next gradient. If a pending update must still read the last
+        one, move that one aside; on devices that cannot, make the update."""
         with self.mutex:
             update = self.by_slot.get(slot)
             if not isinstance(update, SliceUpdate) or update.gradient != region:
@@ -202,7 +201,7 @@ class PendingUpdates:
                 self.slices.put_aside(slot, update, region)
 
     def _lose(self, update: Update | SliceUpdate, error: BaseException, *, reported: bool) -> None:
-        """An update was cut off: note it, and let go of the memory that it and its error hold."""
+        """Record an interrupted update, and release the memory that it and its error hold."""
         self.failure.set(error, reported=reported)
         if isinstance(update, Update):
             del update.gradient, update.data
@@ -210,18 +209,18 @@ class PendingUpdates:
         traceback.clear_frames(error.__traceback__)
 
     def settle(self) -> None:
-        """Make every update that waits, so that all tensors are those of a finished step.
+        """Make every pending update, so that all tensors are those of a finished step.
 
         Raises:
-            StepLostError: a step, or a load, was cut off, and nothing was loaded since.
+            StepLostError: a step or load was interrupted, and not all was reloaded since.
         """
         self.failure.check()
         self.flush_all()
-        self.failure.check()  # which may have happened behind somebody's back meanwhile
+        self.failure.check()  # an update may have failed on another thread meanwhile
 
     @uninterrupted
     def forget(self) -> None:
-        """Forget every update that waits."""
+        """Forget every pending update."""
         with self.mutex:
             for slot in list(self.by_slot):
                 update = self.by_slot.pop(slot)
@@ -230,8 +229,8 @@ class PendingUpdates:
                 self._end_gradient(slot, update)
 
     def end_in_child(self, error: BaseException) -> None:
-        """In a forked process: raise ``error`` instead of making an update. Nobody is left there
-        who could let go of the mutex."""
+        """In a forked process: raise ``error`` instead of making updates. The mutex is replaced, as
+        the thread that may hold it does not exist there."""
         self._in_child, self.mutex = error, threading.RLock()
 
     # How updates are made
@@ -288,11 +287,11 @@ class PendingUpdates:
 
         Args:
             update: the update.
-            storages: where regions are shown.
-            changed: the user's tensors that it changes, for the undo log.
+            storages: storages at other addresses, by region.
+            changed: slot whose tensors the update changes, for the undo log; or None.
 
         Returns:
-            The state that the stand-in was given, and what the optimizer left there.
+            The state that the stand-in was given, and its state afterwards.
         """
         owner = self._device.owner
 
@@ -323,10 +322,10 @@ class PendingUpdates:
         return given, own.get(stand_in, {})
 
     def adopt_state(self, parameter: nn.Parameter, states: Mapping[torch.Tensor, Any]) -> None:
-        """Move into regions what ``states`` has for ``parameter``."""
+        """Move the state of ``parameter`` in ``states`` into regions."""
         state = states.get(parameter)
         if state is None or isinstance(self._optimizer, HostOptimizer):
-            return  # the latter's is on the host, and stays there
+            return  # a HostOptimizer's state stays on the host
         fused = self._store.fused.get(parameter)
         if fused is not None:
             self.slices.rows.adopt_state(fused, state)
@@ -334,13 +333,13 @@ class PendingUpdates:
             self._store.adopt_state(self._store.slots[parameter], state)
 
     def _adopt_new(self, slot: Slot, update: Update | SliceUpdate) -> None:
-        """An update was made: move state that is new into regions, let go of what it held."""
+        """After an update: move new state into regions, and release the tensors it held."""
         if isinstance(update, Update):
             self.adopt_state(slot.parameter, update.states)
             del update.gradient, update.data
 
     def _end_gradient(self, slot: Slot, update: Update | SliceUpdate) -> None:
-        """An update was made, or is forgotten: its gradient may go."""
+        """Discard the gradient of an update that was made or forgotten."""
         if isinstance(update, SliceUpdate):
             self.slices.end(slot, update)
         else:

@@ -1,16 +1,16 @@
-"""Updates of fused parameters, slice by slice: those of experts that were not hit wait in a queue.
+"""Updates of fused parameters, slice by slice; updates of experts that were not hit are queued.
 
-With Adam, a step changes every expert: moments decay, and weights too, also where the gradient is
-zero. Here the update of a slice is put off like any other (see `updates`), and one whose gradient
-is known to be zero needs no gradient's bytes, so it can wait for as long as the slice is not used.
-The steps it lags behind are kept as a list of hyperparameters and small state, and made one after
-the other when the slice is needed: the same operations on the same numbers.
+With Adam, a step changes every expert: moments and weights decay even where the gradient is zero.
+The update of a slice is deferred like any other (see `updates`). If its gradient is zero, it needs
+no gradient bytes, so it can wait until the slice is used. The missed steps are kept as a list of
+hyperparameters and small state. When the slice is needed, they are made in order: the same
+operations on the same numbers.
 
-[Note: small state]  Step counts and the like are the parameter's, not the slice's, and they follow
-from the hyperparameters alone. So they move on inside ``step()``, by the optimizer's own code on
-one element, and every slice's update gets what they were before. The same trial tells which state
-is of the parameter's form, and whether the optimizer writes into gradients; then no gradient is
-taken for zero.
+[Note: small state]  Step counts and similar state belong to the parameter, not the slice, and
+depend on the hyperparameters alone. So ``step()`` advances them at once, by running the optimizer's
+own code on one element; each slice's update gets their earlier values. The same run shows which
+state has the parameter's shape, and whether the optimizer writes into gradients. If it does, no
+gradient is treated as zero.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from dynoffload.runtime.updates.torch_context import TorchContext
 from dynoffload.runtime.updates.update import Group, PagedOptimizer, Update, copied
 
 MOST_STEPS = 256
-"""Steps that a slice may lag behind: what waits is bounded, and so is the time to catch up. Some
-catch up earlier, as early as after half of them, so that not all do in one step."""
+"""Most steps that a slice may lag behind, which bounds the queue and the time to catch up. Some
+slices catch up earlier, from half of this on, so that not all do so in one step."""
 
 Run = Callable[..., tuple[dict[str, Any], dict[str, Any]]]
 """`PendingUpdates.run_on`."""
@@ -44,9 +44,9 @@ class Step:
 
     Attributes:
         group: the hyperparameters at the time of ``step()``, without parameters.
-        small: the state that is not of the parameter's form, as it was; None before the first step.
-        zero: the gradient is zero.
-        context: the settings of torch at that time.
+        small: values before the step of state without the parameter's shape; None at the first.
+        zero: whether the gradient is zero.
+        context: torch's settings at that time.
     """
 
     group: Group
@@ -57,12 +57,12 @@ class Step:
 
 @dataclass(eq=False)
 class SliceUpdate:
-    """The updates of one slice that are still to be made, in order.
+    """The pending updates of one slice, in order.
 
     Attributes:
-        steps: at least one; the first alone may have a gradient.
-        regions: what they will read and write, locked until then.
-        gradient: the region of the first one's gradient, or None if that is zero.
+        steps: at least one; only the first may have a nonzero gradient.
+        regions: regions that the updates read and write, locked until then.
+        gradient: the region of the first step's gradient, or None if that is zero.
         begun: whether the optimizer's code has started on it.
     """
 
@@ -73,7 +73,7 @@ class SliceUpdate:
 
     @property
     def context(self) -> TorchContext:
-        """Those of the first step."""
+        """Torch's settings of the first step."""
         return self.steps[0].context
 
 
@@ -101,7 +101,7 @@ class SliceUpdates:
 
     @torch.no_grad()
     def steps(self, fused: Fused, group: Group) -> list[tuple[Slot, Step]]:
-        """``step()`` has come: return the update that each slice needs, and count the step."""
+        """Return the update that each slice needs in this ``step()``, and advance small state."""
         state = self._state_of(fused)
         small = None
         if state:
@@ -109,7 +109,7 @@ class SliceUpdates:
         writes = self._count(fused, group, state)
         row = self.rows.row_of(fused, fused.parameter.grad)
         assert row is not None
-        self.rows.point(fused, row)  # the user may have put a gradient there that was made for him
+        self.rows.point(fused, row)  # user code may have assigned a gradient in another row
         clear = self._device.is_clear(row)
         now = TorchContext.now()
         zero, other = Step(group, small, True, now), Step(group, small, False, now)
@@ -120,8 +120,8 @@ class SliceUpdates:
         ]
 
     def _count(self, fused: Fused, group: Group, state: dict[str, Any] | None) -> bool:
-        """Move the small state on, and return whether gradients are written; see [Note: small
-        state]."""
+        """Advance the small state, and return whether the optimizer writes into gradients; see
+        [Note: small state]."""
         like = fused.like
         one = torch.zeros((1,) * like.dim(), dtype=like.dtype, device=self._device.device)
         gradient = torch.zeros_like(one)
@@ -131,7 +131,7 @@ class SliceUpdates:
             for key, value in (state or {}).items()
         }
         update = Update(group, one, gradient, small or None, [], TorchContext.now(), {})
-        with _disable_current_modes():  # below one, operators over lists leave versions as they are
+        with _disable_current_modes():  # under a mode, foreach operators do not raise versions
             _, made = self._run(update, {})
         if made and state is None:
             state = self._optimizer.state[fused.parameter] = {}
@@ -144,12 +144,12 @@ class SliceUpdates:
         return gradient._version != version
 
     def joins(self, update: SliceUpdate, step: Step) -> bool:
-        """Return whether ``step`` can wait with those of ``update``."""
+        """Return whether ``step`` can be queued in ``update``."""
         early = 37 * update.regions[0] % (MOST_STEPS // 2)
         return step.zero and len(update.steps) < MOST_STEPS - early
 
     def begin(self, slot: Slot, step: Step) -> SliceUpdate:
-        """Return the update of ``slot`` that begins with ``step``."""
+        """Return a new update of ``slot`` that begins with ``step``."""
         regions = [slot.region, *slot.states.values()]
         gradient = None
         if not step.zero:
@@ -163,12 +163,12 @@ class SliceUpdates:
     def apply(
         self, slot: Slot, update: SliceUpdate, storages: Mapping[int, torch.UntypedStorage]
     ) -> None:
-        """Make an update, whose regions are at hand.
+        """Make an update whose regions are resident.
 
         Args:
             slot: the slice.
             update: its update.
-            storages: where regions are shown; the others are at their own addresses.
+            storages: storages at other addresses, by region; others are at their own addresses.
         """
         assert slot.fused is not None
         like = slot.fused.like[0]
@@ -187,7 +187,7 @@ class SliceUpdates:
                 update.begun = True
                 state = None
                 if step.small is not None:
-                    # The order of keys is the optimizer's own business: it asks for them by name.
+                    # The order of keys does not matter: optimizers read state by key.
                     state = {**states, **{key: copied(value) for key, value in step.small.items()}}
                 data, gradient = tensor(slot.region), tensor(region)
                 one = Update(step.group, data, gradient, state, [], step.context, {})
@@ -216,14 +216,14 @@ class SliceUpdates:
         return region
 
     def end(self, slot: Slot, update: SliceUpdate) -> None:
-        """An update was made."""
+        """Finish an update that was made: discard its gradient."""
         slot.owed = slot.home = None
         if update.gradient is not None:
             self.rows.end_gradient(slot, update.gradient)
 
     def put_aside(self, slot: Slot, update: SliceUpdate, region: int) -> None:
-        """The row of an update's gradient is to be filled anew: keep the gradient, at other
-        addresses. Moves no byte."""
+        """Move an update's gradient to a twin region, because its row is needed for a new gradient.
+        The regions trade contents, so no bytes move."""
         assert isinstance(self._device, Pager)
         twin = self._device.twin(region)
         self._store.own(twin, f"{slot.name}.grad (waiting)", slot)

@@ -1,23 +1,22 @@
-"""Updates made in backward, ahead of ``step()``, which takes them over or drops them.
+"""Speculative updates: made in backward before ``step()``, which applies or discards them.
 
-[Note: speculation]  An update that waits reads a parameter, its gradient and its state in the next
-forward, and writes three of them back: most of a step's traffic, in its shortest phase. But once
-backward has completed a gradient, the update is mostly known. So for a share of the parameters it
-is made then, on *twins*: the parameter is copied, its state's pages are lent, and what was there
-before stays in the file. When ``step()`` comes, regions and twins trade contents, which moves no
-byte.
+[Note: speculation]  A deferred update reads a parameter, its gradient and its state in the next
+forward, and writes three of them back. That is most of a step's traffic, in its shortest phase.
+Once backward has completed a gradient, the update is mostly known. So for a share of the parameters
+it is made then, on *twins* (shadow regions). The parameter is copied, its state's pages are lent,
+and the old state stays in the file. At ``step()`` regions and twins trade contents, which moves no
+bytes.
 
-A draft, which is such an update, counts only if it is the update to be made: the same tensors over
-the same memory, none of their regions visited since, and equal hyperparameters, settings of torch
-and values of the state that is not paged. Otherwise it is dropped, and the update is made from what
-was there before. Loops that always change gradients after backward, as by clipping, are left
-without drafts for longer and longer.
+Such an update is a *draft*. It is valid only if it equals the update to be made: the same tensors
+over the same memory, none of their regions accessed since, and equal hyperparameters, torch
+settings and values of unpaged state. Otherwise it is discarded, and the update is made from the old
+contents. If a loop always changes gradients after backward, as clipping does, drafts pause for ever
+longer periods.
 
-The gradient of a slice counts as complete once its expert has been through backward; what is still
-added is a visit of its region. State that is the parameter's as a whole is counted on by `slices`.
+The gradient of a slice counts as complete once its expert has been through backward; a later
+addition is an access to its region. `slices` advances state that belongs to the whole parameter.
 
-Optimizers that write into the gradient while they step get no drafts: nobody may see that before
-``step()``.
+Optimizers that write into gradients get no drafts, as the change would show before ``step()``.
 """
 
 from __future__ import annotations
@@ -56,28 +55,28 @@ Run = Callable[[Update, Mapping[int, torch.UntypedStorage]], tuple[dict[str, Any
 
 @dataclass(eq=False)
 class _Draft:
-    """An update made on twins, and what it was made from."""
+    """An update made on twins, and the inputs that it was made from."""
 
     group: Group
     context: TorchContext
-    gradient: torch.Tensor | None  # the user's; None for a slice: it is known by its region
-    places: list[tuple[Any, ...]]  # where the tensors lie, how, and at which version
+    gradient: torch.Tensor | None  # the parameter's ``.grad``; None for a slice
+    places: list[tuple[Any, ...]]  # addresses, layouts and versions of the tensors
     state: dict[str, Any]
-    before: dict[str, Any]  # values of the state that is not paged
-    small: dict[str, Any]  # its new values
-    regions: list[int]  # parameter and state, which have twins
-    watched: list[int]  # those and the gradient
-    visits: list[int]
+    before: dict[str, Any]  # old values of the unpaged state
+    small: dict[str, Any]  # new values of the unpaged state
+    regions: list[int]  # of parameter and state, which have twins
+    watched: list[int]  # `regions`, then the gradient's region
+    visits: list[int]  # access counts of `watched`
 
 
 class SpeculativeUpdates:
-    """The drafts of one optimizer's updates.
+    """Makes, applies and discards the drafts of one optimizer's updates.
 
     Args:
         paged: the optimizer and its tensors, on a pager.
         capacity: bytes of the pool that plans may use.
-        share: of the parameters' bytes, 0 to 1, evenly over the network.
-        run: makes an update on other memory, and returns the state it was given and left.
+        share: drafted share of the parameters' bytes, 0 to 1, spread evenly over the network.
+        run: makes an update on other memory; returns the state before and after it.
     """
 
     def __init__(self, paged: PagedOptimizer, *, capacity: int, share: float, run: Run) -> None:
@@ -88,23 +87,23 @@ class SpeculativeUpdates:
         self._groups: dict[torch.Tensor, Group] = {}
         self._chosen: dict[Slot, dict[int, int]] = {}
         self._drafts: dict[Slot, _Draft] = {}
-        self._spent: list[Slot] = []  # whose update was taken over and whose gradient may go
+        self._spent: list[Slot] = []  # whose draft was applied; their gradients may be discarded
         self._dropped = 0
-        self._pause = self._rest = 0
+        self._pause = self._pause_left = 0
 
-    # What is drafted
+    # Choosing slots
 
     def choose(self, order: Iterable[Sequence[Slot]]) -> Mapping[Slot, Mapping[int, int]]:
         """Choose the slots to draft in a backward that completes gradients in ``order``.
 
         Args:
-            order: the slots of each unit, whose gradients are complete at one time.
+            order: groups of slots whose gradients are complete at the same time, one per unit.
 
         Returns:
-            For each slot chosen, the twins of its parameter and state.
+            For each chosen slot, the twins of its parameter's and state's regions.
         """
         self._chosen = {}
-        if self._rest or not self._share:
+        if self._pause_left or not self._share:
             return self._chosen
         self._groups = {p: g for g in self._optimizer.param_groups for p in g["params"]}
         chosen = choose_drafts(
@@ -148,17 +147,17 @@ class SpeculativeUpdates:
         self._store.names[twin] = f"{self._store.name_of(region)} (draft)"
         return twin
 
-    # Making, taking and dropping
+    # Making, applying and discarding drafts
 
     def make(self, slot: Slot) -> None:
-        """The gradient of ``slot`` is complete: draft its update, if all it needs is at hand."""
+        """Draft the update of ``slot``, whose gradient is complete, if it was chosen."""
         twins = self._chosen.get(slot)
         if twins is None or slot.gradient is None or slot in self._drafts:
             return
         try:
             self._make(slot, twins)
         except BaseException:
-            for twin in twins.values():  # what was lent to it is in the file
+            for twin in twins.values():  # the file still has the lent contents
                 self._device.discard(twin)
             raise
 
@@ -181,11 +180,11 @@ class SpeculativeUpdates:
             data = self._part(slot, slot.region)
             own |= {key: self._part(slot, region) for key, region in slot.states.items()}
         group, context = snapshot(self._groups[parameter]), TorchContext.now()
-        duplicated = [slot.region]  # its pages are in use; those of the state are lent
+        duplicated = [slot.region]  # still in use, so copied; the state's pages are lent
         if not device.lend(states, [twins[region] for region in states]):
             if not set(states) <= set(device.resident()):
-                return  # not read yet: it is made later, from what is in the file
-            duplicated += states  # modified since they were read, by an update made in step()
+                return  # the state is not resident yet: the update is made later, not drafted
+            duplicated += states  # dirty, by an update made in step(): copied as well
         given_gradient = view_of(device.storage(slot.gradient), gradient, offset_of(gradient))
         version = given_gradient._version
         update = Update(group, data, given_gradient, own, [], context, self._optimizer.state)
@@ -220,12 +219,12 @@ class SpeculativeUpdates:
         )
         if made.keys() == state.keys() and all(made[key] is given[key] for key in paged):
             self._drafts[slot] = draft
-        else:  # an optimizer that puts other tensors in the place of its state
+        else:  # the optimizer replaces its state tensors: make no more drafts
             self._forget(draft)
             self._share = 0.0
 
     def _part(self, slot: Slot, region: int) -> torch.Tensor:
-        """Return a slice, or what goes with it, that lies in ``region``."""
+        """Return the slice, its gradient or state tensor that is stored in ``region``."""
         assert slot.fused is not None
         return view_of(self._device.storage(region), slot.fused.like[0])
 
@@ -234,24 +233,24 @@ class SpeculativeUpdates:
         return slot in self._drafts
 
     def take(self, slot: Slot, group: Group) -> bool:
-        """``step()`` has come: return whether the update of ``slot`` is made by this."""
+        """Apply the draft of ``slot`` at ``step()`` if it is valid; return whether it was."""
         draft = self._drafts.pop(slot, None)
         if draft is None:
             return False
-        if not self._counts(slot, draft, group):
+        if not self._is_valid(slot, draft, group):
             self._drop(draft)
             return False
         twins = [self._device.twin(region) for region in draft.regions]
         self._device.exchange(draft.regions, twins)
         if slot.fused is None:
-            self._count(slot, draft)
+            self._write_small(slot, draft)
         for twin in twins:
             self._device.discard(twin)
         self._spent.append(slot)
         return True
 
-    def _count(self, slot: Slot, draft: _Draft) -> None:
-        """Move the state on that is not paged."""
+    def _write_small(self, slot: Slot, draft: _Draft) -> None:
+        """Write the new values of the unpaged state, and raise the parameter's version."""
         for key, value in draft.small.items():
             old = draft.state[key]
             if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor):
@@ -261,7 +260,7 @@ class SpeculativeUpdates:
                 dict.__getitem__(self._optimizer.state, slot.parameter)[key] = value
         torch.autograd.graph.increment_version(slot.parameter)
 
-    def _counts(self, slot: Slot, draft: _Draft, group: Group) -> bool:
+    def _is_valid(self, slot: Slot, draft: _Draft, group: Group) -> bool:
         parameter = slot.parameter
         state = dict.get(self._optimizer.state, parameter, {})
         return (
@@ -292,12 +291,12 @@ class SpeculativeUpdates:
             self._device.discard(self._device.twin(region))
 
     def drop_all(self) -> None:
-        """No ``step()`` has taken these over: make the updates as ever."""
+        """Discard all drafts that were not applied; their updates are made normally."""
         while self._drafts:
             self._drop(self._drafts.popitem()[1])
 
     def begin_forward(self) -> None:
-        """A sample begins: what was not taken over is dropped, and what was has no gradient."""
+        """Begin a sample: discard drafts that were not applied, and gradients of those applied."""
         self._chosen = {}
         self.drop_all()
         while self._spent:
@@ -308,11 +307,11 @@ class SpeculativeUpdates:
                 self._rows.end_gradient(slot, slot.gradient)
 
     def end_step(self) -> None:
-        """A step is over: where drafts were dropped, do without for a while."""
-        if self._rest:
-            self._rest -= 1
+        """End a step: if drafts were discarded, make none for a while."""
+        if self._pause_left:
+            self._pause_left -= 1
         elif self._dropped:
-            self._pause = self._rest = min(_LONGEST_PAUSE, 2 * self._pause + 1)
+            self._pause = self._pause_left = min(_LONGEST_PAUSE, 2 * self._pause + 1)
         elif self._spent:
             self._pause = 0
         self._dropped = 0

@@ -1,8 +1,8 @@
-"""Commits one optimizer step: each parameter's update is made now, or deferred.
+"""Commits one optimizer step: makes each parameter's update now, or defers it.
 
-[Note: shards]  The update of a shard is made on the part that lies in this process, where every
-element is treated by itself. An optimizer that looks at a matrix as a whole, as Muon does, steps
-shards together with the other processes: its code runs inside ``step()``, on what the user has.
+[Note: shards]  With an elementwise optimizer, the update of a shard is made on this process's part.
+An optimizer that needs whole matrices, such as Muon, steps shards together with other processes:
+its code runs inside ``step()``, on the user's tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dynoffload.runtime.updates.update import (
     snapshot,
 )
 
-_OF_ENTRY = 2  # references to an entry of the state: of `ObservedState`, and of what it stands for
+_OF_ENTRY = 2  # references to a state entry: `ObservedState`'s and the original mapping's
 
 
 def _any_sparse(groups: Iterable[Group]) -> bool:
@@ -57,10 +57,10 @@ class _Split:
     """How the parameters of one step are updated.
 
     Attributes:
-        whole: at once, by groups.
-        shared: those of them that are paged: their memory is another's too, or no longer ours.
-        paged: one by one, maybe later.
-        sliced: slice by slice, maybe later.
+        whole: groups of parameters updated at once.
+        shared: paged parameters among them, as those with shared or replaced memory.
+        paged: parameters updated one by one, possibly deferred.
+        sliced: parameters updated slice by slice, possibly deferred.
     """
 
     whole: list[Group] = field(default_factory=list)
@@ -74,12 +74,12 @@ class StepCommit:
 
     Args:
         paged: the optimizer and its tensors.
-        pending: makes updates, and takes those that wait.
+        pending: makes updates, and holds the deferred ones.
         speculative: the updates made in backward, or None.
-        defer: whether updates may wait beyond the step.
+        defer: whether updates may be deferred beyond the step.
 
     Attributes:
-        order: in which entries of the state belong.
+        order: the order of the state's entries in plain PyTorch.
     """
 
     def __init__(
@@ -95,26 +95,26 @@ class StepCommit:
         self._slices = pending.slices
         self.order = Order()
         self._speculative = speculative
-        self._begun = False  # whether a step has changed something and is not over
+        self._begun = False  # whether a running step has changed something
 
     @uninterrupted
     def make(self) -> None:
-        """Make or defer all updates of a step; one under a `GradScaler` makes all at once.
+        """Make or defer all updates of a step; a step under a `GradScaler` defers none.
 
         Raises:
             StepLostError: an earlier step was lost.
-            Exception: what the optimizer's own code raises, with a note if the step is lost by it.
+            Exception: from the optimizer's own code, with a note if the step was interrupted by it.
         """
         optimizer, pending, log = self._optimizer, self._pending, self._pending.undo_log
         groups, failure = optimizer.param_groups, pending.failure
         scaled = any(getattr(optimizer, name, None) is not None for name in OF_SCALER)
         with pending.mutex:
             if self._speculative is not None and (scaled or _any_sparse(groups)):
-                self._speculative.drop_all()  # or the step may fail, with nothing changed
+                self._speculative.drop_all()  # the step may fail, and must change nothing then
             if scaled or log is not None:
-                pending.flush_all()  # of earlier steps, which the scaler has no part in
+                pending.flush_all()  # updates of earlier steps must not be scaled
             self._flush_used(groups)
-            failure.check()  # an update may have failed behind somebody's back
+            failure.check()  # an update may have failed on another thread
             self.order.note(_with_gradients(groups), optimizer.state)
             if log is not None:
                 log.begin(_with_gradients(groups))
@@ -144,8 +144,8 @@ class StepCommit:
 
     @unseen
     def _flush_used(self, groups: list[Group]) -> None:
-        """Make the pending updates that a step over ``groups`` meets: its own parameters', and
-        those whose memory the user has put in the place of something that it reads."""
+        """Make the pending updates that a step over ``groups`` depends on: those of its parameters,
+        and those of parameters whose memory user code made it read."""
         owner, slot_of = self._device.owner, self._store.slot_of
         used = [(p, group) for group in groups for p in group["params"] if p.grad is not None]
         for parameter, group in used:
@@ -154,7 +154,7 @@ class StepCommit:
                 self.flush_displaced(fused)
                 self._slices.rows.take_back(fused)
                 if self._slices.splits(fused, group):
-                    continue  # each slice's updates are made in order
+                    continue  # each slice queues its updates in order
             for slot in self._store.slots_of(parameter):
                 self._pending.flush(slot)
             if not self._pending.by_slot:
@@ -168,8 +168,8 @@ class StepCommit:
                             self._pending.flush(slot)
 
     def flush_displaced(self, fused: Fused) -> None:
-        """Make the pending updates of a parameter that was given other memory, or other state, from
-        what lies in its rows, before that is overwritten."""
+        """If a parameter's data or state was replaced, make its pending updates from its rows,
+        before those are overwritten."""
         state = dict.get(self._optimizer.state, fused.parameter)
         if not self._slices.rows.holds(fused, state):
             for slot in fused.slots:
@@ -203,14 +203,14 @@ class StepCommit:
         return split
 
     def _takes_over(self, slot: Slot, hyper: Group) -> bool:
-        """Return whether an update made in backward is the one to be made; it counts from now."""
+        """Apply the speculative update of ``slot`` if it is valid; return whether it was."""
         if self._speculative is None or not self._speculative.has(slot):
             return False
         self._begun = True
         return self._speculative.take(slot, hyper)
 
     def _is_paged(self, slot: Slot) -> bool:
-        """Return whether a parameter is updated by itself, in our memory; see [Note: shards]."""
+        """Return whether a parameter is updated alone, in its region; see [Note: shards]."""
         parameter = slot.parameter
         if is_spread(parameter) and not may_slice(self._optimizer):
             return False
@@ -234,15 +234,15 @@ class StepCommit:
             changed = (
                 before.get(key, (at, 0)) != (at, version) for key, (at, version) in after.items()
             )
-            undoes = log is not None and before != after  # also state that was only made
+            undoes = log is not None and before != after  # includes state that is only created
             self._begun = self._begun or any(changed) or undoes
             raise
 
     def _versions(
         self, parameters: Iterable[nn.Parameter]
     ) -> dict[tuple[int, str], tuple[int, int]]:
-        """Return which tensors parameters and their state are, and how often each was written. What
-        the optimizer has made and not written yet counts as unchanged, as it is at version 0."""
+        """Return ids and versions of parameters and their state tensors. A new state tensor at
+        version 0, created but not yet written, counts as unchanged."""
         states = self._optimizer.state
         return {
             (id(parameter), key): (id(value), value._version)
@@ -259,7 +259,7 @@ class StepCommit:
             parameter, gradient = slot.parameter, slot.parameter.grad
             assert gradient is not None
             copy = states.get(parameter)
-            copy = None if copy is None else dict(copy)  # no local holds the entry: it is counted
+            copy = None if copy is None else dict(copy)  # drops the entry: references are counted
             data, part, regions = _data_of(parameter), local(gradient), slot.update_regions()
             update = Update(group, data, part, copy, regions, context, states)
             torch.autograd.graph.increment_version(parameter)
@@ -290,8 +290,8 @@ class StepCommit:
                 self._pending.make(slot, update)
 
     def _may_wait(self, *, first: bool) -> bool:
-        """Return whether an update has the bits of now whenever it is made. The guard's thread
-        changes no default dtype; without one, who makes the update has the step's."""
+        """Return whether an update gives the same bits if made later. The guard's thread cannot
+        change the default dtype; other threads can set the step's."""
         served = self._defer and self._device.serves
         if served and depends_on_dtype(self._optimizer, first=first):
             return False
@@ -305,7 +305,7 @@ class StepCommit:
         return (
             slot.gradient is not None
             and owner(gradient) == slot.gradient
-            and not held  # who holds it would see it as it was
+            and not held  # such references would see stale values
             and not are_shared(state, besides=slot.states)
             and all(
                 key in state and owner(state[key]) == region for key, region in slot.states.items()

@@ -1,20 +1,20 @@
-"""The settings of torch under which an update is made, though it is made later or elsewhere.
+"""Snapshots torch's settings at ``step()`` and restores them for a deferred update.
 
-An update that waits runs inside whatever reads the parameter next, maybe on another thread. It is
-made with the settings of its ``step()``, and what is on around it (inference mode, `torch.func`
-transformations, function and dispatch modes, a compiler) must not see it.
+A deferred update runs inside the code that reads the parameter next, possibly on another thread. It
+uses the settings of its ``step()``. It is hidden from what is active there: inference mode,
+`torch.func` transformations, function and dispatch modes, a compiler.
 
-[Note: settings of the process]  The default dtype, deterministic algorithms, oneDNN, the flag of a
-compiler and the number of threads that new threads begin with are the process's; all else is a
-thread's own. The guard's thread makes updates while threads of the user's run, so it leaves those
-settings as they are. On the CPU no optimizer of `torch.optim` depends on deterministic algorithms.
-Where it makes updates, what depends on the default dtype does not wait (`depends_on_dtype`), and
-what multiplies matrices is refused there if oneDNN was switched meanwhile.
+[Note: settings of the process]  The default dtype, deterministic algorithms, oneDNN, the compiler's
+flag and the initial thread count of new threads are global; all else is thread-local. The guard's
+thread makes updates while user threads run, so it leaves the global settings unchanged. On the CPU
+no optimizer of `torch.optim` depends on deterministic algorithms. Where the guard's thread makes
+updates, those that depend on the default dtype are not deferred (`depends_on_dtype`). Those that
+multiply matrices are refused there if oneDNN was switched meanwhile.
 
-[Note: what cannot wait]  A mode or a profiler of the user's that watches operators would miss an
-update that waits. No other thread flushes denormals alike. Updates that autocast changes are made
-in ``step()``, too; all others are made with autocast off, by its flag alone: leaving a block of
-`torch.autocast` takes a lock that the thread may hold which casts the very weight.
+[Note: what cannot wait]  A user mode or profiler that watches operators would miss a deferred
+update. Other threads do not flush denormals in the same way. Updates that autocast changes are also
+made in ``step()``. All others are made with autocast off, by its flag alone: leaving a block of
+`torch.autocast` takes a lock, which the thread that casts this weight may hold.
 """
 
 from __future__ import annotations
@@ -35,38 +35,38 @@ from dynoffload.runtime.unseen import hidden, is_watched
 
 _LEAST = 5e-324  # the least denormal number
 _CAST = ("Adafactor", "Muon")
-"""Whose operators autocast casts and oneDNN makes; those of the others they do not."""
+"""The only optimizers with operators that autocast casts and oneDNN computes."""
 _here = threading.local()
 
 
 def flushes_denormals() -> bool:
-    """Return whether this thread takes denormal numbers for zero."""
+    """Return whether this thread flushes denormal numbers to zero."""
     return _LEAST * 1.0 == 0.0
 
 
 def may_wait(optimizer: Optimizer, kind: str) -> bool:
-    """Return whether updates of this moment, on a device of type ``kind``, may be made later; see
-    [Note: what cannot wait]."""
+    """Return whether an update on a device of type ``kind`` may be deferred under the current
+    settings; see [Note: what cannot wait]."""
     cast = type(optimizer).__name__ in _CAST and torch.is_autocast_enabled(kind)
     return not (cast or flushes_denormals() or is_watched())
 
 
 def depends_on_dtype(optimizer: Optimizer, *, first: bool) -> bool:
-    """Return whether an update depends on the default dtype: the first, which makes counts of
-    steps, and each of ASGD, which makes tensors of its rates."""
+    """Return whether an update depends on the default dtype. The ``first`` one does, as it creates
+    step counts; with ASGD every one does, as it creates tensors of its rates."""
     kind = type(optimizer)
     return kind is ASGD or (first and kind not in (SGD, Muon))
 
 
 @dataclass(frozen=True, slots=True)
 class TorchContext:
-    """The settings that an update takes along.
+    """The torch settings that an update is made with.
 
     Attributes:
         dtype: the default dtype.
-        deterministic: whether deterministic algorithms are asked for.
-        warn_only: whether those that are missing are only warned of.
-        threads: of one operator.
+        deterministic: whether deterministic algorithms are requested.
+        warn_only: whether missing deterministic algorithms only cause a warning.
+        threads: number of threads within one operator.
         mkldnn: whether oneDNN may multiply matrices.
     """
 
@@ -78,7 +78,7 @@ class TorchContext:
 
     @classmethod
     def now(cls) -> TorchContext:
-        """Return the settings of this moment."""
+        """Return the current settings."""
         return cls(
             torch.get_default_dtype(),
             torch.are_deterministic_algorithms_enabled(),
@@ -88,7 +88,7 @@ class TorchContext:
         )
 
     def check_behind(self, optimizer: Optimizer) -> None:
-        """Refuse an update on the guard's thread that needs another setting of the process.
+        """Refuse an update on the guard's thread that needs another global setting.
 
         Raises:
             ConfigError: oneDNN was switched on or off since ``step()``.
@@ -102,11 +102,11 @@ class TorchContext:
 
     @contextlib.contextmanager
     def again(self, kind: str, *, guard: bool = False) -> Iterator[None]:
-        """Have these settings, and nothing of the code around.
+        """Restore these settings for a block, hidden from the surrounding modes.
 
         Args:
             kind: type of the device on which updates are made.
-            guard: this is the guard's thread; see [Note: settings of the process].
+            guard: whether this is the guard's thread; see [Note: settings of the process].
         """
         with contextlib.ExitStack() as undo:
             if guard:
@@ -137,7 +137,7 @@ class TorchContext:
             torch.set_num_threads(self.threads)
 
     def _set_threads_of_guard(self) -> None:
-        """Set the number of threads, but not the one that new threads begin with."""
+        """Set this thread's number of threads, but keep the initial one of new threads."""
         if torch.get_num_threads() != self.threads:
             of_new = _in_a_thread(torch.get_num_threads)
             torch.set_num_threads(self.threads)
@@ -146,13 +146,13 @@ class TorchContext:
 
 
 def _in_a_thread(call: Callable[..., Any], *args: Any) -> Any:
-    """Return what ``call`` returns in a thread of its own."""
+    """Run ``call`` in a new thread and return its result."""
     with ThreadPoolExecutor(1, "dynoffload-threads") as pool:
         return pool.submit(call, *args).result()
 
 
 class _Elsewhere:
-    """The flag of a compiler that is at work: true but for a thread that makes an update."""
+    """An active compiler's flag: true except in a thread that makes an update."""
 
     def __bool__(self) -> bool:
         return not getattr(_here, "hidden", False)
@@ -163,12 +163,12 @@ _ELSEWHERE = _Elsewhere()
 
 @contextlib.contextmanager
 def _not_compiling_here() -> Iterator[None]:
-    """Have `torch.compiler.is_compiling()` false in this thread, and as it is in others.
+    """Make `torch.compiler.is_compiling()` false in this thread, and leave it unchanged in others.
 
-    The compiler itself ends what it has begun: nothing is put back.
+    The flag is not restored: the compiler itself resets it when it ends.
     """
     settings = vars(torch.compiler)
-    if settings["_is_compiling_flag"]:  # calls nothing until it is set: no other thread comes in
+    if settings["_is_compiling_flag"]:  # no call until the flag is set, so no thread switch
         settings["_is_compiling_flag"] = _ELSEWHERE
     _here.hidden = True
     try:

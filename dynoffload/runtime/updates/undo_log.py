@@ -1,12 +1,12 @@
-"""The undo log of one optimizer step: what it overwrites, as it was before.
+"""The undo log of one optimizer step: the old values of what the step overwrites.
 
-A step that is cut off half-way has made some updates and not others. Before an update is made, its
-parameter and state are written to a file, piece by piece through one small buffer. If the step is
-cut off, they are read back, and model and optimizer are those of the last finished step. The log
-begins anew with each step, once every update of the last one is made.
+An interrupted step has made only some of its updates. Before each update, its parameter and state
+are written to a file, piece by piece through one small buffer. If the step is interrupted they are
+read back, so model and optimizer are those of the last finished step. The log restarts with each
+step, once every update of the last one is made.
 
-Not kept are gradients, buffers, hyperparameters, and what schedulers and scalers count. Where the
-user has given a parameter, or its state, other memory since, nothing is undone.
+Gradients, buffers, hyperparameters, and counters of schedulers and scalers are not kept. If user
+code has moved a parameter or its state to other memory since, nothing is undone.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from dynoffload.memory.pieces import Buffer, Holder, same_bits
 from dynoffload.memory.spill import SpillFile, reason, transfer
 from dynoffload.runtime.adoption.slots import Slot
 
-_SMALL = 16  # elements of a state tensor that is kept in memory
+_SMALL = 16  # most elements of a state tensor that is kept in memory
 
-_IN_FILE = object()  # in place of a larger one
+_IN_FILE = object()  # placeholder for a larger one
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where the bytes of a tensor are kept: of a parameter, of its state, or of a slice of one."""
+    """Where the log keeps the bytes of a parameter, of a state tensor, or of a slice of one."""
 
     parameter: torch.Tensor
     key: str | None
@@ -45,13 +45,13 @@ class _Entry:
 
 
 class UndoLog:
-    """What one step has overwritten.
+    """Keeps the old values that one step overwrites.
 
     Args:
-        optimizer: whose step it is.
-        memory: keeps the bytes under a piece of a tensor at hand.
-        directory: where the file lies.
-        need: bytes it will take at least.
+        optimizer: the optimizer that steps.
+        memory: keeps a piece of a tensor resident while it is copied.
+        directory: directory of the file.
+        need: least bytes that the file will take.
 
     Raises:
         SpillError: the directory cannot be used.
@@ -61,52 +61,52 @@ class UndoLog:
         self._optimizer, self._memory = optimizer, memory
         self._file = SpillFile(directory, need, direct=False, purpose="rollback")
         self._buffer = Buffer()
-        self._end = 0  # of what is written
+        self._end = 0  # bytes written
         self._entries: list[_Entry] = []
         self._states: dict[torch.Tensor, dict[str, Any] | None] = {}
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the file."""
         self._file.close()
 
     def any(self) -> bool:
-        """Return whether a step is kept."""
+        """Return whether the log holds a step."""
         return bool(self._states)
 
     def forget(self) -> None:
-        """What was kept is of no use any more."""
+        """Clear the log."""
         self._entries.clear()
         self._states.clear()
         self._end = 0
 
     def begin(self, parameters: Iterable[torch.Tensor]) -> None:
-        """A step over ``parameters`` begins, and all before it is made."""
+        """Begin a step over ``parameters``; all earlier updates are made."""
         self.forget()
         for parameter in parameters:
             state = dict.get(self._optimizer.state, parameter)
             self._states[parameter] = None if state is None else _small(state)
 
     def keep(self, parameter: torch.Tensor) -> None:
-        """A whole parameter and its state are about to change where they are.
+        """Save a whole parameter and its state before they change in place.
 
         Raises:
-            SpillError: they cannot be written; nothing has changed.
+            SpillError: they cannot be written to the log; no tensor has changed.
         """
         state = dict.get(self._optimizer.state, parameter) or {}
         for key, value in ((None, local(parameter).detach()), *state.items()):
             self._keep(parameter, key, None, local(value), local(value))
 
     def keep_tensor(self, slot: Slot, key: str | None, own: Any, shown: Any) -> None:
-        """A parameter or a tensor of its state, or a slice of one, is about to change.
+        """Save a parameter, a state tensor, or a slice of one, before it changes.
 
         Args:
-            slot: of the parameter, or of the slice.
-            key: of the state; None for the parameter itself.
-            own: the tensor where it lies; what is none is passed over.
-            shown: the same bytes, maybe elsewhere.
+            slot: slot of the parameter or slice.
+            key: key of the state; None for the parameter itself.
+            own: the tensor at its own address.
+            shown: the same bytes, possibly at another address; not saved if it is no tensor.
 
         Raises:
-            SpillError: it cannot be written; nothing has changed.
+            SpillError: it cannot be written to the log; no tensor has changed.
         """
         number = None if slot.fused is None else slot.number
         self._keep(slot.parameter, key, number, own, shown)
@@ -124,11 +124,11 @@ class UndoLog:
             )
 
     def undo(self) -> None:
-        """Give parameters and state back what they had before the step.
+        """Restore parameters and state to their values before the step.
 
         Raises:
-            SpillError: the log, or what lies beside an entry, cannot be read: the step stays lost.
-            ValueError: a tensor lies elsewhere by now; nothing was changed.
+            SpillError: the log, or a tensor that it restores, cannot be read: the step stays lost.
+            ValueError: a tensor was moved or its state is gone; nothing was changed.
         """
         tensors = [self._tensor_of(entry) for entry in self._entries]
         states = self._optimizer.state
@@ -142,12 +142,12 @@ class UndoLog:
                 if parameter in states:
                     del states[parameter]
             else:
-                _give_back(states[parameter], before)
+                _restore_state(states[parameter], before)
             torch.autograd.graph.increment_version(parameter)
         self.forget()
 
     def _tensor_of(self, entry: _Entry) -> torch.Tensor:
-        """Return the tensor that ``entry`` is of."""
+        """Return the tensor that ``entry`` restores."""
         tensor: Any = local(entry.parameter).data
         if entry.key is not None:
             tensor = local((dict.get(self._optimizer.state, entry.parameter) or {}).get(entry.key))
@@ -161,7 +161,7 @@ class UndoLog:
         return cast(torch.Tensor, tensor).detach()
 
     def _write(self, tensor: torch.Tensor) -> int:
-        """Append the bytes of ``tensor``; return where they begin."""
+        """Append the bytes of ``tensor``; return their offset in the file."""
         start = at = self._end
         self._file.grow(start + tensor.nbytes)
         for piece in self._memory.pieces(tensor):
@@ -179,7 +179,7 @@ class UndoLog:
         return start
 
     def _read(self, at: int, tensor: torch.Tensor) -> None:
-        """Give ``tensor`` the bytes from ``at`` on; it is written to only where they differ."""
+        """Read ``tensor`` back from file offset ``at``; only pieces that differ are written."""
         for piece in self._memory.pieces(tensor):
             before = self._buffer.like(piece)
             try:
@@ -198,7 +198,7 @@ def _raw(content: torch.Tensor) -> torch.Tensor:
 
 
 def _small(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a parameter's state, with `_IN_FILE` for what is large."""
+    """Return a copy of a parameter's state, with `_IN_FILE` for large tensors."""
 
     def kept(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -208,8 +208,8 @@ def _small(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: kept(value) for key, value in state.items()}
 
 
-def _give_back(state: dict[str, Any], before: Mapping[str, Any]) -> None:
-    """Make ``state`` what ``before`` is a copy of, but for what is in the file."""
+def _restore_state(state: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """Restore ``state`` from its copy ``before``, except tensors kept in the file."""
     for key in state.keys() - before.keys():
         del state[key]
     for key, value in before.items():
@@ -218,6 +218,6 @@ def _give_back(state: dict[str, Any], before: Mapping[str, Any]) -> None:
             continue
         if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor):
             with torch.no_grad():
-                now.copy_(value)  # whoever holds it sees it
+                now.copy_(value)  # in place, so that references see it
         else:
             state[key] = value

@@ -1,9 +1,9 @@
 """One parameter's share of an optimizer step, kept until it is made; see `updates`.
 
-[Note: neighbours]  With ``momentum`` and ``foreach``, SGD scales the momentum of all parameters of
-a dtype by one kernel if each has some, else one by one by another; in half precision the two round
-differently. So the update of one depends on whether another has its first gradient in this step.
-Where that is so, an update made alone is made beside a parameter of one element that has none.
+[Note: neighbours]  With ``momentum`` and ``foreach``, SGD scales all momentum of a dtype at once if
+every parameter has some, else one by one. The two kernels round differently in half precision. So
+one update depends on whether another parameter has its first gradient in this step. If so, a
+separate update runs together with a one-element parameter that has no momentum.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 Group = dict[str, Any]
 
 FIRST_TIMERS = "dynoffload_first_timers"
-"""Where hyperparameters note what `first_timers` has found."""
+"""Key under which copied hyperparameters keep the result of `first_timers`."""
 
 _REFUSED = {
     "LBFGS": "updates all parameters together, with one state for the group",
@@ -43,14 +43,14 @@ _REFUSED = {
 
 @dataclass(frozen=True, eq=False)
 class PagedOptimizer:
-    """An optimizer, and where its tensors are.
+    """An optimizer, and what pages its tensors.
 
     Attributes:
-        optimizer: the user's.
+        optimizer: the user's optimizer.
         store: its parameters' slots.
-        rows: the rows of those that are paged by slices.
+        rows: rows of the parameters that are paged by slices.
         device: holds their regions.
-        failure: where a step that was cut off is noted.
+        failure: records a partially applied step.
     """
 
     optimizer: Optimizer
@@ -67,12 +67,12 @@ class Update:
     Attributes:
         group: the hyperparameters at the time of ``step()``, without parameters.
         data: the parameter's tensor at that time.
-        gradient: what it will consume.
-        state: the tensors of its optimizer state at that time, None before the first step.
-        regions: what it will read and write, locked until then.
-        context: the settings of torch at that time.
-        states: the optimizer's mapping of states at that time, which takes up what is new; the user
-            may have put another in its place since.
+        gradient: the gradient that it consumes.
+        state: the parameter's optimizer state at that time, None before the first step.
+        regions: regions that it reads and writes, locked until then.
+        context: torch's settings at that time.
+        states: the optimizer's state mapping at that time, which receives new entries; user code
+            may have replaced it since.
         begun: whether the optimizer's code has started on it.
     """
 
@@ -87,18 +87,18 @@ class Update:
 
 
 def can_split(optimizer: Optimizer) -> bool:
-    """Return whether the updates of ``optimizer`` are known to be made one by one like together."""
+    """Return whether ``optimizer`` is one of torch's, whose steps split into exact updates."""
     return type(optimizer).__module__.startswith("torch.optim")
 
 
 def innermost(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that makes the updates, where ``optimizer`` wraps it.
+    """Return the innermost optimizer that ``optimizer`` wraps, or ``optimizer`` itself.
 
-    Wrappers such as accelerate's, Opacus' and timm's Lookahead are optimizers by type, hold another
-    one, and have no step hooks of their own.
+    Wrappers such as accelerate's, Opacus' and timm's Lookahead are `Optimizer` subclasses that hold
+    another optimizer and have no step hooks.
 
     Raises:
-        ConfigError: its step takes no hooks, and it holds no other optimizer, or several.
+        ConfigError: its step takes no hooks, and it does not hold exactly one other optimizer.
     """
     name = type(optimizer).__name__
     inner = getattr(optimizer, "optimizer", None)
@@ -124,7 +124,7 @@ def innermost(optimizer: Optimizer) -> Optimizer:
 
 
 def takes_hooks(optimizer: Optimizer) -> bool:
-    """Return whether `torch.optim.Optimizer.__init__` has made ``optimizer``."""
+    """Return whether `torch.optim.Optimizer.__init__` ran, so that ``step`` has hooks."""
     made = "_optimizer_step_pre_hooks" in vars(optimizer)
     return made and getattr(type(optimizer).step, "hooked", False) is True
 
@@ -144,7 +144,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 def check_host(optimizer: Optimizer | None, device: Device) -> None:
-    """Refuse a `HostOptimizer` where fast memory is the host's own.
+    """Refuse a `HostOptimizer` if host memory is the fast memory.
 
     Raises:
         ConfigError: ``device`` is not an accelerator's.
@@ -158,13 +158,13 @@ def check_host(optimizer: Optimizer | None, device: Device) -> None:
 
 
 def snapshot(group: Group) -> Group:
-    """Return a group's hyperparameters as they are now, tensors copied, without parameters."""
+    """Return a copy of a group's current hyperparameters, without parameters."""
     return {key: copied(value) for key, value in group.items() if key != "params"}
 
 
 def first_timers(optimizer: Optimizer, group: Group) -> tuple[torch.dtype, ...]:
-    """Return the dtypes of which a step over ``group`` updates parameters with momentum and
-    parameters without, where that matters; see [Note: neighbours]."""
+    """Return the dtypes for which ``group`` has parameters both with and without momentum, if that
+    affects results; see [Note: neighbours]."""
     if type(optimizer).__name__ != "SGD" or not group.get("momentum") or not _is_foreach(group):
         return ()
     found: dict[torch.dtype, set[bool]] = {}
@@ -177,8 +177,7 @@ def first_timers(optimizer: Optimizer, group: Group) -> tuple[torch.dtype, ...]:
 
 
 def _is_foreach(group: Group) -> bool:
-    """Return whether torch takes the parameters of a group together, as it does by itself on
-    accelerators."""
+    """Return whether torch updates a group by foreach operators, its default on accelerators."""
     if group.get("fused"):
         return False
     if group.get("foreach") is not None:
@@ -190,13 +189,13 @@ def _is_foreach(group: Group) -> bool:
 
 
 def writes_gradients(optimizer: Optimizer, group: Group) -> bool:
-    """Return whether a step over ``group`` changes gradients, as they are added to momentum."""
+    """Return whether a step over ``group`` writes into gradients: SGD's Nesterov with foreach."""
     return type(optimizer) is SGD and bool(group.get("nesterov")) and _is_foreach(group)
 
 
 def neighbours(group: Group, device: torch.device) -> list[nn.Parameter]:
-    """Return the parameters beside which an update with the hyperparameters ``group`` is made, on
-    ``device``."""
+    """Return one-element parameters on ``device`` to update together with those of ``group``; see
+    [Note: neighbours]."""
     spread = next((one for one in group["params"] if is_spread(one)), None)
     made = [
         nn.Parameter(replica_beside(spread, torch.zeros(1, dtype=dtype, device=device)))
@@ -208,7 +207,7 @@ def neighbours(group: Group, device: torch.device) -> list[nn.Parameter]:
 
 
 def same(one: Group, other: Group) -> bool:
-    """Return whether two groups' hyperparameters, taken by `snapshot`, are equal."""
+    """Return whether two `snapshot` results are equal."""
     return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
 
 
@@ -221,7 +220,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of a tensor, or of the tensors in a list or tuple; else ``value`` itself."""
+    """Return a copy of a tensor, or of a list or tuple with tensors; else ``value`` itself."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, tuple | list) and any(isinstance(part, torch.Tensor) for part in value):

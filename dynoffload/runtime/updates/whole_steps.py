@@ -1,4 +1,4 @@
-"""Steps that are not split: they run whole, or are of optimizers that the block was not given."""
+"""Steps that are not split: they run whole, or belong to optimizers not passed to the block."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from dynoffload.runtime.updates.update import takes_hooks
 logger = logging.getLogger(__name__)
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""What ``step`` is called with, the optimizer first."""
+"""Arguments of ``step``, the optimizer first."""
 
 
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the closure that ``step`` was given, or None."""
+    """Return the closure passed to ``step``, or None."""
     return args[1] if len(args) > 1 else kwargs.get("closure")
 
 
 def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Any) -> Arguments:
-    """Return the arguments of ``step`` with another closure."""
+    """Return the arguments of ``step`` with ``closure`` in place of its closure."""
     if len(args) > 1:
         return (args[0], closure, *args[2:]), kwargs
     return args, {**kwargs, "closure": closure}
@@ -38,7 +38,7 @@ def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Any) ->
 def warn_of_others(
     optimizer: Optimizer, is_paged: Callable[[torch.Tensor], bool]
 ) -> RemovableHandle:
-    """Warn of the first step over paged parameters of an optimizer that the block was not given."""
+    """Warn once per optimizer that steps paged parameters but was not passed to the block."""
     seen: weakref.WeakSet[Optimizer] = weakref.WeakSet([optimizer])
 
     def before(other: Optimizer, args: Any, kwargs: Any) -> None:
@@ -59,14 +59,14 @@ def warn_of_others(
 
 
 class WholeSteps:
-    """Steps that run whole: of an optimizer that is none of `torch.optim`, and of those it wraps.
+    """Handles steps that run whole: of an optimizer outside `torch.optim`, and of those it wraps.
 
-    One that it wraps may step by itself, as in two calls of SAM: that is a step, too.
+    A wrapped optimizer may step outside the wrapper's, as with SAM's two calls: that counts too.
 
     Args:
-        optimizer: the user's.
-        on_begin: called as a step begins.
-        on_end: called after a step of a wrapped optimizer that is no part of another.
+        optimizer: the user's optimizer.
+        on_begin: called when a step begins.
+        on_end: called after a wrapped optimizer's step that is not part of a wrapper's step.
     """
 
     def __init__(
@@ -80,16 +80,16 @@ class WholeSteps:
             type(optimizer).__name__,
         )
         self._on_begin, self._on_end = on_begin, on_end
-        self._calling: FrameType | None = None  # who calls a step that has not ended
+        self._calling: FrameType | None = None  # the caller's frame of a running step
         self.handles: list[RemovableHandle] = []
         for inner in filter(takes_hooks, wrapped_by(optimizer, lambda one: not takes_hooks(one))):
             self.handles.append(inner.register_step_pre_hook(self._before_wrapped))
             self.handles.append(inner.register_step_post_hook(self._after_wrapped))
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """A step begins: end the plan, now and after each call of its closure, as what is planned
-        for the next forward would keep the room that the step's operands need."""
-        self._calling = sys._getframe(2)  # until the step has returned, or failed
+        """Begin a step: end the plan now and after each call of its closure. Prefetches for the
+        next forward would otherwise take the room that the step's operands need."""
+        self._calling = sys._getframe(2)  # until the step returns or fails
         self._on_begin()
         closure = closure_of(args, kwargs)
         if not callable(closure):
@@ -103,7 +103,7 @@ class WholeSteps:
         return with_closure(args, kwargs, closed)
 
     def end(self) -> None:
-        """The step has ended."""
+        """End the step."""
         self._calling = None
 
     def _before_wrapped(self, *args: Any) -> None:
@@ -115,7 +115,7 @@ class WholeSteps:
             self._on_end()
 
     def _is_within(self) -> bool:
-        """Return whether a step has neither returned nor failed."""
+        """Return whether this runs inside a step: its caller's frame is still on the stack."""
         frame = None if self._calling is None else sys._getframe(1)
         while frame is not None and frame is not self._calling:
             frame = frame.f_back
