@@ -1,19 +1,19 @@
-"""When a rank is lost, the others say so: which one, what it did last, and what they waited for.
+"""Watchdog that reports a lost rank: which one, its last status, and what the others waited for.
 
-`RankWatchdog` is a thread beside a session of several processes. Once a second it puts up this
+`RankWatchdog` runs a thread for a session of several processes. About once a second it writes this
 rank's status and reads the others'. It turns the error of a collective that failed in the block
-into a `RankError` that names the rank that was missed. It starts no collective; ranks on different
-paths may run differently.
+into a `RankError` that names the lost rank. It issues no collectives; ranks may take different
+paths.
 
-[Note: who ends a wait]  A collective that fails, as another rank's connection has closed or the
-group's own timeout is over, raises in the thread that waits in it, and the block's end explains
-that. Some waits cannot be ended from outside: where one lasts longer than the timeout and a moment
-more, and another rank has done nothing for as long, a warning says what is known. With
-``rank_timeout`` the process then ends itself; without it nobody has said that it should, and a
-group that the user made may allow hours. Its spill file has no name, and is gone with it.
+[Note: who ends a wait]  A collective fails when another rank's connection closes or the group's
+timeout expires. It then raises in the waiting thread, and the end of the block explains the error.
+Some waits cannot be interrupted. If one outlasts the timeout plus a margin, and another rank has
+made no progress for longer than the timeout, a warning reports what is known. With ``rank_timeout``
+the process then exits; without it the process keeps waiting, since a user's group may allow hours.
+The spill file is unnamed, so it disappears with the process.
 
-[Note: the group's timeout]  ``rank_timeout`` is set as the timeout of the process groups for the
-time of the block, so that it is the group that ends a wait.
+[Note: the group's timeout]  Within the block, ``rank_timeout`` is set as the timeout of the process
+groups, so that normally the group ends a wait.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ from dynoffload.errors import ExchangeError, RankError
 logger = logging.getLogger(__name__)
 
 ENDED = 70
-"""With what a process ends that could not get out of a wait; see [Note: who ends a wait]."""
+"""Exit code of a process that could not leave a wait; see [Note: who ends a wait]."""
 
 _BEAT_S = 1.0
 _FIRST_S = 0.1  # until the first report
 _SILENT_BEATS = 4
-_PATIENCE_S = 5.0  # to learn who was lost, once a collective has failed
-_PATIENCE_AFTER_S = 1.5  # the same once it has timed out, by when much is known
-_MOMENT_S = 5.0  # beyond the timeout, for the group to end a wait by itself
-_RANKS_A_SECOND = 16  # that one rank asks after
+_PATIENCE_S = 5.0  # to identify the lost rank, once a collective has failed
+_PATIENCE_AFTER_S = 1.5  # the same after a timeout, when much is already known
+_MOMENT_S = 5.0  # beyond the timeout, for the group to end the wait itself
+_RANKS_A_SECOND = 16  # that one rank queries
 _TIMED_OUT = re.compile(r"tim(?:ed|e) ?out", re.IGNORECASE)
 _OF_GROUP = re.compile(
     r"gloo/|\bNCCL|ProcessGroup(?:Gloo|NCCL|MPI|UCC|Wrapper)|remote worker|Timed out waiting"
     "|[Cc]onnection (?:closed|reset) by peer"
 )
 
-_blocks = 0  # that this process has entered
+_blocks = 0  # entered by this process
 
 
 def watch_ranks(
     status: Callable[[], RankStatus], timeout_s: float | None, groups: Iterable[Any]
 ) -> RankWatchdog | None:
-    """Return a watchdog that has begun; None where there is one process, or no process group yet.
+    """Return a started watchdog; None for a single process, or without a process group.
 
     Args:
-        status: returns what this rank does; called from another thread.
-        timeout_s: how long a rank may keep the others waiting; None: as long as the group allows.
-        groups: process groups of the model's, beside the default one.
+        status: returns this rank's status; called from another thread.
+        timeout_s: how long a rank may keep the others waiting; None: the group's timeout.
+        groups: the model's process groups, in addition to the default one.
     """
     global _blocks
     import torch.distributed as dist
@@ -100,7 +100,7 @@ class RankWatchdog:
     def _run(self) -> None:
         failed, wait = False, _FIRST_S
         while not self._ends.wait(min(wait, self._beat_s)):
-            wait *= 2  # soon at first, as a rank may be lost before it was ever heard
+            wait *= 2  # short at first, as a rank may be lost before its first report is read
             try:
                 self._report()
             except Exception as error:
@@ -151,13 +151,13 @@ class RankWatchdog:
         return [rank for rank in range(self._store.size) if rank != self._store.rank]
 
     def _still(self, rank: int, now: float) -> float:
-        """Return for how long a rank has done nothing; since ever, if it has told nothing."""
+        """Return the seconds since a rank last made progress; huge if it has never reported."""
         return now - self._store.changed.get(rank, -1e9)
 
     # The end
 
     def explain(self, error: BaseException) -> RankError | None:
-        """Return what to raise for an error that left the block; None if no other rank is in it."""
+        """Return the error to raise in place of ``error``; None if it is not of a process group."""
         if isinstance(error, RankError) or not _is_of_group(error):
             return None
         status = self._status()
@@ -171,7 +171,7 @@ class RankWatchdog:
         return found
 
     def _lost(self, patience_s: float) -> tuple[list[int], float]:
-        """Return the ranks that are gone, have left or are silent, as soon as there are some."""
+        """Return the ranks that are gone, have left or are silent, as soon as there are any."""
         until = time.monotonic() + patience_s
         while True:
             with self._mutex:
@@ -190,7 +190,7 @@ class RankWatchdog:
         return report.is_gone() or self._silence(rank, now) > 0 or left
 
     def _silence(self, rank: int, now: float) -> float:
-        """Return for how long a rank has been silent; 0 where that is no longer than usual."""
+        """Return for how long a rank has been silent; 0 if that is within the usual interval."""
         silent = now - self._store.heard[rank]
         return silent if silent > _SILENT_BEATS * self._beat_s else 0.0
 
@@ -228,7 +228,7 @@ class RankWatchdog:
         return f"rank {rank} runs, and has been for {self._still(rank, now):.0f} s in {stood}"
 
     def end(self, error: BaseException | None) -> None:
-        """The block has ended, by ``error`` or not: tell the others."""
+        """Stop the watchdog, and report to the other ranks how the block ended."""
         self._ends.set()
         left = "" if error is None else f"{type(error).__name__}: {error}"
         try:
@@ -250,7 +250,7 @@ def _is_of_group(error: BaseException) -> bool:
 
 
 def _timed_out(error: BaseException | None) -> bool:
-    """Return whether an error, or what it comes from, says that a wait took too long."""
+    """Return whether an error, or one of its causes, reports a timeout."""
     while error is not None:
         if _TIMED_OUT.search(str(error)):
             return True
@@ -263,7 +263,7 @@ def _timeout_of_group() -> float:
 
     try:
         return float(_backend(dist.group.WORLD).options._timeout.total_seconds())
-    except (AttributeError, RuntimeError):  # a backend that tells no timeout
+    except (AttributeError, RuntimeError):  # a backend that exposes no timeout
         return dist.default_pg_timeout.total_seconds()
 
 
@@ -278,7 +278,7 @@ def _backend(group: Any) -> Any:
 def _set_timeout(
     timeout_s: float | None, groups: Iterable[Any]
 ) -> list[tuple[Any, datetime.timedelta]]:
-    """Set the timeout of the default group and of ``groups``; return what they had before."""
+    """Set the timeout of the default group and of ``groups``; return the previous ones."""
     if timeout_s is None:
         return []
     import torch.distributed as dist
