@@ -1,11 +1,10 @@
-"""An offload() block around an unmodified script: ``dynoffload run --wrap``.
+"""Runs an offload() block around an unmodified script: ``dynoffload run --wrap``.
 
-While the script runs, `Wrap` sees which optimizers it makes, and the first training call of a
-module that holds an optimizer's parameters. Before that call the block is entered, with the module
-and the optimizer; it is left when the script ends. What the script trains besides, with an
-optimizer that it makes later, is trained as ever, and a warning says so. A script with two
-optimizers, or one that calls its model in parts, does not say by itself what to offload: it is
-refused.
+While the script runs, `Wrap` records the optimizers that it creates. Before the first training call
+of a module that holds an optimizer's parameters, it enters a block with that module and optimizer.
+The block is left when the script ends. Training with an optimizer created later is not offloaded,
+and a warning reports it. A script with two optimizers, or one that calls its model in parts, is
+ambiguous, and is refused.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ logger = logging.getLogger(__name__)
 
 
 class Wrap:
-    """Enters one offload() block in whatever runs inside ``with``, and leaves it at the end.
+    """Enters one offload() block for the code that runs inside ``with``; leaves it at the end.
 
     Attributes:
         entered: whether a block was entered.
     """
 
     def __init__(self) -> None:
-        self._block = EventBlock()  # of what the command line says
+        self._block = EventBlock()  # with the command line's options
         self._made: list[weakref.ref[Optimizer]] = []
         self._undo = ExitStack()
         self._managed: set[int] = set()
@@ -74,10 +73,10 @@ class Wrap:
         self._block.leave(error)
 
     def _consider(self, module: nn.Module) -> None:
-        """A module is called to train: enter the block if it is the model.
+        """Enter the block before a training call of ``module``, if it is the model.
 
         Raises:
-            ConfigError: what is to be offloaded is ambiguous; or as `dynoffload.offload` raises.
+            ConfigError: the model or optimizer is ambiguous; or as `dynoffload.offload` raises.
         """
         optimizers = self._optimizers()
         held = _ids(module)
@@ -94,11 +93,11 @@ class Wrap:
         self._block.enter(module, optimizer)
 
     def _say_of_another(self, optimizer: Optimizer) -> None:
-        """An optimizer was made: say so, once, if it comes too late for the block."""
+        """Warn once if an optimizer was created too late for the block."""
         if not self.entered or self._said or not _ids(optimizer):
             return
         if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-            return  # it wraps one of those we know
+            return  # it wraps a known optimizer
         self._said = True
         whose = "the model that it offloads" if _ids(optimizer) & self._managed else "another model"
         logger.warning(
@@ -111,13 +110,13 @@ class Wrap:
         )
 
     def _optimizers(self) -> list[Optimizer]:
-        """Return the optimizers there are, each once; one that wraps another counts as that."""
+        """Return the live optimizers, each once; a wrapper counts as the optimizer it wraps."""
         alive = [optimizer for ref in self._made if (optimizer := ref()) is not None]
         ready = [innermost(o) for o in alive if "param_groups" in o.__dict__]
         return list({id(optimizer): optimizer for optimizer in ready}.values())
 
     def _of_all(self, module: nn.Module, optimizers: list[Optimizer]) -> Optimizer:
-        """Return the one optimizer, all of whose parameters ``module`` holds."""
+        """Return the only optimizer, after checking that ``module`` holds all its parameters."""
         remedy = "write 'with dynoffload.offload(model, optimizer)' around training in the script"
         if len(optimizers) > 1:
             raise ConfigError(
@@ -137,7 +136,7 @@ class Wrap:
 
 
 def _ids(holder: nn.Module | Optimizer) -> set[int]:
-    """Return the identities of the parameters of a module or an optimizer."""
+    """Return the ids of the parameters of a module or an optimizer."""
     if isinstance(holder, nn.Module):
         return {id(parameter) for parameter in holder.parameters()}
     return {id(parameter) for group in holder.param_groups for parameter in group["params"]}

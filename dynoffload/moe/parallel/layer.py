@@ -80,7 +80,6 @@ class ExpertParallel(MoE):
             files.
         device: of the parameters.
         dtype: of the parameters; the router computes in float32 at least.
-        dtype: of parameters; the router computes in float32 at least.
 
     Attributes:
         up: (E/world, p·h, d).
