@@ -1,9 +1,8 @@
 """Watchdog that reports a lost rank: which one, its last status, and what the others waited for.
 
-`RankWatchdog` runs a thread for a session of several processes. About once a second it writes this
-rank's status and reads the others'. It turns the error of a collective that failed in the block
-into a `RankError` that names the lost rank. It issues no collectives; ranks may take different
-paths.
+`RankWatchdog` runs a thread for a session of several processes. Each second it writes this rank's
+status; it also reads the others'. It turns the error of a collective that failed in the block into
+a `RankError` that names the lost rank. It issues no collectives; ranks may take different paths.
 
 [Note: who ends a wait]  A collective fails when another rank's connection closes or the group's
 timeout expires. It then raises in the waiting thread, and the end of the block explains the error.
@@ -20,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import logging
 import os
 import re
@@ -38,7 +38,8 @@ ENDED = 70
 """Exit code of a process that could not leave a wait; see [Note: who ends a wait]."""
 
 _BEAT_S = 1.0
-_FIRST_S = 0.1  # until the first report
+_FIRST_S = 0.1  # between first reads, times the usual interval, until every rank has reported
+_FIRST_LOOKS = 100
 _SILENT_BEATS = 4
 _PATIENCE_S = 5.0  # to identify the lost rank, once a collective has failed
 _PATIENCE_AFTER_S = 1.5  # the same after a timeout, when much is already known
@@ -91,24 +92,30 @@ class RankWatchdog:
         self._ends = threading.Event()
         self._mutex = threading.Lock()
         self._progress, self._since = -1, time.monotonic()
-        self._warned = -1
-        self._beat_s = max(_BEAT_S, self._store.size / _RANKS_A_SECOND)
+        self._looked = self._warned = -1.0
         self._store.put(status())
         self._thread = threading.Thread(target=self._run, name="dynoffload-ranks", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        failed, wait = False, _FIRST_S
-        while not self._ends.wait(min(wait, self._beat_s)):
-            wait *= 2  # short at first, as a rank may be lost before its first report is read
+        every = max(_BEAT_S, self._store.size / _RANKS_A_SECOND)
+        failed = False
+        for looks in itertools.count():
+            begins = looks < _FIRST_LOOKS and len(self._store.reports) < self._store.size - 1
+            if self._ends.wait(_FIRST_S * every if begins else _BEAT_S):
+                return
             try:
-                self._report()
+                if begins:
+                    with self._mutex:
+                        self._store.update()
+                else:
+                    self._report(every)
             except Exception as error:
                 if not failed:
                     logger.warning("the rank watchdog goes on after %r", error, exc_info=True)
                 failed = True
 
-    def _report(self) -> None:
+    def _report(self, every: float) -> None:
         status, now = self._status(), time.monotonic()
         if status.progress != self._progress:
             self._progress, self._since = status.progress, now
@@ -116,7 +123,9 @@ class RankWatchdog:
             if self._ends.is_set():
                 return
             self._store.put(status)
-            self._store.update()
+            if now - self._looked >= every:
+                self._looked = now
+                self._store.update()
         if now - self._since > self._timeout_s + _MOMENT_S:
             self._check_wait(status, now)
 
@@ -165,7 +174,7 @@ class RankWatchdog:
         lost, now = self._lost(_PATIENCE_AFTER_S if _timed_out(error) else _PATIENCE_S)
         if not lost:
             known = [rank for rank in self._others() if rank in self._store.reports]
-            lost = [r for r in known if self._still(r, now) > _SILENT_BEATS * self._beat_s] or known
+            lost = [r for r in known if self._still(r, now) > _SILENT_BEATS * _BEAT_S] or known
         found = RankError(self._message(status, waits, lost, now))
         found.rank, found.lost = self._store.rank, tuple(lost)
         return found
@@ -186,13 +195,10 @@ class RankWatchdog:
         report = self._store.reports.get(rank)
         if report is None:
             return False
-        left = report.left is not None and report.block >= self._block
-        return report.is_gone() or self._silence(rank, now) > 0 or left
-
-    def _silence(self, rank: int, now: float) -> float:
-        """Return for how long a rank has been silent; 0 if that is within the usual interval."""
-        silent = now - self._store.heard[rank]
-        return silent if silent > _SILENT_BEATS * self._beat_s else 0.0
+        silent = now - self._store.heard[rank] > _SILENT_BEATS * _BEAT_S
+        return (
+            report.is_gone() or silent or (report.left is not None and report.block >= self._block)
+        )
 
     def _message(self, status: RankStatus, waits: str, lost: Iterable[int], now: float) -> str:
         return (
@@ -218,10 +224,13 @@ class RankWatchdog:
             return f"rank {rank} has left its block by an error ({report.left}) in {stood}"
         if report.left is not None and report.block >= self._block:
             return f"rank {rank} has left its block, after {report.status.step} steps"
+        silent = now - self._store.heard[rank]
         if report.is_gone():
-            heard = f"last heard of {now - self._store.heard[rank]:.0f} s ago, in {stood}"
-            return f"rank {rank} is gone, its process {report.pid} has ended; {heard}"
-        if silent := self._silence(rank, now):
+            return (
+                f"rank {rank} is gone, its process {report.pid} has ended; last heard of "
+                f"{silent:.0f} s ago, in {stood}"
+            )
+        if silent > _SILENT_BEATS * _BEAT_S:
             return f"rank {rank} has been silent for {silent:.0f} s, last heard of in {stood}"
         if report.block < self._block or report.left is not None:
             return f"rank {rank} has not entered its block"

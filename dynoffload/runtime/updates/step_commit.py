@@ -26,6 +26,7 @@ from dynoffload.runtime.updates.slices import SliceUpdate
 from dynoffload.runtime.updates.speculative import SpeculativeUpdates
 from dynoffload.runtime.updates.torch_context import TorchContext, depends_on_dtype, may_wait
 from dynoffload.runtime.updates.update import (
+    FIRST_TIMERS,
     Group,
     PagedOptimizer,
     Update,
@@ -178,28 +179,24 @@ class StepCommit:
         split = _Split()
         for group in groups:
             hyper = snapshot(group)
-            together = first_timers(self._optimizer, group)
-            if together and self._speculative is not None:
-                self._speculative.drop_all()
+            if found := first_timers(self._optimizer, group):
+                hyper[FIRST_TIMERS] = found
             whole = []
             for parameter in group["params"]:
                 slot = self._store.slots.get(parameter)
                 fused = self._store.fused.get(parameter)
-                alone = parameter.dtype not in together
                 if parameter.grad is None:
                     continue
                 if slot is None and fused is None:
                     whole.append(parameter)
-                elif fused is not None and alone and self._slices.splits(fused, hyper):
+                elif fused is not None and self._slices.splits(fused, hyper):
                     split.sliced.append((fused, hyper))
                 elif slot is not None and self._takes_over(slot, hyper):
                     continue
-                elif slot is not None and alone and self._is_paged(slot):
+                elif slot is not None and self._is_paged(slot):
                     self._store.adopt_gradient(slot)
                     split.paged.append((slot, hyper))
                 else:
-                    for one in () if fused is None else fused.slots:
-                        self._pending.flush(one)
                     whole.append(parameter)
                     split.shared.append(parameter)
             split.whole.append({**hyper, "params": whole})

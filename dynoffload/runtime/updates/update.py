@@ -3,7 +3,7 @@
 [Note: neighbours]  With ``momentum`` and ``foreach``, SGD scales the momentum of all parameters of
 a dtype by one kernel if each has some, else one by one by another; in half precision the two round
 differently. So the update of one depends on whether another has its first gradient in this step.
-Where that is so, the step over parameters of that dtype runs whole.
+Where that is so, an update made alone is made beside a parameter of one element that has none.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
+from dynoffload.distributed.sharded import replica_beside
 from dynoffload.errors import ConfigError
 from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.device import Device
+from dynoffload.memory.local import is_spread
 from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.store import Store
 from dynoffload.runtime.updates.failure import StepFailure
@@ -28,6 +31,9 @@ from dynoffload.runtime.updates.torch_context import TorchContext
 logger = logging.getLogger(__name__)
 
 Group = dict[str, Any]
+
+FIRST_TIMERS = "dynoffload_first_timers"
+"""Where hyperparameters note what `first_timers` has found."""
 
 _REFUSED = {
     "LBFGS": "updates all parameters together, with one state for the group",
@@ -156,18 +162,18 @@ def snapshot(group: Group) -> Group:
     return {key: copied(value) for key, value in group.items() if key != "params"}
 
 
-def first_timers(optimizer: Optimizer, group: Group) -> set[torch.dtype]:
+def first_timers(optimizer: Optimizer, group: Group) -> tuple[torch.dtype, ...]:
     """Return the dtypes of which a step over ``group`` updates parameters with momentum and
     parameters without, where that matters; see [Note: neighbours]."""
     if type(optimizer).__name__ != "SGD" or not group.get("momentum") or not _is_foreach(group):
-        return set()
+        return ()
     found: dict[torch.dtype, set[bool]] = {}
     for parameter in group["params"]:
         if parameter.grad is not None and parameter.dtype in (torch.float16, torch.bfloat16):
             state = dict.get(optimizer.state, parameter) or {}
             has = state.get("momentum_buffer") is not None
             found.setdefault(parameter.dtype, set()).add(has)
-    return {dtype for dtype, has in found.items() if len(has) > 1}
+    return tuple(dtype for dtype, has in found.items() if len(has) > 1)
 
 
 def _is_foreach(group: Group) -> bool:
@@ -186,6 +192,19 @@ def _is_foreach(group: Group) -> bool:
 def writes_gradients(optimizer: Optimizer, group: Group) -> bool:
     """Return whether a step over ``group`` changes gradients, as they are added to momentum."""
     return type(optimizer) is SGD and bool(group.get("nesterov")) and _is_foreach(group)
+
+
+def neighbours(group: Group, device: torch.device) -> list[nn.Parameter]:
+    """Return the parameters beside which an update with the hyperparameters ``group`` is made, on
+    ``device``."""
+    spread = next((one for one in group["params"] if is_spread(one)), None)
+    made = [
+        nn.Parameter(replica_beside(spread, torch.zeros(1, dtype=dtype, device=device)))
+        for dtype in group.get(FIRST_TIMERS, ())
+    ]
+    for parameter in made:
+        parameter.grad = torch.zeros_like(parameter)
+    return made
 
 
 def same(one: Group, other: Group) -> bool:
