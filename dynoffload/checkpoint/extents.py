@@ -106,7 +106,7 @@ class Extents(dict[torch.Tensor, Extent]):
             of: the tensor itself, or the parameter whose state it is.
         """
         if is_spread(tensor):
-            return Held(tensor, _of_spread(tensor))
+            return Held(tensor, _dtensor_extent(tensor))
         return Held(tensor, self.get(of) if tensor.shape == of.shape else None)
 
 
@@ -166,7 +166,7 @@ def check_savable(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _of_spread(tensor: torch.Tensor) -> Extent:
+def _dtensor_extent(tensor: torch.Tensor) -> Extent:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     spec: Any = tensor._spec  # type: ignore[attr-defined]

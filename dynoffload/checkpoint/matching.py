@@ -39,7 +39,7 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(listed[:_SHOWN]) + more
 
 
-def _of_tiles(names: Sequence[str]) -> str:
+def _tile_remedy(names: Sequence[str]) -> str:
     """Return what to add to a remedy where names of tiles are missing or unexpected."""
     if not any(_TILE.search(name) for name in names):
         return ""
@@ -91,7 +91,7 @@ def match_model(checkpoint: Opened, model: nn.Module, extents: Extents) -> None:
         },
         type(model).__name__,
         "Build the model, and convert its dtypes, as before it was saved"
-        + _of_tiles([name for name in (*here, *there) if (name in known) != (name in wanted)]),
+        + _tile_remedy([name for name in (*here, *there) if (name in known) != (name in wanted)]),
     )
     sides = {"there and two here": (their_ties, tied), "here and two there": (tied, their_ties)}
     _fail(

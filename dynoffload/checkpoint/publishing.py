@@ -75,7 +75,7 @@ def replacing(target: Path, need: int) -> Iterator[Path]:
         _clean(target)
         _check_room(target, need)
         leftover, lock = _make(target)
-        _carry(target, leftover)
+        _carry_over(target, leftover)
         yield leftover
         sync(leftover)
         _swap(leftover, target)
@@ -187,7 +187,7 @@ def _make(target: Path) -> tuple[Path, int]:
             return new, lock
 
 
-def _carry(target: Path, new: Path) -> None:
+def _carry_over(target: Path, new: Path) -> None:
     """Give the new directory the target's mode and its foreign files."""
     if not target.exists():
         return

@@ -101,7 +101,7 @@ def save(
     made: list[_Layout] = []
 
     def lay_out() -> tuple[int, Any]:
-        layout = _laid_out(model, optimizer, directory, extra, max_shard_size, extents, random)
+        layout = _make_layout(model, optimizer, directory, extra, max_shard_size, extents, random)
         made.append(layout)
         if not peers.first:
             del layout.sets["extra"]  # the first rank's are saved
@@ -132,7 +132,7 @@ def save(
 
         new = Path(peers.share(begin)[0])
         written = peers.share(lambda: _write(new, layout, memory, peers))[0]
-        summed = peers.share(lambda: _summed(new, layout, peers))
+        summed = peers.share(lambda: _read_checksums(new, layout, peers))
 
         def end() -> None:
             if not peers.first:
@@ -250,7 +250,7 @@ def _check_replicated(layout: _Layout, memory: Memory, peers: Peers) -> None:
         logger.warning("%s: checkpoint %s has the first rank's", differs, layout.target)
 
 
-def _laid_out(
+def _make_layout(
     model: nn.Module,
     optimizer: Optimizer | None,
     directory: str | os.PathLike[str],
@@ -303,7 +303,7 @@ def _laid_out(
 
 
 @contextlib.contextmanager
-def _of_rank(target: Path, peers: Peers) -> Iterator[None]:
+def _naming_rank(target: Path, peers: Peers) -> Iterator[None]:
     """Name the rank and the checkpoint in an OSError of any rank but the first, which does itself.
 
     Raises:
@@ -327,7 +327,7 @@ def _of_rank(target: Path, peers: Peers) -> Iterator[None]:
 def _write(new: Path, layout: _Layout, memory: Memory, peers: Peers) -> dict[str, int]:
     """Write this process's parts; return the checksum of what it wrote in each file."""
     buffer, found = Buffer(), {}
-    with _of_rank(layout.target, peers):
+    with _naming_rank(layout.target, peers):
         for shard in layout.shards():
             with open(new / shard.file, "r+b", buffering=0) as file:
                 fd = file.fileno()
@@ -336,12 +336,12 @@ def _write(new: Path, layout: _Layout, memory: Memory, peers: Peers) -> dict[str
     return found
 
 
-def _summed(new: Path, layout: _Layout, peers: Peers) -> dict[str, int]:
+def _read_checksums(new: Path, layout: _Layout, peers: Peers) -> dict[str, int]:
     """Return checksums of files that several ranks may have written, for this rank's share of
     those files. They are read back."""
     buffer, found = Buffer(), {}
     spread = [shard for shard in layout.shards() if shard.is_spread]
-    with _of_rank(layout.target, peers):
+    with _naming_rank(layout.target, peers):
         for shard in spread[peers.rank :: peers.world]:
             with open(new / shard.file, "rb", buffering=0) as file:
                 found[shard.file] = files.checksum_of(file.fileno(), shard.nbytes, buffer)

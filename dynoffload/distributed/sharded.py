@@ -32,7 +32,7 @@ from dynoffload.memory.local import is_spread, local
 from dynoffload.units import format_bytes
 
 _MODULE = "torch.distributed.fsdp"
-_BESIDE = 7  # multiple of the bytes of the largest group; see `beside_bytes`
+_GROUP_FACTOR = 7  # multiple of the bytes of the largest group; see `beside_bytes`
 
 
 def _states(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
@@ -119,7 +119,7 @@ def beside_bytes(groups: Sequence[Group]) -> int:
     the output shard. The root group stays gathered in addition.
     """
     roots = sum(group.whole_bytes() for group in groups if not group.path)
-    return roots + _BESIDE * max((group.whole_bytes() for group in groups), default=0)
+    return roots + _GROUP_FACTOR * max((group.whole_bytes() for group in groups), default=0)
 
 
 def said_of(groups: Sequence[Group]) -> str:

@@ -25,8 +25,8 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-_ANSWER = datetime.timedelta(seconds=5)  # timeout of store operations
-_LONGEST = 200  # characters of a reason
+_STORE_TIMEOUT = datetime.timedelta(seconds=5)  # timeout of store operations
+_MAX_REASON = 200  # characters of a reason
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _COLLECTIVES = _TORCH + "distributed" + os.sep
 _BACKWARD = _TORCH + "autograd" + os.sep
@@ -70,7 +70,7 @@ def awaited(trace: TracebackType | FrameType | None) -> str:
     Args:
         trace: an error's traceback, or a thread's current frame.
     """
-    frames = [frame for frame, _ in _walked(trace)]
+    frames = [frame for frame, _ in _frames_of(trace)]
     for frame in reversed(frames):
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if file.startswith(_COLLECTIVES) and name not in _WRAPPERS:
@@ -84,7 +84,7 @@ def awaited(trace: TracebackType | FrameType | None) -> str:
     return ""
 
 
-def _walked(trace: TracebackType | FrameType | None) -> Iterator[tuple[FrameType, int]]:
+def _frames_of(trace: TracebackType | FrameType | None) -> Iterator[tuple[FrameType, int]]:
     """Yield the frames of a stack, innermost last."""
     if isinstance(trace, FrameType):
         return reversed(list(traceback.walk_stack(trace)))
@@ -115,7 +115,7 @@ class Report:
 
     def is_gone(self) -> bool:
         """Return whether its process is known to have ended; see [Note: processes]."""
-        return self.machine == _machine() and _born(self.pid) != self.born
+        return self.machine == _machine() and _start_time(self.pid) != self.born
 
 
 class StatusStore:
@@ -142,9 +142,9 @@ class StatusStore:
         self._store = store
         with contextlib.suppress(RuntimeError):  # a store that cannot be cloned
             self._store = store.clone()
-            self._store.set_timeout(_ANSWER)
+            self._store.set_timeout(_STORE_TIMEOUT)
         self._block, self._beat = block, 0
-        self._own = _machine(), os.getpid(), _born(os.getpid())
+        self._own = _machine(), os.getpid(), _start_time(os.getpid())
         self._known: set[int] = set()
         self._unreadable: set[int] = set()  # ranks for which a warning was logged
         self.reports: dict[int, Report] = {}
@@ -155,7 +155,7 @@ class StatusStore:
     def put(self, status: RankStatus, left: str | None = None) -> None:
         """Write this rank's report; ignore a store that fails."""
         self._beat += 1
-        left = None if left is None else left[:_LONGEST]
+        left = None if left is None else left[:_MAX_REASON]
         report = Report(self._beat, self._block, status, *self._own, left=left)
         with contextlib.suppress(RuntimeError):
             self._store.set(key(self.rank), json.dumps(asdict(report)))
@@ -212,7 +212,7 @@ def _machine() -> str:
     return f"{socket.gethostname()} {space}"
 
 
-def _born(pid: int) -> int:
+def _start_time(pid: int) -> int:
     """Return the start time of a process, in ticks since boot; -1 if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:

@@ -51,7 +51,7 @@ _OF_GROUP = re.compile(
     "|[Cc]onnection (?:closed|reset) by peer"
 )
 
-_blocks = 0  # entered by this process
+_blocks_entered = 0  # entered by this process
 
 
 def watch_ranks(
@@ -64,13 +64,13 @@ def watch_ranks(
         timeout_s: how long a rank may keep the others waiting; None: the group's timeout.
         groups: the model's process groups, in addition to the default one.
     """
-    global _blocks
+    global _blocks_entered
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
         return None
-    _blocks += 1
-    return RankWatchdog(status, timeout_s, groups, _blocks)
+    _blocks_entered += 1
+    return RankWatchdog(status, timeout_s, groups, _blocks_entered)
 
 
 class RankWatchdog:
@@ -87,7 +87,7 @@ class RankWatchdog:
         self._store = StatusStore(block)
         self._before = _set_timeout(timeout_s, groups)
         self._timeout_s = timeout_s or _timeout_of_group()
-        self._may_end = timeout_s is not None
+        self._may_exit = timeout_s is not None
         self._main = threading.get_ident()
         self._ends = threading.Event()
         self._mutex = threading.Lock()
@@ -132,10 +132,10 @@ class RankWatchdog:
     def _check_wait(self, status: RankStatus, now: float) -> None:
         """Warn of, or end, a wait that lasts too long; see [Note: who ends a wait]."""
         waits = awaited(sys._current_frames().get(self._main))
-        late = [r for r in self._others() if self._still(r, now) > self._timeout_s]
+        late = [r for r in self._others() if self._idle_s(r, now) > self._timeout_s]
         if not waits or not late or self._ends.is_set():
             return
-        if not self._may_end:
+        if not self._may_exit:
             if self._warned != self._progress:
                 self._warned = self._progress
                 logger.warning(
@@ -159,7 +159,7 @@ class RankWatchdog:
     def _others(self) -> list[int]:
         return [rank for rank in range(self._store.size) if rank != self._store.rank]
 
-    def _still(self, rank: int, now: float) -> float:
+    def _idle_s(self, rank: int, now: float) -> float:
         """Return the seconds since a rank last made progress; huge if it has never reported."""
         return now - self._store.changed.get(rank, -1e9)
 
@@ -174,7 +174,7 @@ class RankWatchdog:
         lost, now = self._lost(_PATIENCE_AFTER_S if _timed_out(error) else _PATIENCE_S)
         if not lost:
             known = [rank for rank in self._others() if rank in self._store.reports]
-            lost = [r for r in known if self._still(r, now) > _SILENT_BEATS * _BEAT_S] or known
+            lost = [r for r in known if self._idle_s(r, now) > _SILENT_BEATS * _BEAT_S] or known
         found = RankError(self._message(status, waits, lost, now))
         found.rank, found.lost = self._store.rank, tuple(lost)
         return found
@@ -234,7 +234,7 @@ class RankWatchdog:
             return f"rank {rank} has been silent for {silent:.0f} s, last heard of in {stood}"
         if report.block < self._block or report.left is not None:
             return f"rank {rank} has not entered its block"
-        return f"rank {rank} runs, and has been for {self._still(rank, now):.0f} s in {stood}"
+        return f"rank {rank} runs, and has been for {self._idle_s(rank, now):.0f} s in {stood}"
 
     def end(self, error: BaseException | None) -> None:
         """Stop the watchdog, and report to the other ranks how the block ended."""

@@ -137,8 +137,8 @@ class GradientOffload:
         self.gradients: dict[ParameterState, HostGradient] = {}
         self.transform = GradientTransform()
         self._bank = 0
-        self._flight: deque[tuple[StreamEvent, torch.Tensor]] = deque()
-        self._flight_bytes = 0
+        self._in_flight: deque[tuple[StreamEvent, torch.Tensor]] = deque()
+        self._in_flight_bytes = 0
         self._mutex = threading.RLock()
         self._slots: queue.SimpleQueue[torch.Tensor] | None = None
         self._slot_memory: list[torch.Tensor] = []
@@ -164,7 +164,7 @@ class GradientOffload:
                 self.gradients[state] = HostGradient(memory, self._copy(memory, flat(dense)), norm)
             else:
                 self._add(before, flat(dense))
-            self._free_sent()
+            self._release_copied()
 
     def _add(self, gradient: HostGradient, elements: torch.Tensor) -> None:
         """Add to an earlier gradient; see [Note: accumulation]."""
@@ -202,28 +202,28 @@ class GradientOffload:
         copied = self._link.copy_out(
             target.view(torch.uint8), source.view(torch.uint8), [self._link.now()]
         )
-        self._flight.append((copied, source))
-        self._flight_bytes += source.nbytes
+        self._in_flight.append((copied, source))
+        self._in_flight_bytes += source.nbytes
         return copied
 
-    def _free_sent(self) -> None:
+    def _release_copied(self) -> None:
         """Release sources whose copies are complete; wait while too many bytes are in flight."""
-        while self._flight:
-            copied, source = self._flight[0]
+        while self._in_flight:
+            copied, source = self._in_flight[0]
             if not copied.reached():
-                if self._flight_bytes <= _IN_FLIGHT * self._slot_bytes:
+                if self._in_flight_bytes <= _IN_FLIGHT * self._slot_bytes:
                     return
                 copied.wait()
-            self._flight.popleft()
-            self._flight_bytes -= source.nbytes
+            self._in_flight.popleft()
+            self._in_flight_bytes -= source.nbytes
 
     def settle(self) -> None:
         """Wait until all copies and additions are complete."""
         with self._mutex:
-            while self._flight:
-                copied, _ = self._flight.popleft()
+            while self._in_flight:
+                copied, _ = self._in_flight.popleft()
                 copied.wait()
-            self._flight_bytes = 0
+            self._in_flight_bytes = 0
             for gradient in self.gradients.values():
                 gradient.wait()
 

@@ -108,10 +108,10 @@ class HostOptimizer(Optimizer):
         check_options(size, threads, delayed, warmup_steps, spill_dir, host_budget)
         self._storage: HostStorage | None = None
         self._states: dict[torch.Tensor, ParameterState] = {}
-        self._by_scaler = self._closed = False
+        self._in_scaler_step = self._closed = False
         self._loaded = False  # parameters may lag although no update is in progress
         super().__init__(params, self._rule.defaults)
-        self._coming = device is not None
+        self._may_be_on_cpu = device is not None
         if queues is None:
             queues = open_link((p for g in self.param_groups for p in g["params"]), device)
         self.threads = default_threads() if threads is None else threads
@@ -130,7 +130,7 @@ class HostOptimizer(Optimizer):
         )
         self._finalizer = weakref.finalize(self, storage.close)
         try:
-            self._take_in(self.param_groups)
+            self._add_parameters(self.param_groups)
         except BaseException:
             self.close()
             raise
@@ -162,21 +162,21 @@ class HostOptimizer(Optimizer):
         if self._storage is None:
             return
         try:
-            self._take_in(self.param_groups[-1:])
+            self._add_parameters(self.param_groups[-1:])
         except BaseException:
             self.param_groups.pop()
             raise
 
-    def _take_in(self, groups: Sequence[Group]) -> None:
+    def _add_parameters(self, groups: Sequence[Group]) -> None:
         """Allocate memory for the parameters of ``groups``, and take over their gradients."""
         self.settle()  # larger tiles replace the slots that a delayed update uses
-        storage = self._usable()
+        storage = self._checked_storage()
         states = [
             ParameterState(name, parameter, self._rule.moments(group))
             for number, group in enumerate(groups, len(self.param_groups) - len(groups))
             for name, parameter in named_parameters(number, group)
         ]
-        check_parameters(states, storage.link.device, coming=self._coming)
+        check_parameters(states, storage.link.device, coming=self._may_be_on_cpu)
         storage.add(states)
         self._may_be_reduced = True
         for state in states:
@@ -214,7 +214,7 @@ class HostOptimizer(Optimizer):
         """
         self._hooks.send_remaining()
         states = [self._states[p] for group in self.param_groups for p in group["params"]]
-        return self._usable().gradients.clip(
+        return self._checked_storage().gradients.clip(
             states, float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite
         )
 
@@ -226,22 +226,22 @@ class HostOptimizer(Optimizer):
             Whether all gradients are finite.
         """
         self._hooks.send_remaining()
-        return self._usable().gradients.unscale(inverse)
+        return self._checked_storage().gradients.unscale(inverse)
 
     @contextlib.contextmanager
     def scaled(self) -> Iterator[None]:
         """Allow this package's `GradScaler` to step, or skip a step, within this block."""
-        self._by_scaler = True
+        self._in_scaler_step = True
         try:
             yield
         finally:
-            self._by_scaler = False
+            self._in_scaler_step = False
             self.zero_grad()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Queried by `torch.amp.GradScaler` before a step."""
-        if self._by_scaler:
+        if self._in_scaler_step:
             return False
         raise ConfigError(
             "torch.amp.GradScaler finds no gradients to unscale, as HostOptimizer has taken them: "
@@ -263,7 +263,7 @@ class HostOptimizer(Optimizer):
                 type has taken over a parameter; or its gradients belong to a
                 `DistributedDataParallel` of several processes.
         """
-        self._usable()
+        self._checked_storage()
         self._hooks.check()
         loss = None
         if closure is not None:
@@ -274,7 +274,7 @@ class HostOptimizer(Optimizer):
         return loss
 
     def _update(self) -> None:
-        storage = self._usable()
+        storage = self._checked_storage()
         if self._may_be_reduced:
             check_not_reduced(self._states)
             self._may_be_reduced = False
@@ -308,7 +308,7 @@ class HostOptimizer(Optimizer):
         Raises:
             StepLostError: a step was interrupted.
         """
-        self._usable()
+        self._checked_storage()
         self._runner.wait()
 
     # State
@@ -387,7 +387,7 @@ class HostOptimizer(Optimizer):
             "a HostOptimizer is not copied or pickled: save its state_dict(), and make another one"
         )
 
-    def _usable(self) -> HostStorage:
+    def _checked_storage(self) -> HostStorage:
         """Return the storage, if it is open and no step was lost."""
         self._check_open()
         self._runner.check()

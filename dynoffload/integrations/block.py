@@ -85,16 +85,16 @@ class EventBlock:
         self.session = block.__enter__()
         self._open = block
         if self.session.sizing.budget and not _logs():  # 0: this block records traces
-            _say(_begun(self.session))
+            _say(_begin_line(self.session))
 
     def leave(self, error: BaseException | None = None) -> None:
         """Leave the block, if one is open, because of ``error`` or at the end of training."""
         block, self._open = self._open, None
         if block is not None:
             block.__exit__(None if error is None else type(error), error, None)
-            self._say_what_was()
+            self._report_end()
 
-    def _say_what_was(self) -> None:
+    def _report_end(self) -> None:
         from dynoffload.reporting.summary import in_a_line
 
         if self.session is None or defaults().on_end is not None:
@@ -106,7 +106,7 @@ class EventBlock:
             _say(line)
 
 
-def _begun(session: Session) -> str:
+def _begin_line(session: Session) -> str:
     """Return the line that describes a block at its beginning."""
     states = "gradients" if session.optimizer is None else "gradients and optimizer state"
     return (

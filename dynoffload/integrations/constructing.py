@@ -58,10 +58,10 @@ class PlainWeights:
         ]
         for module in wanted:
             module.__dict__.pop(_DONE, None)  # so that they are initialized, even again
-        with _done(kept), _untied(model), contextlib.ExitStack() as stack:
+        with _marked_done(kept), _ties_on_meta(model), contextlib.ExitStack() as stack:
             for part in model.modules():
                 if isinstance(part, PreTrainedModel):
-                    stack.enter_context(_instead(part, one))
+                    stack.enter_context(_wrapped_initialize(part, one))
             model.initialize_weights()  # type: ignore[operator]
 
 
@@ -76,7 +76,7 @@ def _modules_over(model: nn.Module, names: Collection[str]) -> set[nn.Module]:
 
 
 @contextlib.contextmanager
-def _untied(model: nn.Module) -> Iterator[None]:
+def _ties_on_meta(model: nn.Module) -> Iterator[None]:
     """Replace all but the first of tied weights by meta tensors; see [Note: tied]."""
     parameters = {
         join(path, key): (module, key, tensor)
@@ -103,7 +103,7 @@ def _untied(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _done(tensors: Collection[torch.Tensor]) -> Iterator[None]:
+def _marked_done(tensors: Collection[torch.Tensor]) -> Iterator[None]:
     """Make transformers skip ``tensors``."""
     fresh = {id(tensor): tensor for tensor in tensors if not hasattr(tensor, _DONE)}
     for tensor in fresh.values():
@@ -116,7 +116,7 @@ def _done(tensors: Collection[torch.Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _instead(part: PreTrainedModel, one: Callable[..., None]) -> Iterator[None]:
+def _wrapped_initialize(part: PreTrainedModel, one: Callable[..., None]) -> Iterator[None]:
     """Call ``one`` with the function that initializes a module of ``part``, and the module."""
     initialise = part._initialize_weights
     part.__dict__["_initialize_weights"] = lambda module, *args: one(initialise, module, *args)

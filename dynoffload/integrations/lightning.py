@@ -91,7 +91,7 @@ class OffloadCallback(EventBlock, Callback):  # type: ignore[misc]
         self.enter(pl_module, trainer.optimizers[0], trainer.strategy.root_device)
         self._module = pl_module
         pl_module.__dict__["training_step"] = functools.partial(
-            _through_the_call, pl_module, pl_module.training_step
+            _call_as_forward, pl_module, pl_module.training_step
         )
 
     def on_exception(
@@ -111,9 +111,7 @@ class OffloadCallback(EventBlock, Callback):  # type: ignore[misc]
         self.leave(error)
 
 
-def _through_the_call(
-    module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+def _call_as_forward(module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``step``, a method of ``module``, as its forward; see [Note: the sample]."""
     own = module.__dict__.get("forward")
 

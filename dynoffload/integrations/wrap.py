@@ -37,23 +37,23 @@ class Wrap:
 
     def __init__(self) -> None:
         self._block = EventBlock()  # with the command line's options
-        self._made: list[weakref.ref[Optimizer]] = []
+        self._optimizer_refs: list[weakref.ref[Optimizer]] = []
         self._undo = ExitStack()
         self._managed: set[int] = set()
-        self._said = False
+        self._warned = False
         self.entered = False
 
     def __enter__(self) -> Wrap:
         init, call = Optimizer.__init__, nn.Module.__call__
 
         def watched_init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            self._made.append(weakref.ref(optimizer))
+            self._optimizer_refs.append(weakref.ref(optimizer))
             init(optimizer, *args, **kwargs)
-            self._say_of_another(optimizer)
+            self._warn_if_late(optimizer)
 
         def watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not self.entered and self._made and torch.is_grad_enabled():
-                self._consider(module)
+            if not self.entered and self._optimizer_refs and torch.is_grad_enabled():
+                self._enter_if_model(module)
             return call(module, *args, **kwargs)
 
         self._undo.callback(setattr, Optimizer, "__init__", init)
@@ -72,7 +72,7 @@ class Wrap:
         self._undo.close()
         self._block.leave(error)
 
-    def _consider(self, module: nn.Module) -> None:
+    def _enter_if_model(self, module: nn.Module) -> None:
         """Enter the block before a training call of ``module``, if it is the model.
 
         Raises:
@@ -86,19 +86,19 @@ class Wrap:
             raise ConfigError(
                 f"the script offloads its {type(module).__name__} by itself: run it without --wrap"
             )
-        optimizer = self._of_all(module, optimizers)
+        optimizer = self._only_optimizer(module, optimizers)
         self._unwatch_calls()
         self.entered = True
         self._managed = held
         self._block.enter(module, optimizer)
 
-    def _say_of_another(self, optimizer: Optimizer) -> None:
+    def _warn_if_late(self, optimizer: Optimizer) -> None:
         """Warn once if an optimizer was created too late for the block."""
-        if not self.entered or self._said or not _ids(optimizer):
+        if not self.entered or self._warned or not _ids(optimizer):
             return
         if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
             return  # it wraps a known optimizer
-        self._said = True
+        self._warned = True
         whose = "the model that it offloads" if _ids(optimizer) & self._managed else "another model"
         logger.warning(
             "the script makes another optimizer (%s), of %s, after the first training call: --wrap "
@@ -111,11 +111,11 @@ class Wrap:
 
     def _optimizers(self) -> list[Optimizer]:
         """Return the live optimizers, each once; a wrapper counts as the optimizer it wraps."""
-        alive = [optimizer for ref in self._made if (optimizer := ref()) is not None]
+        alive = [optimizer for ref in self._optimizer_refs if (optimizer := ref()) is not None]
         ready = [innermost(o) for o in alive if "param_groups" in o.__dict__]
         return list({id(optimizer): optimizer for optimizer in ready}.values())
 
-    def _of_all(self, module: nn.Module, optimizers: list[Optimizer]) -> Optimizer:
+    def _only_optimizer(self, module: nn.Module, optimizers: list[Optimizer]) -> Optimizer:
         """Return the only optimizer, after checking that ``module`` holds all its parameters."""
         remedy = "write 'with dynoffload.offload(model, optimizer)' around training in the script"
         if len(optimizers) > 1:

@@ -37,7 +37,7 @@ from dynoffload.moe.slices import Gathering, Sliced, Slices, slices_of
 
 TILE = 1024
 """Number of an expert's rows gathered at a time."""
-_FEW = 8  # a product of at most this many rows may contain -0; larger ones accumulate from +0
+_SIGNED_ZERO_ROWS = 8  # products of so few rows may contain -0; larger ones accumulate from +0
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _Weight = torch.Tensor | Sliced
@@ -96,7 +96,7 @@ def _add_product(
     """Add a matrix's gradient in the matrix's layout; the first overwrites uninitialized memory."""
     left, right = (rows, gradient) if transposed else (gradient, rows)
     torch.addmm(into, left.t(), right, beta=0 if is_first else 1, out=into)
-    if len(rows) <= _FEW:
+    if len(rows) <= _SIGNED_ZERO_ROWS:
         into += 0.0
 
 

@@ -40,7 +40,7 @@ def bounds_of(routing: Routing) -> torch.Tensor:
     return torch.searchsorted(of * length + order, wanted).int()
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
+def _device_context(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which kernels are launched on ``device``."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
@@ -179,7 +179,7 @@ class Fused(torch.autograd.Function):
         own[routing.token_index_map.reshape(-1)] = gates.reshape(-1)
         first = tokens.new_empty(count, w_up.shape[1])
         between = tokens.new_empty(count, hidden)
-        with _on(tokens.device):
+        with _device_context(tokens.device):
             bounds = bounds_of(routing)
             _launch(
                 products.up_kernel,
@@ -226,7 +226,7 @@ class Fused(torch.autograd.Function):
         )
         d_first = torch.empty_like(first)
         d_tokens = d_gates = d_up = d_down = None
-        with _on(tokens.device):
+        with _device_context(tokens.device):
             _launch(
                 products.back_kernel,
                 lambda meta: (

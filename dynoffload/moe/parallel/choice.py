@@ -29,8 +29,8 @@ ROUNDS = 5
 MORE = 0.97
 """A method with more work is taken only if it needs less than this fraction of the time."""
 
-_FAR = 1.3  # after two rounds, drop a method whose better time exceeds this times the best's worse
-_CHANCE = 1.96  # standard deviations of the rank sum; beyond it is significant at 5 percent
+_DROP_RATIO = 1.3  # after two rounds, of a method's shorter time to the best one's longer time
+_SIGNIFICANT = 1.96  # standard deviations of the rank sum; beyond it is significant at 5 percent
 
 Method = TypeVar("Method", bound=Hashable)
 
@@ -81,10 +81,10 @@ def _behind(times: list[float], first: list[float]) -> bool:
     """
     count = len(times)
     if count < 3:
-        return count == 2 and min(times) > _FAR * max(first)
+        return count == 2 and min(times) > _DROP_RATIO * max(first)
     longer = sum((one > other) + 0.5 * (one == other) for one in times for other in first)
     deviation = math.sqrt(count**2 * (2 * count + 1) / 12)
-    return longer - count**2 / 2 > _CHANCE * deviation
+    return longer - count**2 / 2 > _SIGNIFICANT * deviation
 
 
 class Chooser:

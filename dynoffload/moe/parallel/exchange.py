@@ -144,7 +144,7 @@ class Exchange:
             what: is expected, for the error.
         """
         rows = torch.tensor(given, dtype=torch.int64, device=device)
-        found: list[list[int]] = self._swapped(rows, what).tolist()
+        found: list[list[int]] = self._all_to_all(rows, what).tolist()
         return found
 
     def gathered(
@@ -152,14 +152,14 @@ class Exchange:
     ) -> list[list[float]]:
         """Return the numbers of all ranks, one row per rank."""
         rows = torch.tensor([list(given)] * self.world, dtype=torch.float64, device=device)
-        found: list[list[float]] = self._swapped(rows, what).tolist()
+        found: list[list[float]] = self._all_to_all(rows, what).tolist()
         return found
 
     def largest(self, given: Sequence[float], device: torch.device, what: str) -> list[float]:
         """Return the maximum of each number over all ranks, the same on all of them."""
         return [max(column) for column in zip(*self.gathered(given, device, what), strict=True)]
 
-    def _swapped(self, rows: torch.Tensor, what: str) -> torch.Tensor:
+    def _all_to_all(self, rows: torch.Tensor, what: str) -> torch.Tensor:
         into, ones = torch.empty_like(rows), [1] * self.world
         self.start(into, rows, ones, ones, what).wait()
         return into

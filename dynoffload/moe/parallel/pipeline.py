@@ -225,7 +225,7 @@ class _Pipelined(torch.autograd.Function):
             del d_given
         if leaving is not None:
             leaving.wait()
-        d_gates = _gates_home(call, d_rows, gates_shape) if d_rows is not None else None
+        d_gates = _return_gate_gradients(call, d_rows, gates_shape) if d_rows is not None else None
         needs = ctx.needs_input_grad
         return (
             d_tokens if needs[0] else None,
@@ -243,7 +243,7 @@ def _wait_for_copies(call: Call) -> None:
         stored.wait()
 
 
-def _gates_home(call: Call, d_rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def _return_gate_gradients(call: Call, d_rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """Return the gradients of this rank's gates, (L, k), after collecting them from all ranks."""
     sent = call.sent
     found = d_rows.new_empty(len(sent.index), shape[1])

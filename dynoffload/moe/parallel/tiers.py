@@ -19,7 +19,7 @@ from dynoffload.errors import SpillError
 from dynoffload.memory.spill import SpillFile, default_spill_dir, transfer
 from dynoffload.planning.extents import Extents
 
-_MOST = 1 << 62  # maximum bytes of a file
+_MAX_FILE_BYTES = 1 << 62  # maximum bytes of a file
 
 
 class Copy:
@@ -78,7 +78,7 @@ class FileTier:
         purpose = "offloaded parts of batches"
         self._file = SpillFile(self.directory, 0, direct=False, purpose=purpose)
         weakref.finalize(self._file, os.close, self._file.fd)
-        self._room = Extents(_MOST)
+        self._room = Extents(_MAX_FILE_BYTES)
         self.freed: deque[tuple[int, int]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dynoffload-parts")
 
