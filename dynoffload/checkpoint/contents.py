@@ -157,12 +157,12 @@ class Kept(dict[str, Held]):
         while name in self:
             name += "'"
         self[name] = held
-        said: dict[str, Any] = {KIND: TENSOR, "name": name}
+        encoded: dict[str, Any] = {KIND: TENSOR, "name": name}
         part = held.extent is not None and not is_spread(tensor)
         if not part and not tensor.is_contiguous() and is_dense(tensor):
-            said["stride"] = list(tensor.stride())
+            encoded["stride"] = list(tensor.stride())
         if tensor.dtype == torch.complex128:
-            said["pairs"] = True
+            encoded["pairs"] = True
         if tensor.device.type != "cpu":
-            said["device"] = tensor.device.type
-        return said
+            encoded["device"] = tensor.device.type
+        return encoded

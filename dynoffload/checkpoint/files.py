@@ -209,11 +209,11 @@ def read_head(fd: int, file: str, size: int) -> dict[str, Place]:
     header = json.loads(os.pread(fd, length, _LENGTH))
     header.pop("__metadata__", None)
     found, end = {}, 0
-    for name, said in header.items():
-        kind = Kind(str(said["dtype"]), tuple(said["shape"]))
+    for name, entry in header.items():
+        kind = Kind(str(entry["dtype"]), tuple(entry["shape"]))
         if kind.dtype not in _DTYPES or any(type(n) is not int or n < 0 for n in kind.shape):
             raise ValueError(f"tensor {name!r} of unknown dtype or shape")
-        if said["data_offsets"] != [end, end + kind.nbytes]:
+        if entry["data_offsets"] != [end, end + kind.nbytes]:
             raise ValueError(f"tensor {name!r} is not where it should be")
         found[name] = Place(fd, file, _LENGTH + length + end, kind)
         end += kind.nbytes

@@ -50,10 +50,10 @@ def _tile_remedy(names: Sequence[str]) -> str:
 
 
 def _fail(checkpoint: Opened, differences: Mapping[str, list[str]], of: str, remedy: str) -> None:
-    told = [f"{sort} {_some(names)}" for sort, names in differences.items() if names]
-    if told:
+    parts = [f"{sort} {_some(names)}" for sort, names in differences.items() if names]
+    if parts:
         raise CheckpointError(
-            f"checkpoint {checkpoint.path} is not of this {of}: {'; '.join(told)}. {remedy}; "
+            f"checkpoint {checkpoint.path} is not of this {of}: {'; '.join(parts)}. {remedy}; "
             "nothing was loaded"
         )
 

@@ -59,25 +59,25 @@ class Peers:
         """
         if self._group is None:
             return [work()]
-        mine: BaseException | None = None
+        own_error: BaseException | None = None
         value: Any = None
         try:
             value = work()
         except BaseException as error:
-            mine = error
-        failure = None if mine is None else f"{mine}" or type(mine).__name__
+            own_error = error
+        failure = None if own_error is None else f"{own_error}" or type(own_error).__name__
         everyone: list[Any] = [None] * self.world
         try:
             torch.distributed.all_gather_object(everyone, (value, failure), group=self._group)
         except Exception as error:
-            if mine is not None:
-                raise mine from None
+            if own_error is not None:
+                raise own_error from None
             raise CheckpointError(
                 f"rank {self.rank} of {self.world} waits for the other ranks, which do not answer "
                 f"({error}): all have to save, or to load, together; see which of them has ended"
             ) from error
-        if mine is not None:
-            raise mine
+        if own_error is not None:
+            raise own_error
         for rank, (_, failure) in enumerate(everyone):
             if failure is not None:
                 raise CheckpointError(

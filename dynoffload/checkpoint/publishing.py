@@ -134,12 +134,12 @@ def _check(target: Path) -> None:
     with contextlib.suppress(OSError), open(target / manifest.NAME, "rb") as file:
         if manifest.is_manifest(file.read(64)):
             foreign = []
-    why, here = "", False
+    why, is_cwd = "", False
     with contextlib.suppress(OSError):
-        here = target.samefile(os.curdir)
+        is_cwd = target.samefile(os.curdir)
     if any(entry.is_dir(follow_symlinks=False) for entry in entries):
         why = "it has directories in it"
-    elif here:
+    elif is_cwd:
         why = "it is the working directory"
     elif foreign:
         why = f"it has {foreign[0]}, which is of no checkpoint of dynoffload"

@@ -203,8 +203,8 @@ class _Layout:
 def _check_replicated(layout: _Layout, memory: Memory, peers: Peers) -> None:
     """Compare state that several ranks hold and only the user's loop keeps equal; collective.
 
-    This applies next to distributed experts, and to parameters outside a `DistributedDataParallel`
-    within the model. Differing buffers only cause a warning: the first rank's are saved.
+    This applies to models with distributed experts, or with a `DistributedDataParallel` around only
+    a part of them. Differing buffers only cause a warning: the first rank's are saved.
 
     Raises:
         CheckpointError: other state differs; all ranks raise it.

@@ -149,8 +149,8 @@ class RankWatchdog:
                     ENDED,
                 )
             return
-        said = self._message(status, waits, late, now)
-        logger.error("%s; this wait cannot be ended from outside, so the process ends", said)
+        message = self._message(status, waits, late, now)
+        logger.error("%s; this wait cannot be ended from outside, so the process ends", message)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(ValueError, OSError):
                 stream.flush()
@@ -219,22 +219,22 @@ class RankWatchdog:
         report = self._store.reports.get(rank)
         if report is None:
             return f"rank {rank} has entered no offload() block"
-        stood = report.status.describe()
+        status = report.status.describe()
         if report.left:
-            return f"rank {rank} has left its block by an error ({report.left}) in {stood}"
+            return f"rank {rank} has left its block by an error ({report.left}) in {status}"
         if report.left is not None and report.block >= self._block:
             return f"rank {rank} has left its block, after {report.status.step} steps"
         silent = now - self._store.heard[rank]
         if report.is_gone():
             return (
                 f"rank {rank} is gone, its process {report.pid} has ended; last heard of "
-                f"{silent:.0f} s ago, in {stood}"
+                f"{silent:.0f} s ago, in {status}"
             )
         if silent > _SILENT_BEATS * _BEAT_S:
-            return f"rank {rank} has been silent for {silent:.0f} s, last heard of in {stood}"
+            return f"rank {rank} has been silent for {silent:.0f} s, last heard of in {status}"
         if report.block < self._block or report.left is not None:
             return f"rank {rank} has not entered its block"
-        return f"rank {rank} runs, and has been for {self._idle_s(rank, now):.0f} s in {stood}"
+        return f"rank {rank} runs, and has been for {self._idle_s(rank, now):.0f} s in {status}"
 
     def end(self, error: BaseException | None) -> None:
         """Stop the watchdog, and report to the other ranks how the block ended."""

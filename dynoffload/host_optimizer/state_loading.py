@@ -17,8 +17,8 @@ def _pairs(
     states: Mapping[torch.Tensor, ParameterState],
 ) -> Iterator[tuple[ParameterState, dict[str, Any]]]:
     """Yield each parameter's state with its saved entries, in the order of parameters."""
-    for here, there in zip(groups, state_dict["param_groups"], strict=True):
-        for parameter, number in zip(here["params"], there["params"], strict=True):
+    for group, saved_group in zip(groups, state_dict["param_groups"], strict=True):
+        for parameter, number in zip(group["params"], saved_group["params"], strict=True):
             saved = state_dict["state"].get(number, {})
             yield states[parameter], {k: v for k, v in saved.items() if v is not None}
 

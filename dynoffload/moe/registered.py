@@ -71,11 +71,11 @@ def experts_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _is_known(module: nn.Module) -> bool:
     """Return whether a class declares the properties of its experts that `experts` needs."""
-    said = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
+    needed = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
     plain = not getattr(module, "has_post_expert_norm", False) and not any(
         one.requires_grad for child in module.children() for one in child.parameters()
     )  # such as an activation that is trained
-    return plain and all(hasattr(module, name) for name in said)
+    return plain and all(hasattr(module, name) for name in needed)
 
 
 def _activation_of(module: nn.Module) -> Activation:

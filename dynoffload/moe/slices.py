@@ -60,7 +60,7 @@ class Gathering:
 
     def offer(self, number: int, like: torch.Tensor) -> torch.Tensor | None:
         """Return memory in which a slice's gradient can be computed directly, with positive zeros;
-        None if its bits could depend on the alignment or dtype of that memory.
+        None if the memory's alignment, layout or dtype could change its bits.
 
         Args:
             number: of the slice.

@@ -24,10 +24,10 @@ _TILE = 32  # tokens; the tiles of `combine_kernel` are multiples of it
 
 
 def bounds_of(routing: Routing) -> torch.Tensor:
-    """Return the positions, within each expert's run of tokens, where each tile of `_TILE` begins.
+    """Return where each tile of `_TILE` tokens begins among the sorted tokens of each expert.
 
     Returns:
-        int32, (tiles + 1, E): a tile's runs end where the next row's begin.
+        int32, (tiles + 1, E), positions in ``expert_token_indices``; a row ends at the next one.
     """
     order, length = routing.expert_token_indices, routing.tokens
     device, offsets = order.device, routing.expert_token_offsets

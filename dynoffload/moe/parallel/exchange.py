@@ -22,10 +22,10 @@ from dynoffload.errors import ConfigError, ExchangeError
 
 def _why(error: RuntimeError, waited: float) -> str:
     """Return in short why an exchange failed; the backend's full message is the cause."""
-    said = str(error).lower()
-    if "timed out" in said:  # by this wait's timeout, or by the group's own
+    text = str(error).lower()
+    if "timed out" in text:  # by this wait's timeout, or by the group's own
         return f"not in {waited:.0f} s"
-    if any(word in said for word in ("closed", "reset", "refused", "broken pipe", "not connected")):
+    if any(word in text for word in ("closed", "reset", "refused", "broken pipe", "not connected")):
         return "a connection is closed"
     return "the backend failed"
 
@@ -117,7 +117,7 @@ class Exchange:
             into.copy_(given)
             return Pending(None, None, what, (into, given))
         origins = [str(rank) for rank, rows in enumerate(takes) if rows and rank != self.rank]
-        told = (
+        message = (
             f"rank {self.rank} of {self.world}, layer {self.name!r}: {what}"
             f"{' from rank ' + ', '.join(origins) if origins else ''}"
         )
@@ -127,11 +127,11 @@ class Exchange:
             )
         except RuntimeError as error:
             raise ExchangeError(
-                f"{told} could not be asked for ({_why(error, self.timeout)}): see whether the "
+                f"{message} could not be asked for ({_why(error, self.timeout)}): see whether the "
                 "other ranks are alive; the group cannot be used any more"
             ) from error
         limit = self.timeout if into.device.type == "cpu" else None
-        return Pending(work, limit, told, (into, given))
+        return Pending(work, limit, message, (into, given))
 
     def numbers(
         self, given: Sequence[Sequence[int]], device: torch.device, what: str

@@ -10,9 +10,9 @@ strategy defines. All other buffers live until their exchange is waited for. So 
 two of each kind, for any number of parts. Copies to the tier of one part are complete before those
 of the next part begin.
 
-[Note: order]  All ranks start the same exchanges in the same order: in forward S0, then for each
-part p: S(p+1), R(p); in backward, if rows are sent again, each part's before its gradients.
-Gradients of tokens or gates are returned if any rank needs them, as agreed with the row counts.
+[Note: order]  All ranks start the same exchanges in the same order: in forward S(0), then for each
+part p: S(p+1), R(p), where S sends and R returns rows; in backward, if rows are sent again, each
+part's before its gradients. Gradients of tokens or gates are returned if any rank needs them.
 """
 
 from __future__ import annotations
@@ -69,15 +69,15 @@ class Call:
         """Start to dispatch the rows of ``given`` that belong to a part."""
         one = self.sent.parts[part]
         rows, into = given.index_select(0, one.index), given.new_empty(one.taken, given.shape[1])
-        told = f"rows of part {part + 1} of {len(self.sent.parts)}"
-        return _Arriving(self.exchange.start(into, rows, one.takes, one.gives, told), into)
+        what = f"rows of part {part + 1} of {len(self.sent.parts)}"
+        return _Arriving(self.exchange.start(into, rows, one.takes, one.gives, what), into)
 
     def back(self, given: torch.Tensor, part: int, into: torch.Tensor) -> _Return:
         """Start to return the results of a part, to be added to their tokens."""
         one = self.sent.parts[part]
         rows = given.new_empty(one.sent, given.shape[1])
-        told = f"results of part {part + 1} of {len(self.sent.parts)}"
-        pending = self.exchange.start(rows, given, one.gives, one.takes, told)
+        what = f"results of part {part + 1} of {len(self.sent.parts)}"
+        pending = self.exchange.start(rows, given, one.gives, one.takes, what)
         return _Return(pending, rows, one, into)
 
 
@@ -247,8 +247,8 @@ def _return_gate_gradients(call: Call, d_rows: torch.Tensor, shape: torch.Size) 
     """Return the gradients of this rank's gates, (L, k), after collecting them from all ranks."""
     sent = call.sent
     found = d_rows.new_empty(len(sent.index), shape[1])
-    told = "gradients of gates"
-    call.exchange.start(found, d_rows, sent.gives, sent.takes, told).wait()
+    what = "gradients of gates"
+    call.exchange.start(found, d_rows, sent.gives, sent.takes, what).wait()
     made = d_rows.new_zeros(shape)
     row, column = sent.mine.nonzero().unbind(1)
     made[sent.index[row], column] = found[row, column]

@@ -105,6 +105,6 @@ def _copy(file: SpillFile, content: torch.Tensor, offset: int, reads: bool) -> N
     try:
         transfer(file.fd, content, offset, reads=reads)
     except OSError as error:
-        told = file.unreadable if reads else file.unwritable
-        message = told("a part of a batch", str(error.strerror))
+        describe = file.unreadable if reads else file.unwritable
+        message = describe("a part of a batch", str(error.strerror))
         raise SpillError(error.errno, message) from error
