@@ -19,8 +19,8 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def __init__(self, device: str | None = None, *args: Any, **kwargs: Any) -> None:
-        current = torch.accelerator.current_accelerator(check_available=True)
-        super().__init__(device or (current.type if current is not None else "cpu"), *args, **kwargs)
+        found = torch.accelerator.current_accelerator(check_available=True)
+        super().__init__(device or (found.type if found is not None else "cpu"), *args, **kwargs)
 
     def _unscale_grads_(
         self,
