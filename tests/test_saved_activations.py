@@ -317,12 +317,15 @@ def test_disabled_hooks_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_columns_of_a_table_leave_the_table_where_it_is(backend: str) -> None:
     """A sample that is some columns of all there is: the table is the user's, far larger than the
-    budget, and is neither moved nor counted."""
+    budget, and is neither copied nor counted."""
     twin = pair(lambda m, x: m.c(torch.tanh(m.b(torch.tanh(m.a(x))))))
     table = torch.randn(2000, 80, generator=torch.Generator().manual_seed(0))
     with paged(twin, backend) as (_, budget):
         assert table.nbytes > 4 * budget
         twin.train(squared, [table[8 * step : 8 * step + 8, :32] for step in range(3)])
+        x = table[:8, :32]
+        saved = saved_by(twin.model(x), "_saved_mat1")
+        assert x.data_ptr() in [one.data_ptr() for one in saved]
     twin.assert_same()
 
 

@@ -16,7 +16,7 @@ so what is saved of it has bytes of its own.
 [Note: parts]  Of a storage of which less than half is saved, that part is moved if its elements lie
 in one stretch. One with gaps, such as some columns of a table, is moved as its whole storage, whose
 strides kernels go by, unless that is larger than the pool, or what the user called the model with:
-then the elements alone are moved. What is saved never keeps more bytes than are counted.
+then `Columns` has the elements alone. What is saved never keeps more bytes than are counted.
 
 [Note: cast weights]  Autocast keeps the low-precision copy that it makes of a weight until its
 block ends: half of all weights, beside what autograd saves. The cache must stay, as it decides how
@@ -45,6 +45,7 @@ from dynoffload.runtime.passes.finalization import Endings, Keeping
 from dynoffload.runtime.passes.saved import (
     ALIGNMENT,
     Chunk,
+    Columns,
     Entry,
     InPlace,
     Packed,
@@ -306,11 +307,11 @@ class Activations:
         if not whole:
             nbytes = used
             key = (key, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
-        place, gaps = (offset_of(tensor), False) if whole else (0, gaps)
+        form, place = (Packed, offset_of(tensor)) if whole else (Columns if gaps else Packed, 0)
         known = self._entries.get(key)
         entry = known() if known is not None else None
         if entry is not None and entry.stands_for(tensor):
-            return Packed(tensor, entry, place, gaps=gaps)
+            return form(tensor, entry, place)
         chunk, offset = self._place(nbytes)
         ours = self.device.storage(chunk.region)
         entry = Entry(chunk, offset, storage, tensor)
@@ -318,7 +319,7 @@ class Activations:
         chunk.live += 1
         self._entered.watch(entry, chunk)
         # As it lies before a cast moves: the tensor may be that cast.
-        packed = Packed(tensor, entry, place, gaps=gaps)
+        packed = form(tensor, entry, place)
         try:
             with torch.no_grad():
                 if whole:

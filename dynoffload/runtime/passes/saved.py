@@ -24,6 +24,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dynoffload.memory.region_allocator import users_of
+from dynoffload.runtime.adoption.store import offset_of
 from dynoffload.runtime.counting import parts_of
 from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.unseen import unseen
@@ -55,13 +56,26 @@ class Chunk:
 class Entry:
     """One saved storage's copy inside a chunk; ends with its last saved tensor."""
 
-    __slots__ = ("__weakref__", "chunk", "offset", "source", "version", "witness")
+    __slots__ = (
+        "__weakref__",
+        "chunk",
+        "offset",
+        "source",
+        "spread",
+        "version",
+        "witness",
+    )
 
     def __init__(
-        self, chunk: Chunk, offset: int, source: torch.UntypedStorage, tensor: torch.Tensor
+        self,
+        chunk: Chunk,
+        offset: int,
+        source: torch.UntypedStorage,
+        tensor: torch.Tensor,
     ) -> None:
         self.chunk, self.offset = chunk, offset
         self.source, self.version = weakref.ref(source), tensor._version
+        self.spread: weakref.ref[torch.UntypedStorage] | None = None  # made by `Columns`
         self.witness = witness_of(tensor)
 
     def stands_for(self, tensor: torch.Tensor) -> bool:
@@ -75,25 +89,14 @@ class Entry:
 
 
 class Packed:
-    """A saved tensor whose bytes lie in a chunk, ``offset`` elements into its entry.
+    """A saved tensor whose bytes lie in a chunk, ``offset`` elements into its entry."""
 
-    Args:
-        tensor: what autograd saves.
-        entry: the copy.
-        offset: where it begins there.
-        gaps: it has gaps, such as some columns of a table, and lies in the chunk without. Backward
-            gets the strides and the alignment that it had, as kernels go by them, over memory that
-            is as large with the gaps and lives as long as the use.
-    """
+    __slots__ = ("conj", "dtype", "entry", "neg", "offset", "size", "stride")
 
-    __slots__ = ("conj", "dtype", "entry", "gapped", "neg", "offset", "size", "stride")
-
-    def __init__(self, tensor: torch.Tensor, entry: Entry, offset: int, *, gaps: bool) -> None:
+    def __init__(self, tensor: torch.Tensor, entry: Entry, offset: int) -> None:
         self.entry, self.offset = entry, offset
         self.dtype, self.size = tensor.dtype, tensor.size()
-        self.stride: tuple[int, ...] = () if gaps else tensor.stride()
-        skew = tensor.data_ptr() % ALIGNMENT // tensor.element_size() if gaps else 0
-        self.gapped = (tensor.stride(), skew) if gaps else None
+        self.stride: tuple[int, ...] = tensor.stride()
         self.conj, self.neg = tensor.is_conj(), tensor.is_neg()
 
     def check(self) -> None:
@@ -102,9 +105,7 @@ class Packed:
 
     def unpack(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return the tensor as it was saved; ``storage`` is the chunk's."""
-        lying = self.lying_in(storage)
-        if self.gapped is not None:
-            lying = _spread(lying, *self.gapped)
+        lying = self._spread(self.lying_in(storage))
         if self.conj:
             lying = torch._conj(lying)
         return torch._neg_view(lying) if self.neg else lying
@@ -115,16 +116,47 @@ class Packed:
         offset = self.entry.offset // empty.element_size() + self.offset
         return empty.set_(storage, offset, self.size, self.stride)
 
+    def _spread(self, lying: torch.Tensor) -> torch.Tensor:
+        """Return what lies in the chunk as it lay when it was saved."""
+        return lying
 
-def _spread(lying: torch.Tensor, strides: tuple[int, ...], skew: int) -> torch.Tensor:
-    """Return a copy with ``strides``, ``skew`` elements into memory of its own."""
-    steps = list(zip(lying.size(), strides, strict=True))
-    span = 1 + sum((size - 1) * stride for size, stride in steps)
-    made = torch.empty(skew + span, dtype=lying.dtype, device=lying.device)
-    gapped = made.as_strided(lying.size(), strides, skew)
-    once = tuple(slice(None if stride else 1) for _, stride in steps)  # of what is expanded
-    gapped[once].copy_(lying[once])
-    return gapped
+
+class Columns(Packed):
+    """A saved tensor with gaps, such as some columns of a table, which lies in a chunk without.
+
+    Backward gets the strides that it had, as kernels go by them: over its own storage while anybody
+    holds that, else over memory that is as large with the gaps and lives as long as the use.
+    """
+
+    __slots__ = ("nbytes", "place", "skew", "strides")
+
+    def __init__(self, tensor: torch.Tensor, entry: Entry, offset: int) -> None:
+        super().__init__(tensor, entry, offset)
+        self.strides, self.stride = self.stride, ()  # in order
+        self.place, self.nbytes = offset_of(tensor), tensor.untyped_storage().nbytes()
+        self.skew = tensor.data_ptr() % ALIGNMENT // tensor.element_size()
+
+    def _spread(self, lying: torch.Tensor) -> torch.Tensor:
+        source = self.entry.source()
+        if source is not None and source.nbytes() == self.nbytes:
+            return self._over(source, self.place)
+        known = None if self.entry.spread is None else self.entry.spread()
+        if known is not None:  # for another use of the same
+            return self._over(known, self.skew)
+        steps = list(zip(self.size, self.strides, strict=True))
+        span = 1 + sum((size - 1) * stride for size, stride in steps)
+        made = torch.empty(self.skew + span, dtype=self.dtype, device=lying.device)
+        spread = made.untyped_storage()
+        del made  # the storage lives as long as what is used of it
+        self.entry.spread = weakref.ref(spread)
+        gapped = self._over(spread, self.skew)
+        once = tuple(slice(None if stride else 1) for _, stride in steps)  # of what is expanded
+        gapped[once].copy_(lying[once])
+        return gapped
+
+    def _over(self, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, offset, self.size, self.strides)
 
 
 class InPlace:
