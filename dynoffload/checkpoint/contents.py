@@ -1,4 +1,4 @@
-"""What a model and an optimizer hold, by the names under which a checkpoint keeps it."""
+"""Collects the state of a model and an optimizer under the names that a checkpoint uses."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from dynoffload.memory.local import is_spread
 from dynoffload.memory.pieces import is_dense
 
 NO_VALUES = "params", "param_names"
-"""Of a group: what the model's own names replace."""
+"""Keys of a parameter group that the checkpoint replaces by the model's own names."""
 
 
 def tensors_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return parameters and persistent buffers, in the order of ``state_dict``.
 
     Returns:
-        Each tensor under the first of its names, and each further name with the first.
+        Each tensor under its first name, and a map from each further name to the first one.
 
     Raises:
         CheckpointError: a tensor cannot be saved or loaded.
@@ -50,7 +50,7 @@ def tensors_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str
 
 
 def _memory(name: str, tensor: torch.Tensor) -> object:
-    """Return what two tensors have in common if and only if they are one."""
+    """Return a key that two tensors share if and only if they are the same tensor."""
     if tensor.is_meta or not tensor.numel():
         return id(tensor)
     check_savable(name, tensor)
@@ -65,7 +65,7 @@ def names_of(model: nn.Module) -> dict[torch.Tensor, str]:
 
 
 def stateful_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that keep more than tensors, by the name that ``state_dict`` gives it."""
+    """Return the modules with extra state, by the name that ``state_dict`` gives to that state."""
     return {
         f"{path}._extra_state" if path else "_extra_state": module
         for path, module in model.named_modules(remove_duplicate=False)
@@ -77,7 +77,7 @@ def groups_of(optimizer: Optimizer, names: Mapping[torch.Tensor, str]) -> list[l
     """Return the names of the parameters of each group.
 
     Raises:
-        CheckpointError: one is not the model's.
+        CheckpointError: a parameter is not the model's.
     """
     groups = []
     for number, group in enumerate(optimizer.param_groups):
@@ -93,7 +93,7 @@ def groups_of(optimizer: Optimizer, names: Mapping[torch.Tensor, str]) -> list[l
 
 
 def type_of(optimizer: Optimizer) -> str:
-    """Return what a checkpoint calls the optimizer's type."""
+    """Return the name of the optimizer's type in a checkpoint."""
     kind = type(optimizer).__name__
     return f"{kind} of {optimizer.kind}" if isinstance(optimizer, HostOptimizer) else kind
 
@@ -101,11 +101,11 @@ def type_of(optimizer: Optimizer) -> str:
 def encode_optimizer(
     optimizer: Optimizer, names: Mapping[torch.Tensor, str], kept: Kept
 ) -> dict[str, Any]:
-    """Return an optimizer's type, groups and state as `values` say them; ``kept`` gets its tensors.
+    """Return an optimizer's type, groups and state, encoded by `values`; adds tensors to ``kept``.
 
     Raises:
-        CheckpointError: a value cannot be said or placed, or a parameter has no name.
-        StepLostError: a step of a `HostOptimizer` was cut off.
+        CheckpointError: a value cannot be encoded or placed, or a parameter has no name.
+        StepLostError: a step of a `HostOptimizer` was interrupted.
     """
     if isinstance(optimizer, HostOptimizer):
         optimizer.settle()
@@ -127,10 +127,10 @@ def encode_optimizer(
 
 
 class Kept(dict[str, Held]):
-    """Tensors found among values, by the names that they are given.
+    """Tensors found while encoding values, by the names under which they are saved.
 
     Args:
-        extents: of the model whose optimizer's state they are.
+        extents: of the model that the optimizer trains.
     """
 
     def __init__(self, extents: Extents) -> None:
@@ -140,10 +140,10 @@ class Kept(dict[str, Held]):
     def put(
         self, path: str, tensor: torch.Tensor, of: torch.Tensor | None = None
     ) -> dict[str, Any]:
-        """Keep ``tensor``, which is optimizer state if it is ``of`` a parameter; see `values.Put`.
+        """Add ``tensor``; ``of`` is the parameter whose state it is, if any; see `values.Put`.
 
         Raises:
-            CheckpointError: it cannot be saved, or its place in a whole is not known.
+            CheckpointError: it cannot be saved, or its place in the whole tensor is unknown.
         """
         check_savable(path, tensor)
         held = Extents().held(tensor, tensor) if of is None else self._extents.held(tensor, of)
@@ -157,12 +157,12 @@ class Kept(dict[str, Held]):
         while name in self:
             name += "'"
         self[name] = held
-        said: dict[str, Any] = {KIND: TENSOR, "name": name}
+        encoded: dict[str, Any] = {KIND: TENSOR, "name": name}
         part = held.extent is not None and not is_spread(tensor)
         if not part and not tensor.is_contiguous() and is_dense(tensor):
-            said["stride"] = list(tensor.stride())
+            encoded["stride"] = list(tensor.stride())
         if tensor.dtype == torch.complex128:
-            said["pairs"] = True
+            encoded["pairs"] = True
         if tensor.device.type != "cpu":
-            said["device"] = tensor.device.type
-        return said
+            encoded["device"] = tensor.device.type
+        return encoded

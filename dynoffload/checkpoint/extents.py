@@ -1,12 +1,12 @@
-"""Where in a whole tensor of a checkpoint lies what this process has of it.
+"""Which part of a whole tensor of a checkpoint this process holds.
 
-A tensor that is spread over processes is a `DTensor`, which says itself what it is a part of, or
-rows of experts, of which the layer knows (`dynoffload.moe.parallel.ExpertParallel`). Either is one
-stretch along one dimension: an `Extent`.
+A distributed tensor is either a `DTensor`, whose spec gives its place, or rows of experts, whose
+place the layer knows (`dynoffload.moe.parallel.ExpertParallel`). Either is one contiguous range
+along one dimension: an `Extent`.
 
-[Note: rows]  Experts are found by their parameter, an object that stays while its memory comes and
-goes. Optimizer state of a parameter's shape lies where the parameter does; a number is the same on
-all ranks; state of any other shape has no known place in a whole, so it is refused.
+[Note: rows]  Extents of experts are keyed by the parameter object, which persists while its memory
+is evicted and fetched. Optimizer state of the parameter's shape has the same extent. A single
+number is the same on all ranks. State of any other shape is refused, since its place is unknown.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ UNPLACED = (
 
 
 class Extent(NamedTuple):
-    """A stretch of a whole tensor.
+    """A contiguous range of a whole tensor along one dimension.
 
     Attributes:
-        shape: of the whole.
-        dim: along which it is cut.
-        begin: the first index along ``dim`` that is here.
-        writes: whether this process writes it, of those that have the same.
-        several: whether others have the same.
+        shape: of the whole tensor.
+        dim: the dimension that is split.
+        begin: the first index along ``dim`` in this process.
+        writes: whether this process, of all that hold the range, writes it.
+        several: whether other processes hold the same range.
     """
 
     shape: tuple[int, ...]
@@ -50,11 +50,11 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """What this process has of a tensor of a checkpoint.
+    """The part of a checkpoint's tensor that this process holds.
 
     Attributes:
-        tensor: all of it, or its part.
-        extent: of the part; None if it is all, which all processes have.
+        tensor: the whole tensor, or the part.
+        extent: of the part; None if the tensor is whole, as on every process.
     """
 
     tensor: torch.Tensor
@@ -62,13 +62,13 @@ class Held:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
+        """Shape of the whole tensor."""
         return tuple(self.tensor.shape) if self.extent is None else self.extent.shape
 
     @property
     def span(self) -> tuple[int, int] | None:
-        """The first and the last index along the dimension that this process is to write; None
-        for none, and for a tensor that is whole."""
+        """The range [begin, end) along the split dimension that this process writes; None if it
+        writes none, or if the tensor is whole."""
         if self.extent is None or not self.extent.writes:
             return None
         shape = local(self.tensor).shape
@@ -78,7 +78,7 @@ class Held:
         return self.extent.begin, self.extent.begin + length
 
     def stretches(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield what is here as unbroken runs of elements: where each begins, and its values."""
+        """Yield contiguous runs of elements: the offset in the whole tensor, and the values."""
         if self.extent is None:
             yield 0, self.tensor.detach()
             return
@@ -87,7 +87,7 @@ class Held:
             return
         shape, dim, begin = self.extent[:3]
         outer, inner = prod(shape[:dim]), prod(shape[dim + 1 :])
-        if outer == 1:  # of its own shape, as experts of one tensor may be paged each for itself
+        if outer == 1:  # keeps its shape, as experts of one tensor may be paged separately
             yield begin * inner, part
             return
         flat, length = part.reshape(-1), part.shape[dim] * inner
@@ -96,7 +96,7 @@ class Held:
 
 
 class Extents(dict[torch.Tensor, Extent]):
-    """Of the parameters that are rows of experts, their extents; see [Note: rows]."""
+    """Extents by parameter, for parameters that are rows of experts; see [Note: rows]."""
 
     def held(self, tensor: torch.Tensor, of: torch.Tensor) -> Held:
         """Return a tensor with its extent.
@@ -106,12 +106,12 @@ class Extents(dict[torch.Tensor, Extent]):
             of: the tensor itself, or the parameter whose state it is.
         """
         if is_spread(tensor):
-            return Held(tensor, _of_spread(tensor))
+            return Held(tensor, _dtensor_extent(tensor))
         return Held(tensor, self.get(of) if tensor.shape == of.shape else None)
 
 
 def extents_of(model: nn.Module) -> Extents:
-    """Return the extents of a model that is to be loaded."""
+    """Return the extents of a model to load; nothing is marked for writing."""
     return Extents(
         (parameter, Extent((total, *parameter.shape[1:]), 0, begin))
         for parameter, begin, total in rows_of_experts(model)
@@ -119,8 +119,8 @@ def extents_of(model: nn.Module) -> Extents:
 
 
 def agreed_extents(model: nn.Module, peers: Peers) -> Extents:
-    """Return the extents of a model that is to be saved: of the ranks that have the same rows, the
-    first writes. All ranks call it."""
+    """Return the extents of a model to save. Of the ranks that hold the same rows, the first
+    writes them. Collective: all ranks must call it."""
     names: dict[torch.Tensor, str] = {one: name for name, one in model.named_parameters()}
     found = extents_of(model)
     everyone = peers.share(lambda: {names[one]: extent.begin for one, extent in found.items()})
@@ -135,10 +135,10 @@ def agreed_extents(model: nn.Module, peers: Peers) -> Extents:
 
 
 def check_savable(name: str, tensor: torch.Tensor) -> None:
-    """Refuse what has no bytes of its own, and parts that are not one stretch.
+    """Check that a tensor has plain dense storage, and that a distributed one is a single range.
 
     Raises:
-        CheckpointError: naming it.
+        CheckpointError: it does not; names the tensor.
     """
     if is_spread(tensor):
         placements = tensor._spec.placements  # type: ignore[attr-defined]
@@ -166,7 +166,7 @@ def check_savable(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _of_spread(tensor: torch.Tensor) -> Extent:
+def _dtensor_extent(tensor: torch.Tensor) -> Extent:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     spec: Any = tensor._spec  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
-"""Safetensors files, written and read as a stream.
+"""Safetensors files, written and read in small pieces.
 
-A file is eight bytes with the length of the header, the header in JSON, and the bytes of the
-tensors without a gap (https://huggingface.co/docs/safetensors). A set of tensors that is larger
-than a shard may be goes to several, as Hugging Face names and fills them.
+A file holds the header's length in eight bytes, the header in JSON, and the tensors' bytes without
+gaps (https://huggingface.co/docs/safetensors). A set of tensors over the shard limit is split into
+several files, named and filled as by Hugging Face.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ _NAMES = {
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-_LENGTH = 8  # bytes that say how long the header is
-_LONGEST_HEADER = 100_000_000  # what safetensors reads
+_LENGTH = 8  # bytes of the header's length
+_LONGEST_HEADER = 100_000_000  # limit of the safetensors library
 
 
 class Kind(NamedTuple):
-    """What is compared of a tensor: its dtype, as safetensors names it, and its shape."""
+    """A tensor's dtype, as safetensors names it, and shape; both must match to load it."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Torch's."""
+        """The dtype in torch."""
         return _DTYPES[self.dtype]
 
     @property
@@ -67,13 +67,13 @@ class Kind(NamedTuple):
 
 
 def kind_of(name: str, held: Held) -> Kind:
-    """Return the kind under which a tensor is kept, whole.
+    """Return dtype and shape under which the whole tensor is saved.
 
     Raises:
         CheckpointError: safetensors has no such dtype.
     """
     tensor, shape = held.tensor, held.shape
-    if tensor.dtype == torch.complex128:  # safetensors has no name for it: pairs, of the same bytes
+    if tensor.dtype == torch.complex128:  # safetensors has no name for it: pairs, same bytes
         return Kind("F64", (*shape, 2))
     dtype = _NAMES.get(tensor.dtype)
     if dtype is None:
@@ -85,7 +85,7 @@ def kind_of(name: str, held: Held) -> Kind:
 
 
 class Shard(NamedTuple):
-    """One file to be written: its name, its tensors in their order, and its first bytes."""
+    """One file to write: its name, its tensors in order, its first bytes and its size."""
 
     file: str
     tensors: dict[str, Held]
@@ -99,8 +99,8 @@ class Shard(NamedTuple):
 
 
 def shards_of(stem: str, tensors: Mapping[str, Held], limit: int) -> list[Shard]:
-    """Divide ``tensors`` over files of about ``limit`` bytes of content; a larger tensor has one of
-    its own."""
+    """Divide ``tensors`` over files of about ``limit`` bytes of content; a larger tensor gets a
+    file of its own."""
     kinds = {name: kind_of(name, held) for name, held in tensors.items()}
     parts: list[list[str]] = []
     filled = 0
@@ -115,7 +115,7 @@ def shards_of(stem: str, tensors: Mapping[str, Held], limit: int) -> list[Shard]
         file = f"{stem}.safetensors"
         if len(parts) > 1:
             file = f"{stem}-{at + 1:05d}-of-{len(parts):05d}.safetensors"
-        # The widest elements first: so each tensor lies at a multiple of the size of its elements.
+        # Widest elements first, so that each tensor starts at a multiple of its element size.
         names.sort(key=lambda name: -kinds[name].torch_dtype.itemsize)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0
@@ -135,14 +135,14 @@ def shards_of(stem: str, tensors: Mapping[str, Held], limit: int) -> list[Shard]
 
 
 def index_of(shards: list[Shard]) -> bytes:
-    """Return the file that says which shard has which tensor."""
+    """Return the content of the index file, which maps tensors to shards."""
     total = sum(shard.nbytes - len(shard.head) for shard in shards)
     weights = {name: shard.file for shard in shards for name in shard.tensors}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2).encode()
 
 
 def write_all(fd: int, data: bytes | memoryview, start: int = 0) -> None:
-    """Write all of ``data`` at byte ``start``, in as many calls as it takes."""
+    """Write all of ``data`` from byte ``start``, in as many calls as needed."""
     rest = memoryview(data)
     while rest:
         count = os.pwrite(fd, rest, start)
@@ -151,17 +151,17 @@ def write_all(fd: int, data: bytes | memoryview, start: int = 0) -> None:
 
 @torch.no_grad()
 def write(fd: int, shard: Shard, memory: Memory, buffer: Buffer, *, first: bool) -> int:
-    """Write what this process has of ``shard``, each part where it belongs.
+    """Write this process's parts of ``shard`` at their offsets.
 
     Args:
         fd: of the file, which is new.
         shard: the file.
-        memory: where its tensors live.
-        buffer: through which they pass.
-        first: whether this process writes the head, and what all have.
+        memory: where its tensors are stored.
+        buffer: through which they are copied.
+        first: whether this process also writes the header and the tensors that all hold.
 
     Returns:
-        The checksum of what was written, in its order.
+        The checksum of the bytes written, in the order of writing.
     """
     start = len(shard.head)
     crc32 = 0
@@ -181,7 +181,7 @@ def write(fd: int, shard: Shard, memory: Memory, buffer: Buffer, *, first: bool)
 
 @torch.no_grad()
 def bytes_of(values: torch.Tensor, memory: Memory, buffer: Buffer) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor, piece by piece; each is good until the next."""
+    """Yield the bytes of a tensor piece by piece; each view is valid until the next."""
     for piece in memory.pieces(values):
         with memory.held(piece):
             buffer.like(piece).copy_(piece)
@@ -189,7 +189,7 @@ def bytes_of(values: torch.Tensor, memory: Memory, buffer: Buffer) -> Iterator[m
 
 
 class Place(NamedTuple):
-    """Where a file has a tensor's bytes, and what they are."""
+    """Location of a tensor's bytes in a file, with their dtype and shape."""
 
     fd: int
     file: str
@@ -209,11 +209,11 @@ def read_head(fd: int, file: str, size: int) -> dict[str, Place]:
     header = json.loads(os.pread(fd, length, _LENGTH))
     header.pop("__metadata__", None)
     found, end = {}, 0
-    for name, said in header.items():
-        kind = Kind(str(said["dtype"]), tuple(said["shape"]))
+    for name, entry in header.items():
+        kind = Kind(str(entry["dtype"]), tuple(entry["shape"]))
         if kind.dtype not in _DTYPES or any(type(n) is not int or n < 0 for n in kind.shape):
             raise ValueError(f"tensor {name!r} of unknown dtype or shape")
-        if said["data_offsets"] != [end, end + kind.nbytes]:
+        if entry["data_offsets"] != [end, end + kind.nbytes]:
             raise ValueError(f"tensor {name!r} is not where it should be")
         found[name] = Place(fd, file, _LENGTH + length + end, kind)
         end += kind.nbytes
@@ -223,10 +223,10 @@ def read_head(fd: int, file: str, size: int) -> dict[str, Place]:
 
 
 def read_exactly(fd: int, into: memoryview, start: int) -> None:
-    """Fill ``into`` from byte ``start`` of a file on.
+    """Fill ``into`` from a file, starting at byte ``start``.
 
     Raises:
-        EOFError: the file is shorter.
+        EOFError: the file is too short.
     """
     while into:
         count = os.preadv(fd, [into], start)
@@ -237,7 +237,7 @@ def read_exactly(fd: int, into: memoryview, start: int) -> None:
 
 @torch.no_grad()
 def read(place: Place, held: Held, memory: Memory, buffer: Buffer) -> None:
-    """Fill what is here of the tensor at ``place``, which is of its kind."""
+    """Read this process's part of the tensor at ``place``, which has the same dtype and shape."""
     for element, values in held.stretches():
         start = place.start + element * held.tensor.element_size()
         for piece in memory.pieces(values):
@@ -252,7 +252,7 @@ def checksum_of(fd: int, size: int, buffer: Buffer) -> int:
     """Return the checksum of the first ``size`` bytes of a file.
 
     Raises:
-        EOFError: the file is shorter.
+        EOFError: the file is too short.
     """
     checksum = start = 0
     while start < size:

@@ -1,9 +1,8 @@
-"""Loading: from a directory, verified as a whole, into live tensors in place.
+"""Loads a checkpoint into live tensors in place, after verifying all of it.
 
-Everything that can be wrong with a checkpoint, or between it and the run that asks for it, is found
-before any training state is touched: sizes and checksums of all files by `reading`, names, shapes,
-dtypes, groups and values by `matching`. What can fail from then on is the disk, or an object of the
-user's that does not take its state.
+Any defect of the checkpoint, or mismatch with the current run, is found before training state
+changes. `reading` verifies sizes and checksums; `matching` compares names, shapes, dtypes, groups
+and values. After that, only I/O or a user object's ``load_state_dict`` can fail.
 """
 
 from __future__ import annotations
@@ -54,10 +53,10 @@ def load(
 
     Args:
         model, optimizer, directory, extra: as there.
-        memory: where their tensors live.
-        prepare: called when all is verified, before anything is touched: from then on tensors have
-            memory, and no update is pending.
-        peers: the processes that load together, those of the model by default; none touches
+        memory: where their tensors are stored.
+        prepare: called after verification, before anything changes; it must give all tensors
+            memory and complete pending updates.
+        peers: the processes that load together, by default those of the model; none changes
             anything until all have verified.
     """
     peers = peers_of(model) if peers is None else peers
@@ -68,7 +67,7 @@ def load(
         def verify() -> tuple[str, int]:
             things = things_of(extra)
             for name, thing in things.items():
-                state_of(name, thing)  # refuses what has none
+                state_of(name, thing)  # raises if it has no state
             reshard(model)
             checkpoint = Opened(directory, stack, peers)
             fills.append(_verified(checkpoint, model, optimizer, things, peers))
@@ -95,10 +94,10 @@ def load(
 
 
 def _check_same(everyone: Sequence[Sequence[Any]]) -> None:
-    """Refuse checkpoints that are not one, given path and checksum of each rank's.
+    """Check that all ranks load the same checkpoint, given path and checksum of each rank's.
 
     Raises:
-        CheckpointError: naming two.
+        CheckpointError: they differ; names the first pair that does.
     """
     for rank, (path, checksum) in enumerate(everyone):
         if checksum != everyone[0][1]:
@@ -115,7 +114,7 @@ def _verified(
     extra: Mapping[str, Any],
     peers: Peers,
 ) -> Callable[[Memory], None]:
-    """Check that a checkpoint is of the run that asks for it; return what fills that."""
+    """Check that a checkpoint matches the current run; return a function that loads it."""
     with checkpoint.sound("content"):
         extents = extents_of(model)
         match_model(checkpoint, model, extents)
@@ -186,7 +185,7 @@ def _fill_optimizer(
                 and isinstance(value, torch.Tensor)
                 and (known.dtype, known.shape) == (value.dtype, value.shape)
             ):
-                known.copy_(value)  # a scheduler, or a compiled step, may hold it
+                known.copy_(value)  # a scheduler, or a compiled step, may hold a reference
             else:
                 group[key] = value
         for parameter in group["params"]:
@@ -222,7 +221,7 @@ def _fill_state(
             state[key] = item.empty(parameter.device)
     del live, known
     optimizer.state[parameter] = state
-    memory.adopt(parameter)  # before it has content, so that no more than a piece is outside
+    memory.adopt(parameter)  # before it has content, so that at most a piece is outside the budget
     for key, item in entry.items():
         if isinstance(item, Stored):
             checkpoint.read(item.place, extents.held(state[key], parameter), memory)

@@ -1,7 +1,7 @@
-"""``checkpoint.json``: what a checkpoint is, and every other file with its size and checksum.
+"""``checkpoint.json``: values that are not tensors, and every other file's size and checksum.
 
-A directory without it is no checkpoint. The checksums find what disks and copies damage; they are
-no signature.
+A directory without it is not a checkpoint. The checksums detect damage by disks and copies, not
+tampering.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dynoffload.errors import CheckpointError
 
 NAME = "checkpoint.json"
 _FORMAT = "dynoffload checkpoint"
-_VERSIONS = 1, 2  # the second says more: of several ranks
+_VERSIONS = 1, 2  # version 2 adds random_of_others, of several ranks
 _MAGIC = f'{{\n "format": "{_FORMAT}"'.encode()
 
 
 class File(NamedTuple):
-    """What a file must be: its bytes and their CRC-32."""
+    """Expected size of a file in bytes, and its CRC-32."""
 
     bytes: int
     crc32: int
@@ -28,17 +28,17 @@ class File(NamedTuple):
 
 @dataclass
 class Manifest:
-    """What `checkpoint.json` says; values are encoded by `values`.
+    """Content of `checkpoint.json`; values are encoded by `values`.
 
     Attributes:
-        written_by: versions, for people.
+        written_by: versions, for information only.
         files: every other file of the checkpoint, by name.
-        tied: further names of tensors -> the name under which they are kept.
+        tied: further names of tensors -> the name under which they are saved.
         module_state: names of ``get_extra_state`` -> its value.
-        optimizer: type, groups and state; None if there is no optimizer.
-        extra: what else was given to keep: name -> type and state.
+        optimizer: type, groups and state; None without an optimizer.
+        extra: the objects passed as ``extra``: name -> type and state.
         random: the state of the random number generators.
-        random_of_others: that of the ranks after the first, where several have saved together.
+        random_of_others: the same for each rank after the first, if several saved together.
     """
 
     written_by: dict[str, str] = field(default_factory=dict)
@@ -66,10 +66,10 @@ class Manifest:
 
     @staticmethod
     def of(data: bytes, place: str) -> Manifest:
-        """Read the content of the file at ``place``.
+        """Parse ``data``, the content of the file at ``place``.
 
         Raises:
-            CheckpointError: it is foreign, damaged, or of a newer version.
+            CheckpointError: it is not a manifest, damaged, or of a newer version.
         """
         remedy = "load another checkpoint"
         try:
@@ -104,7 +104,7 @@ class Manifest:
 
 
 def is_manifest(first_bytes: bytes) -> bool:
-    """Return whether a file that begins so was written here, whole or not."""
+    """Return whether a file with these first bytes was written by dynoffload, complete or not."""
     return first_bytes.startswith(_MAGIC)
 
 

@@ -1,6 +1,6 @@
-"""Whether a checkpoint is of the run that asks for it: names, shapes, dtypes, groups, values.
+"""Checks that a checkpoint matches the current run: names, shapes, dtypes, groups and values.
 
-Nothing here touches training state.
+Nothing here changes training state.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from dynoffload.checkpoint.values import is_tensor
 from dynoffload.errors import CheckpointError
 from dynoffload.memory.local import is_spread
 
-_TILE = re.compile(r"\.tiles\.\d+\.")  # of a layer that `dynoffload.tile` has split
+_TILE = re.compile(r"\.tiles\.\d+\.")  # of a layer split by `dynoffload.tile`
 
-_SHOWN = 3  # names of each sort that an error tells
+_SHOWN = 3  # names per category in an error
 
 
 def _some(names: Iterable[str]) -> str:
@@ -39,8 +39,8 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(listed[:_SHOWN]) + more
 
 
-def _of_tiles(names: Sequence[str]) -> str:
-    """Return what to add to a remedy where names of tiles are missing or too many."""
+def _tile_remedy(names: Sequence[str]) -> str:
+    """Return what to add to a remedy where names of tiles are missing or unexpected."""
     if not any(_TILE.search(name) for name in names):
         return ""
     return (
@@ -50,24 +50,24 @@ def _of_tiles(names: Sequence[str]) -> str:
 
 
 def _fail(checkpoint: Opened, differences: Mapping[str, list[str]], of: str, remedy: str) -> None:
-    told = [f"{sort} {_some(names)}" for sort, names in differences.items() if names]
-    if told:
+    parts = [f"{sort} {_some(names)}" for sort, names in differences.items() if names]
+    if parts:
         raise CheckpointError(
-            f"checkpoint {checkpoint.path} is not of this {of}: {'; '.join(told)}. {remedy}; "
+            f"checkpoint {checkpoint.path} is not of this {of}: {'; '.join(parts)}. {remedy}; "
             "nothing was loaded"
         )
 
 
 def place_of(checkpoint: Opened, name: str) -> Place:
-    """Return where the checkpoint has the model's tensor ``name``."""
+    """Return where the checkpoint stores the model's tensor ``name``."""
     return checkpoint.tensors["model"][checkpoint.said.tied.get(name, name)]
 
 
 def match_model(checkpoint: Opened, model: nn.Module, extents: Extents) -> None:
-    """Check that every tensor of ``model`` is there, as it is here, and no other.
+    """Check that the checkpoint has exactly the tensors of ``model``, with equal dtype and shape.
 
     Raises:
-        CheckpointError: naming the first that differ.
+        CheckpointError: naming the first differences.
     """
     live, tied = tensors_of(model)
     places, their_ties = checkpoint.tensors["model"], checkpoint.said.tied
@@ -91,7 +91,7 @@ def match_model(checkpoint: Opened, model: nn.Module, extents: Extents) -> None:
         },
         type(model).__name__,
         "Build the model, and convert its dtypes, as before it was saved"
-        + _of_tiles([name for name in (*here, *there) if (name in known) != (name in wanted)]),
+        + _tile_remedy([name for name in (*here, *there) if (name in known) != (name in wanted)]),
     )
     sides = {"there and two here": (their_ties, tied), "here and two there": (tied, their_ties)}
     _fail(
@@ -121,11 +121,11 @@ def match_model(checkpoint: Opened, model: nn.Module, extents: Extents) -> None:
 
 
 class OptimizerPlan(NamedTuple):
-    """What an optimizer is to be given.
+    """The values to load into an optimizer.
 
     Attributes:
-        groups: of each group its hyperparameters.
-        state: of each parameter that has some; tensors are `Stored`, all else is the value.
+        groups: hyperparameters of each group.
+        state: of each parameter that has state; tensors are `Stored`, others are the value.
     """
 
     groups: list[dict[str, Any]]
@@ -135,12 +135,12 @@ class OptimizerPlan(NamedTuple):
 def match_optimizer(
     checkpoint: Opened, model: nn.Module, optimizer: Optimizer, extents: Extents
 ) -> OptimizerPlan:
-    """Check that the state of ``optimizer`` is there.
+    """Check that the checkpoint has the state of ``optimizer``; return what to load.
 
     Raises:
-        CheckpointError: the type or a group differs, there is no state at all, or state of experts
-            of which nobody knows which is of those here.
-        ValueError, KeyError, TypeError, AttributeError, RuntimeError: what is there is malformed.
+        CheckpointError: the type or a group differs, there is no optimizer state, or state of
+            experts has a shape whose rows cannot be assigned to ranks.
+        ValueError, KeyError, TypeError, AttributeError, RuntimeError: the state is malformed.
     """
     said = checkpoint.said.optimizer
     path, kind, names = checkpoint.path, type_of(optimizer), names_of(model)
@@ -200,11 +200,11 @@ def match_optimizer(
 
 
 def match_extra(checkpoint: Opened, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of what was given as ``extra``.
+    """Return the saved states of the objects passed as ``extra``.
 
     Raises:
-        CheckpointError: one is not there, or is of another type.
-        ValueError, KeyError, TypeError, AttributeError, RuntimeError: what is there is malformed.
+        CheckpointError: one is not in the checkpoint, or is of another type.
+        ValueError, KeyError, TypeError, AttributeError, RuntimeError: the state is malformed.
     """
     found = {}
     for name, thing in extra.items():

@@ -1,8 +1,8 @@
 """The processes that save or load one checkpoint together.
 
-[Note: together]  Whoever raises in a step tells the others before it leaves, so no rank waits for
-one that is gone. A rank that dies, or never comes, ends the wait of the others by the timeout of
-the process group; ``torch.distributed.init_process_group(timeout=...)`` sets it.
+[Note: together]  A rank that raises in a step reports it to the others first, so none waits for a
+rank that has left. If a rank dies, or never arrives, the process group's timeout ends the others'
+wait; ``torch.distributed.init_process_group(timeout=...)`` sets it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from dynoffload.errors import CheckpointError
 
 
 class Peers:
-    """Processes that take each step together: all go on, or all raise.
+    """Processes that do each step together: either all succeed, or all raise.
 
     Args:
         group: of `torch.distributed`; None: this process alone.
-        compares: whether only the user's loop keeps equal what they have in common, so that a save
-            compares it first.
+        compares: whether a save first compares state that ranks share, because only the user's
+            loop keeps it equal.
 
     Attributes:
         rank: of this process.
-        world: of how many.
+        world: the number of processes.
         compares: as given.
     """
 
@@ -44,40 +44,40 @@ class Peers:
 
     @property
     def first(self) -> bool:
-        """Whether this process writes what all have in common."""
+        """Whether this process writes the state that all share."""
         return self.rank == 0
 
     def share(self, work: Callable[[], Any]) -> list[Any]:
-        """Do ``work``, which all do; see [Note: together].
+        """Run ``work`` on every process and gather the results; see [Note: together].
 
         Returns:
-            What each rank's has returned.
+            The result of each rank.
 
         Raises:
-            CheckpointError: another rank's has failed, or it does not answer.
-            BaseException: what ``work`` has raised here.
+            CheckpointError: another rank failed, or does not answer.
+            BaseException: what ``work`` raised in this process.
         """
         if self._group is None:
             return [work()]
-        mine: BaseException | None = None
+        own_error: BaseException | None = None
         value: Any = None
         try:
             value = work()
         except BaseException as error:
-            mine = error
-        failure = None if mine is None else f"{mine}" or type(mine).__name__
+            own_error = error
+        failure = None if own_error is None else f"{own_error}" or type(own_error).__name__
         everyone: list[Any] = [None] * self.world
         try:
             torch.distributed.all_gather_object(everyone, (value, failure), group=self._group)
         except Exception as error:
-            if mine is not None:
-                raise mine from None
+            if own_error is not None:
+                raise own_error from None
             raise CheckpointError(
                 f"rank {self.rank} of {self.world} waits for the other ranks, which do not answer "
                 f"({error}): all have to save, or to load, together; see which of them has ended"
             ) from error
-        if mine is not None:
-            raise mine
+        if own_error is not None:
+            raise own_error
         for rank, (_, failure) in enumerate(everyone):
             if failure is not None:
                 raise CheckpointError(
@@ -86,10 +86,10 @@ class Peers:
         return [value for value, _ in everyone]
 
     def check(self, directory: str | os.PathLike[str]) -> None:
-        """Refuse ranks that name different directories; all call it.
+        """Check that all ranks name the same directory; collective.
 
         Raises:
-            CheckpointError: naming two of them.
+            CheckpointError: two differ; names both.
         """
         named = self.share(lambda: os.path.realpath(os.fspath(directory)))
         for rank, path in enumerate(named):
@@ -102,14 +102,14 @@ class Peers:
 
 
 def peers_of(model: nn.Module, wrappers: Iterable[nn.Module] = ()) -> Peers:
-    """Return the processes that have parts of ``model``, or replicas of it.
+    """Return the processes that hold parts or replicas of ``model``.
 
     Args:
         model: the model itself.
-        wrappers: what may be its `DistributedDataParallel`.
+        wrappers: modules among which its `DistributedDataParallel` may be.
 
     Raises:
-        CheckpointError: its parts lie in different sets of processes.
+        CheckpointError: its parts are distributed over different sets of processes.
     """
     groups = groups_of(model)
     if has_part_of_experts(model):
@@ -118,7 +118,7 @@ def peers_of(model: nn.Module, wrappers: Iterable[nn.Module] = ()) -> Peers:
                 f"this {type(model).__name__} has shards of fully_shard and experts that are other "
                 "ones on each rank, which no checkpoint holds together"
             )
-        world = torch.distributed.group.WORLD  # groups that hold the same experts, too
+        world = torch.distributed.group.WORLD  # includes groups that hold the same experts
         return Peers(world, compares=True)
     if not groups:
         return _of_replicas(model, wrappers)
@@ -142,8 +142,8 @@ def peers_of(model: nn.Module, wrappers: Iterable[nn.Module] = ()) -> Peers:
 
 
 def _of_replicas(model: nn.Module, wrappers: Iterable[nn.Module]) -> Peers:
-    """Return the processes of a model that `DistributedDataParallel` wraps, or parts of which it
-    wraps; parameters beside those parts are to be alike, and are compared."""
+    """Return the processes of a model that `DistributedDataParallel` wraps in whole or in part.
+    Parameters outside the wrapped parts must be equal on all ranks, and are compared."""
     inner = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
     for wrapper in wrappers if not inner else ():
         if isinstance(wrapper, DistributedDataParallel) and wrapper.module is model:

@@ -1,14 +1,14 @@
-"""A directory that takes another's place at once, and whole.
+"""Replaces a directory by another atomically.
 
-What is saved goes to a new directory beside the target, which is then exchanged with it by one
-system call (``renameat2`` with ``RENAME_EXCHANGE``). So whenever a save is killed, the target is
-the old checkpoint or the new one. Where the file system cannot exchange, the target is renamed
-twice; a save that is killed between the two leaves the old checkpoint under a second name, where
-`located` finds it and the next save puts it back.
+A save writes to a new directory next to the target, and then exchanges the two by one system call
+(``renameat2`` with ``RENAME_EXCHANGE``). So a save killed at any time leaves either the old or the
+new checkpoint. If the file system cannot exchange, the target is renamed twice. A save killed
+between the two leaves the old checkpoint under a second name; `located` finds it there, and the
+next save puts it back.
 
-The new directory is locked while it is written. One that nobody locks was left by a save that was
-killed, and the next save removes it. (Where directories cannot be locked, as on some network file
-systems, two processes must not save to one target at the same time.)
+The new directory is locked while it is written. An unlocked one is left over from a killed save,
+and the next save removes it. (Where directories cannot be locked, as on some network file systems,
+two processes must not save to one target at the same time.)
 """
 
 from __future__ import annotations
@@ -43,31 +43,30 @@ _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 
 
 def target_of(directory: str | os.PathLike[str]) -> Path:
-    """Return the directory that is meant, links followed."""
+    """Return the directory as an absolute path, with links resolved."""
     return Path(directory).expanduser().resolve()
 
 
 def located(target: Path) -> Path:
-    """Return where the checkpoint of ``target`` is: there, or where a save that was killed on a
-    file system without exchange has left it."""
+    """Return where the checkpoint of ``target`` is: there, or under the second name that a killed
+    save may leave on a file system without exchange."""
     replaced = _replaced(target)
     return replaced if not target.exists() and replaced.is_dir() else target
 
 
 @contextlib.contextmanager
 def replacing(target: Path, need: int) -> Iterator[Path]:
-    """Yield a new directory that takes the place of ``target`` when the block ends without error.
+    """Yield a new directory that replaces ``target`` when the block ends without error.
 
-    Single files that others have put beside the old checkpoint (``config.json``, a tokenizer) are
-    there too.
+    Other files in the old directory (``config.json``, a tokenizer) are carried over.
 
     Args:
-        target: as of `target_of`; it need not exist.
+        target: as returned by `target_of`; it need not exist.
         need: bytes that will be written.
 
     Raises:
-        CheckpointError: the target cannot be replaced, or something went wrong on the disk. The
-            old checkpoint is what it was.
+        CheckpointError: the target cannot be replaced, or the disk failed. The old checkpoint is
+            unchanged, unless the message says that the new one is saved.
     """
     leftover: Path | None = None
     lock, swapped = -1, False
@@ -76,11 +75,11 @@ def replacing(target: Path, need: int) -> Iterator[Path]:
         _clean(target)
         _check_room(target, need)
         leftover, lock = _make(target)
-        _carry(target, leftover)
+        _carry_over(target, leftover)
         yield leftover
         sync(leftover)
         _swap(leftover, target)
-        swapped, old, leftover = True, leftover, None  # stays until the disk knows of the swap
+        swapped, old, leftover = True, leftover, None  # kept until the swap is durable
         sync(target.parent)
         leftover = old
     except OSError as error:
@@ -105,7 +104,7 @@ def replacing(target: Path, need: int) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Wait until the disk has what the directory at ``path`` lists."""
+    """Write the directory entries of ``path`` to the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -114,7 +113,7 @@ def sync(path: Path) -> None:
 
 
 def _check(target: Path) -> None:
-    """Refuse to replace what is no directory of a checkpoint's own."""
+    """Check that the target is absent, or a directory that can be replaced."""
     parent = target.parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -135,12 +134,12 @@ def _check(target: Path) -> None:
     with contextlib.suppress(OSError), open(target / manifest.NAME, "rb") as file:
         if manifest.is_manifest(file.read(64)):
             foreign = []
-    why, here = "", False
+    why, is_cwd = "", False
     with contextlib.suppress(OSError):
-        here = target.samefile(os.curdir)
+        is_cwd = target.samefile(os.curdir)
     if any(entry.is_dir(follow_symlinks=False) for entry in entries):
         why = "it has directories in it"
-    elif here:
+    elif is_cwd:
         why = "it is the working directory"
     elif foreign:
         why = f"it has {foreign[0]}, which is of no checkpoint of dynoffload"
@@ -188,7 +187,7 @@ def _make(target: Path) -> tuple[Path, int]:
             return new, lock
 
 
-def _carry(target: Path, new: Path) -> None:
+def _carry_over(target: Path, new: Path) -> None:
     """Give the new directory the target's mode and its foreign files."""
     if not target.exists():
         return
@@ -202,7 +201,7 @@ def _carry(target: Path, new: Path) -> None:
 
 
 def _locked(path: Path) -> int | None:
-    """Return a descriptor that locks the directory at ``path``, or None if it is another's."""
+    """Return a descriptor that locks the directory at ``path``; None if it is locked or gone."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -212,9 +211,9 @@ def _locked(path: Path) -> int | None:
     except BlockingIOError:
         os.close(fd)
         return None
-    except OSError:  # nothing can be locked here
+    except OSError:  # this file system has no locks
         pass
-    if os.fstat(fd).st_nlink == 0:  # whoever takes it for a leftover was faster
+    if os.fstat(fd).st_nlink == 0:  # another save has removed it as a leftover
         os.close(fd)
         return None
     return fd
@@ -224,7 +223,7 @@ def _locked(path: Path) -> int | None:
 
 
 def _swap(new: Path, target: Path) -> None:
-    """Let ``new`` and ``target`` trade places; without a target, take its name."""
+    """Exchange ``new`` and ``target``; if there is no target, rename ``new`` to it."""
     try:
         _exchange(new, target)
     except FileNotFoundError:
@@ -255,7 +254,7 @@ def _replaced(target: Path) -> Path:
 
 
 def _clean(target: Path) -> None:
-    """Put back, or remove, what saves have left that were killed."""
+    """Restore or remove what killed saves have left."""
     if located(target) != target:
         os.rename(_replaced(target), target)
     for entry in list(os.scandir(target.parent)):

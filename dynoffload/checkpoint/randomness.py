@@ -1,4 +1,4 @@
-"""The state of the random number generators: torch's, Python's, numpy's."""
+"""State of the random number generators of torch, Python and numpy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def states() -> dict[str, Any]:
-    """Return the state of every generator that the process has in common."""
+    """Return the state of every global generator of the process."""
     found: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
@@ -26,7 +26,7 @@ def states() -> dict[str, Any]:
 
 
 def check(found: dict[str, Any]) -> None:
-    """Try ``found`` on generators that nobody uses.
+    """Check ``found`` by loading it into temporary generators.
 
     Raises:
         ValueError, KeyError, TypeError, RuntimeError: it is not what `states` returns.
@@ -38,7 +38,7 @@ def check(found: dict[str, Any]) -> None:
 
 
 def restore(found: dict[str, Any]) -> None:
-    """Give the generators the state that `check` has approved."""
+    """Set the global generators to a state that `check` has accepted."""
     torch.set_rng_state(found["torch"])
     random.setstate(found["python"])
     np.random.set_state(found["numpy"])
@@ -56,7 +56,7 @@ def restore(found: dict[str, Any]) -> None:
 
 
 def _accelerator() -> tuple[str, Any]:
-    """Return kind and module of the accelerator that this process uses, if it does."""
+    """Return type and module of the accelerator if this process uses one, else ("", None)."""
     if not torch.accelerator.is_available():
         return "", None
     device = torch.accelerator.current_accelerator()

@@ -1,7 +1,7 @@
-"""A checkpoint that is open for reading: every file whole, none unpickled.
+"""A checkpoint opened for reading, with every file verified and none unpickled.
 
-Files are opened by way of one directory and stay open, so a save that replaces that directory
-meanwhile changes nothing.
+Files are opened relative to one directory and stay open, so a concurrent save that replaces the
+directory has no effect.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _MALFORMED = (
     TypeError,
     AttributeError,
     ArithmeticError,
-    RuntimeError,  # torch's, and of recursion
+    RuntimeError,  # from torch; also RecursionError
     EOFError,
 )
 
 
 class Stored(NamedTuple):
-    """A tensor among values: where its bytes are, and how it lay in memory."""
+    """A tensor in a checkpoint: where its bytes are, and its layout in memory when saved."""
 
     place: Place
     dtype: torch.dtype
@@ -50,20 +50,20 @@ class Stored(NamedTuple):
     device: str
 
     def empty(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Return a tensor like it, without content; on ``device`` if it was not on the CPU."""
+        """Return an uninitialized tensor like it, on ``device`` if it was not on the CPU."""
         place = "cpu" if self.device == "cpu" else device
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=place)
 
     def part(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of its kind without content, for what is here of the parameter ``like``,
-        whose shape it has as a whole."""
+        """Return an uninitialized tensor for this process's part of it. ``like`` is the parameter,
+        whose whole shape it has."""
         part = local(like)
         place = "cpu" if self.device == "cpu" and part is like else part.device
         made = torch.empty(part.shape, dtype=self.dtype, device=place)
         return spread_like(like, made)  # type: ignore[no-any-return]
 
     def fits(self, held: Held) -> bool:
-        """Return whether what is here of it may be read into what is ``held``."""
+        """Return whether this process's part of it can be read into ``held`` directly."""
         tensor = held.tensor
         is_part = held.extent is not None and not is_spread(tensor)
         return (
@@ -74,17 +74,17 @@ class Stored(NamedTuple):
 
 
 class Opened:
-    """A checkpoint whose files have the sizes and checksums that its manifest says.
+    """A checkpoint whose files match the sizes and checksums of its manifest.
 
     Args:
         directory: of the checkpoint.
         stack: closes its files.
-        peers: of whom each sums up some of the files.
+        peers: the processes that divide the computing of checksums among them.
 
     Attributes:
         path: of the directory.
         said: the manifest.
-        checksum: of the manifest, so of all that it says.
+        checksum: of the manifest, and so of everything that it lists.
         tensors: of each set (``model``, ``optimizer``, ``extra``), by name.
 
     Raises:
@@ -161,10 +161,10 @@ class Opened:
 
     @contextlib.contextmanager
     def sound(self, what: str) -> Iterator[None]:
-        """Say of what is malformed in ``what`` that it is.
+        """Report malformed content of ``what`` as damage.
 
         Raises:
-            CheckpointError: in place of what was raised.
+            CheckpointError: replaces the original error.
         """
         try:
             yield
@@ -176,10 +176,10 @@ class Opened:
             ) from error
 
     def stored(self, family: str, said: dict[str, Any]) -> Stored:
-        """Return the tensor that a value stands for.
+        """Return the tensor that an encoded value refers to.
 
         Raises:
-            ValueError, KeyError, TypeError, RuntimeError: there is none like that.
+            ValueError, KeyError, TypeError, RuntimeError: there is no such tensor.
         """
         place = self.tensors[family][said["name"]]
         dtype, shape = place.kind.torch_dtype, place.kind.shape
@@ -197,11 +197,11 @@ class Opened:
         return Stored(place, dtype, shape, stride, str(said.get("device", "cpu")))
 
     def read(self, place: Place, held: Held, memory: Memory) -> None:
-        """Fill in place what is here of a tensor."""
+        """Read this process's part of a tensor in place."""
         files.read(place, held, memory, self._buffer)
 
     def decode(self, family: str, value: Any) -> Any:
-        """Return what was encoded, with its tensors."""
+        """Return a decoded value, with its tensors read."""
 
         def get(said: dict[str, Any]) -> torch.Tensor:
             stored = self.stored(family, said)

@@ -1,8 +1,8 @@
-"""Saving: from live tensors to a directory that is whole or not there.
+"""Saves live tensors to a directory that appears complete or not at all.
 
-Of several processes the first lays out the files and writes what all have in common; each writes
-its own parts of what is spread over them where they belong. The files are those that one process
-would have written. The first then writes the manifest, and puts the directory in its place.
+The first process lays out the files and writes the state that all share. Each process writes its
+parts of distributed tensors at their offsets. The files equal those that a single process would
+write. Finally the first process writes the manifest and publishes the directory.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from dynoffload.version import __version__
 
 logger = logging.getLogger(__name__)
 
-_SLACK = 65536  # bytes beyond content, for the directory
+_SLACK = 65536  # bytes beyond the content, for the directory itself
 
 
 def things_of(extra: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Return ``extra``, or an empty mapping for None.
 
     Raises:
-        ConfigError: it does not give names to what it has.
+        ConfigError: it is not a mapping with names as keys.
     """
     if not isinstance(extra, Mapping | None) or not all(
         isinstance(name, str) for name in extra or ()
@@ -92,8 +92,8 @@ def save(
     memory: Memory,
     peers: Peers | None = None,
 ) -> None:
-    """Save; see `dynoffload.save_checkpoint`. No update may be pending, on any of ``peers``,
-    which are those of the model by default."""
+    """Save; see `dynoffload.save_checkpoint`. No update may be pending on any of ``peers``, by
+    default the processes of the model."""
     peers = peers_of(model) if peers is None else peers
     peers.check(directory)
     extents = agreed_extents(model, peers)
@@ -101,7 +101,7 @@ def save(
     made: list[_Layout] = []
 
     def lay_out() -> tuple[int, Any]:
-        layout = _laid_out(model, optimizer, directory, extra, max_shard_size, extents, random)
+        layout = _make_layout(model, optimizer, directory, extra, max_shard_size, extents, random)
         made.append(layout)
         if not peers.first:
             del layout.sets["extra"]  # the first rank's are saved
@@ -117,7 +117,7 @@ def save(
         )
     if peers.compares:
         _check_replicated(layout, memory, peers)
-    with contextlib.ExitStack() as stack:  # an error ends the new directory
+    with contextlib.ExitStack() as stack:  # an error removes the new directory
 
         def begin() -> str | None:
             if not peers.first:
@@ -132,7 +132,7 @@ def save(
 
         new = Path(peers.share(begin)[0])
         written = peers.share(lambda: _write(new, layout, memory, peers))[0]
-        summed = peers.share(lambda: _summed(new, layout, peers))
+        summed = peers.share(lambda: _read_checksums(new, layout, peers))
 
         def end() -> None:
             if not peers.first:
@@ -141,7 +141,7 @@ def save(
             for shard in layout.shards():
                 layout.said.files[shard.file] = File(shard.nbytes, checksums[shard.file])
             _finish(new, layout)
-            stack.close()  # what is there by now takes the target's place
+            stack.close()  # the new directory replaces the target
 
         peers.share(end)
     nbytes = sum(shard.nbytes for shard in layout.shards())
@@ -150,7 +150,7 @@ def save(
 
 @dataclass
 class _Layout:
-    """What will be written: the first of several processes writes it all but their parts."""
+    """The files to write: the first process writes them, except for the parts of the others."""
 
     target: Path
     said: Manifest
@@ -165,17 +165,17 @@ class _Layout:
         return [shard for parts in self.sets.values() for shard in parts]
 
     def spans(self) -> dict[str, tuple[int, int]]:
-        """Return what this process is to write of each tensor that is spread."""
+        """Return the range that this process writes of each distributed tensor."""
         found = {
             f"{stem}/{n}": one.span for stem in self.sets for n, one in self.held(stem).items()
         }
         return {name: span for name, span in found.items() if span is not None}
 
     def check_covered(self, everyone: Sequence[Mapping[str, tuple[int, int]]]) -> None:
-        """Refuse spans of all ranks that leave a gap in a tensor, or overlap.
+        """Check that the ranges of all ranks cover each tensor without gap or overlap.
 
         Raises:
-            CheckpointError: naming the tensor.
+            CheckpointError: they do not; names the tensor.
         """
         for stem in self.sets:
             for name, held in self.held(stem).items():
@@ -201,13 +201,13 @@ class _Layout:
 
 
 def _check_replicated(layout: _Layout, memory: Memory, peers: Peers) -> None:
-    """Compare what several ranks have, where only the user's loop keeps it equal; all call it.
+    """Compare state that several ranks hold and only the user's loop keeps equal; collective.
 
-    So it is beside experts that are spread over ranks, and beside a `DistributedDataParallel`
-    within the model. Buffers are the first rank's; where they differ a warning says so.
+    This applies to models with distributed experts, or with a `DistributedDataParallel` around only
+    a part of them. Differing buffers only cause a warning: the first rank's are saved.
 
     Raises:
-        CheckpointError: something else differs; all raise it.
+        CheckpointError: other state differs; all ranks raise it.
     """
 
     def checksums() -> dict[str, int]:
@@ -250,7 +250,7 @@ def _check_replicated(layout: _Layout, memory: Memory, peers: Peers) -> None:
         logger.warning("%s: checkpoint %s has the first rank's", differs, layout.target)
 
 
-def _laid_out(
+def _make_layout(
     model: nn.Module,
     optimizer: Optimizer | None,
     directory: str | os.PathLike[str],
@@ -303,11 +303,11 @@ def _laid_out(
 
 
 @contextlib.contextmanager
-def _of_rank(target: Path, peers: Peers) -> Iterator[None]:
-    """Say of a system's error on a rank beside the first, which says it itself, what it is of.
+def _naming_rank(target: Path, peers: Peers) -> Iterator[None]:
+    """Name the rank and the checkpoint in an OSError of any rank but the first, which does itself.
 
     Raises:
-        CheckpointError: in its place.
+        CheckpointError: replaces it.
     """
     try:
         yield
@@ -325,9 +325,9 @@ def _of_rank(target: Path, peers: Peers) -> Iterator[None]:
 
 
 def _write(new: Path, layout: _Layout, memory: Memory, peers: Peers) -> dict[str, int]:
-    """Write what this process has to write; return the checksums of that by file."""
+    """Write this process's parts; return the checksum of what it wrote in each file."""
     buffer, found = Buffer(), {}
-    with _of_rank(layout.target, peers):
+    with _naming_rank(layout.target, peers):
         for shard in layout.shards():
             with open(new / shard.file, "r+b", buffering=0) as file:
                 fd = file.fileno()
@@ -336,12 +336,12 @@ def _write(new: Path, layout: _Layout, memory: Memory, peers: Peers) -> dict[str
     return found
 
 
-def _summed(new: Path, layout: _Layout, peers: Peers) -> dict[str, int]:
-    """Return the checksums of this rank's share of the files that several may have written, which
-    are read back for that."""
+def _read_checksums(new: Path, layout: _Layout, peers: Peers) -> dict[str, int]:
+    """Return checksums of files that several ranks may have written, for this rank's share of
+    those files. They are read back."""
     buffer, found = Buffer(), {}
     spread = [shard for shard in layout.shards() if shard.is_spread]
-    with _of_rank(layout.target, peers):
+    with _naming_rank(layout.target, peers):
         for shard in spread[peers.rank :: peers.world]:
             with open(new / shard.file, "rb", buffering=0) as file:
                 found[shard.file] = files.checksum_of(file.fileno(), shard.nbytes, buffer)
@@ -349,7 +349,7 @@ def _summed(new: Path, layout: _Layout, peers: Peers) -> dict[str, int]:
 
 
 def _finish(new: Path, layout: _Layout) -> None:
-    """Write the indices, and the manifest, which says what all other files are."""
+    """Write the index files, and the manifest, which lists all other files."""
 
     def create(name: str, data: bytes) -> None:
         with open(new / name, "xb", buffering=0) as file:

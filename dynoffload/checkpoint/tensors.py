@@ -1,4 +1,4 @@
-"""The memory that tensors of a checkpoint are in."""
+"""Interface to the memory in which a checkpoint's tensors are stored."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from dynoffload.memory.pieces import Holder, pieces
 
 
 class Memory(Holder, Protocol):
-    """Where the tensors of a model and its optimizer live."""
+    """Where the tensors of a model and its optimizer are stored."""
 
     def adopt(self, parameter: nn.Parameter) -> None:
-        """The parameter has got optimizer state: take it in, before it has content."""
+        """Adopt the parameter's new optimizer state, before it has content."""
 
 
 class Ordinary:
-    """Memory of no budget."""
+    """Plain memory without a budget."""
 
     def pieces(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         """See `Holder.pieces`."""

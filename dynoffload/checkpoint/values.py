@@ -1,10 +1,10 @@
-"""What is not a tensor, as JSON: hyperparameters, step counts, the state of a scheduler.
+"""Encodes values that are not tensors as JSON: hyperparameters, step counts, scheduler state.
 
-Every type comes back as itself, every float bit for bit. Tensors within a nest of values go to
-whoever keeps them and leave their name behind. A value that JSON cannot say is refused: the way out
-would be pickle, and what is unpickled can run code.
+Decoding restores every type, and every float bit for bit. Tensors in nested values are stored
+elsewhere; their names replace them. A value that JSON cannot represent is refused, since pickle
+could run code when loaded.
 
-What JSON has no word for is an object with a key ``"$"``, its kind.
+A value of a type that JSON lacks is an object whose key ``"$"`` gives its kind.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def is_tensor(value: Any) -> bool:
 
 
 def encode(value: Any, path: str, put: Put) -> Any:
-    """Return ``value`` as what JSON can say.
+    """Return ``value`` in types that JSON can represent.
 
     Args:
-        value: numbers, texts, tensors, numpy's, and lists, tuples, sets and dicts of such.
-        path: what an error calls it.
-        put: keeps a tensor found at a path, and returns its object of kind ``"tensor"``.
+        value: numbers, texts, tensors, numpy values, and lists, tuples, sets and dicts of these.
+        path: its name in errors.
+        put: stores a tensor found at a path, and returns its object of kind ``"tensor"``.
 
     Raises:
-        CheckpointError: naming what cannot be said.
+        CheckpointError: a value cannot be represented; names it.
     """
     kind = type(value)
     if value is None or kind in (bool, int, str):

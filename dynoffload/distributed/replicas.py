@@ -1,17 +1,15 @@
-"""Models that `DistributedDataParallel` replicates: their wrappers, and the reducer's buckets.
+"""Support for `DistributedDataParallel` (DDP): find and check the wrappers, size the buckets.
 
-The session starts no collective, so ranks on different paths never wait for one another because of
-it.
+The session issues no collectives, so it cannot deadlock ranks that take different paths.
 
-[Note: reduced gradients]  A gradient is complete for its rank when autograd has accumulated it, and
-for all ranks when backward ends: DDP copies it into a bucket right behind the session's own hook,
-reduces the bucket, and writes the result over the gradient. That lies in a region by then. So
-gradients are paged as soon as they are made, but no update is made of one before ``step()``. A
-parameter that this rank did not use gets a gradient from the others all the same, in new memory,
-which is adopted as backward ends.
+[Note: reduced gradients]  The local gradient is complete once autograd has accumulated it; the
+reduced one only when backward ends. DDP copies the gradient into a bucket right after the session's
+own hook, reduces the bucket, and writes the result over the gradient, which is then in a region. So
+gradients are paged immediately, but no update uses one before ``step()``. A parameter unused on
+this rank may still get a reduced gradient in new memory, which is adopted as backward ends.
 
-[Note: buckets]  The buckets are as large as all gradients that are reduced. They are the reducer's
-own memory, outside of every region; the budget is divided without them.
+[Note: buckets]  Buckets total the size of all reduced gradients. They are the reducer's memory,
+outside all regions; their bytes are subtracted from the budget before it is divided.
 """
 
 from __future__ import annotations
@@ -29,12 +27,12 @@ from dynoffload.memory.device import Device
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model that is replicated, or ``model`` itself."""
+    """Return the module that DDP wraps, or ``model`` itself."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def replicas_of(model: nn.Module) -> tuple[DistributedDataParallel, ...]:
-    """Return each `DistributedDataParallel` that ``model`` is, or that is a part of it."""
+    """Return all `DistributedDataParallel` instances in the module tree of ``model``."""
     return tuple(one for one in model.modules() if isinstance(one, DistributedDataParallel))
 
 
@@ -44,10 +42,10 @@ def check_replicas(
     *,
     accelerator: bool,
 ) -> None:
-    """Refuse what cannot be right, or was never tried.
+    """Reject DDP configurations that are unsupported or untested.
 
     Raises:
-        ConfigError: the place, the optimizer or an option of the reducer does not suit.
+        ConfigError: the device, the optimizer or an option of the reducer is not supported.
     """
     for one in replicas:
         name = type(one.module).__name__
@@ -76,17 +74,17 @@ def check_replicas(
 
 
 def has_part_of_experts(model: nn.Module) -> bool:
-    """Return whether ``model`` has layers whose experts are other ones on other ranks."""
+    """Return whether ``model`` has layers whose experts are distributed over ranks."""
     return any(getattr(module, "has_part_of_experts", False) for module in model.modules())
 
 
 class Rows(NamedTuple):
-    """A parameter that is some rows of a larger one, whose others are on other ranks.
+    """A parameter that is a contiguous block of rows of a larger one, distributed over ranks.
 
     Attributes:
-        parameter: of the layer, (rows, ...).
-        begin: the first row that is here.
-        total: rows of all ranks.
+        parameter: the layer's, (rows, ...).
+        begin: the first row on this rank.
+        total: number of rows on all ranks.
     """
 
     parameter: nn.Parameter
@@ -95,14 +93,14 @@ class Rows(NamedTuple):
 
 
 def rows_of_experts(model: nn.Module) -> Iterator[Rows]:
-    """Yield the parameters of ``model`` whose other rows are on other ranks."""
+    """Yield the parameters of ``model`` that hold this rank's rows of a larger one."""
     for module in model.modules():
         if getattr(module, "has_part_of_experts", False):
             yield from module.rows_of_experts()  # type: ignore[operator]
 
 
 def bucket_bytes(replicas: tuple[DistributedDataParallel, ...]) -> int:
-    """Return the bytes of the buckets, which are those of all dense gradients that are reduced."""
+    """Return the bytes of the buckets: those of all dense gradients that are reduced."""
     found: dict[int, int] = {}
     for one in replicas:
         sparse = _sparse(one.module)
@@ -114,7 +112,7 @@ def bucket_bytes(replicas: tuple[DistributedDataParallel, ...]) -> int:
 
 
 def _sparse(model: nn.Module) -> set[int]:
-    """Return the ids of parameters whose gradients are sparse, and have no bucket."""
+    """Return the ids of parameters with sparse gradients, which have no bucket."""
     tables = (nn.Embedding, nn.EmbeddingBag)
     return {id(one.weight) for one in model.modules() if isinstance(one, tables) and one.sparse}
 
@@ -122,9 +120,9 @@ def _sparse(model: nn.Module) -> set[int]:
 def beside(
     replicas: tuple[DistributedDataParallel, ...], device: Device | None, nbytes: int
 ) -> int:
-    """Return how many of the ``nbytes`` of buckets are not gradients of the model's by now.
+    """Return how many of the ``nbytes`` of buckets are not already counted as gradients.
 
-    Under ``gradient_as_bucket_view`` gradients outside of ``device`` lie in the buckets, and are
+    Under ``gradient_as_bucket_view``, gradients outside ``device`` are views of the buckets and are
     counted as gradients.
     """
     inside: dict[int, int] = {}
@@ -141,8 +139,8 @@ def beside(
 
 
 def is_known(model: nn.Module, replicas: tuple[DistributedDataParallel, ...]) -> bool:
-    """Return whether a `DistributedDataParallel` in whose forward ``model`` is called now, if in
-    any, is one of ``replicas``, or reduces no gradient of the model's."""
+    """Return False if the active DDP forward is not one of ``replicas`` but reduces gradients of
+    ``model``; otherwise True."""
     active = DistributedDataParallel._active_ddp_module
     if active is None or any(active is one for one in replicas):
         return True
@@ -151,7 +149,7 @@ def is_known(model: nn.Module, replicas: tuple[DistributedDataParallel, ...]) ->
 
 
 def unknown(model: nn.Module) -> ConfigError:
-    """Return the error for a model that is called by a wrapper of which nobody was told."""
+    """Return the error for a model called by a DDP wrapper that was not passed to offload()."""
     return ConfigError(
         f"this {type(model).__name__} is called by a DistributedDataParallel that offload() was "
         "not given, so the budget is divided without its buckets: wrap the model before the block, "
@@ -160,7 +158,7 @@ def unknown(model: nn.Module) -> ConfigError:
 
 
 def as_backward_ends(call: Callable[[], None]) -> None:
-    """Have ``call`` run when the backward that runs now has ended, after what others have put off
-    until then, as the reducer puts its last part."""
+    """Run ``call`` at the end of the current backward, after the callbacks already queued, such as
+    the reducer's finalization."""
     engine = torch.autograd.Variable._execution_engine
     engine.queue_callback(lambda: engine.queue_callback(call))

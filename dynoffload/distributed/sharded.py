@@ -1,20 +1,20 @@
-"""Models whose parameters are spread over processes by FSDP2's ``fully_shard``.
+"""Models whose parameters are sharded over processes by FSDP2's ``fully_shard``.
 
-Paging sees of each parameter the part that lies in this process (`dynoffload.memory.local`).
+Paging sees the local shard of each parameter (`dynoffload.memory.local`).
 
-[Note: shards]  A shard is a region as any parameter. FSDP reads it when it copies it into the
-buffer of an all-gather, before the forward of a module of its group, and once more in backward; it
-makes its gradient out of a reduce-scatter. What it gathers, whole parameters and those buffers, is
-FSDP's own memory, beside the budget: it comes and goes with each module.
+[Note: shards]  A shard is a region like any parameter. FSDP copies it into an all-gather buffer
+before the forward of a module of its group, and again in backward. Its gradient comes from a
+reduce-scatter. Gathered parameters and communication buffers are FSDP's own memory, outside the
+budget, allocated and freed with each module.
 
-[Note: aliases]  FSDP keeps a flat view of each shard, padded to the size of the largest rank's,
-and that is what it reads. The view, and what it is a view of, follow the shard wherever it goes.
+[Note: aliases]  FSDP reads each shard through a flat view, padded to the size of the largest rank's
+shard. The view and its base follow the shard's storage whenever it moves.
 
-[Note: groups]  All of a group is read at once, before anything in the group's module runs. So the
-group is the unit, and its hook comes before FSDP's.
+[Note: groups]  FSDP reads all shards of a group at once, before anything in the group's module
+runs. So the group is the unit, and its hook runs before FSDP's.
 
-[Note: unsharded]  While a group is gathered, its modules have the whole parameters in place of the
-shards. Whoever reads the model as a whole calls `reshard` first.
+[Note: unsharded]  While a group is gathered, its modules hold the whole parameters in place of the
+shards. Code that reads the whole model calls `reshard` first.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from dynoffload.memory.local import is_spread, local
 from dynoffload.units import format_bytes
 
 _MODULE = "torch.distributed.fsdp"
-_BESIDE = 7  # times the bytes of a group; see `beside_bytes`
+_GROUP_FACTOR = 7  # multiple of the bytes of the largest group; see `beside_bytes`
 
 
 def _states(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Yield the path, module and state of what ``fully_shard`` was called with, each state once."""
+    """Yield path, module and FSDP state of each ``fully_shard`` call, each state once."""
     kind = getattr(sys.modules.get(_MODULE), "FSDPModule", None)
     if kind is None:
         return
@@ -51,11 +51,11 @@ def _states(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Parameters that are gathered together.
+    """Parameters that FSDP gathers together.
 
     Attributes:
-        path: of the module before whose forward that is.
-        module: the module.
+        path: of the module before whose forward they are gathered.
+        module: the module at ``path``.
         parameters: the shards.
         own: FSDP's objects for them, in the same order.
     """
@@ -66,7 +66,7 @@ class Group:
     own: tuple[Any, ...]
 
     def whole_bytes(self) -> int:
-        """Return the bytes of the whole parameters, as they are gathered."""
+        """Return the bytes of the gathered parameters, in the dtype of the all-gather."""
         return sum(
             one._orig_size.numel() * (one.mp_policy.param_dtype or one.sharded_param.dtype).itemsize
             for one in self.own
@@ -74,7 +74,7 @@ class Group:
 
 
 def groups_of(model: nn.Module) -> list[Group]:
-    """Return the groups of ``model``, in the order of its modules; none if it is not sharded."""
+    """Return the groups of ``model`` in module order; none if it is not sharded."""
     found = []
     for path, module, state in _states(model):
         own = tuple(one for group in state._fsdp_param_groups for one in group.fsdp_params)
@@ -84,7 +84,7 @@ def groups_of(model: nn.Module) -> list[Group]:
 
 
 def aliases_of(model: nn.Module) -> dict[nn.Parameter, list[torch.Tensor]]:
-    """Return what FSDP holds of the memory of each shard, beside the shard; see [Note: aliases]."""
+    """Return FSDP's other tensors on the storage of each shard; see [Note: aliases]."""
     found: dict[nn.Parameter, list[torch.Tensor]] = {}
     for group in groups_of(model):
         for parameter, own in zip(group.parameters, group.own, strict=True):
@@ -96,13 +96,13 @@ def aliases_of(model: nn.Module) -> dict[nn.Parameter, list[torch.Tensor]]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Have all modules of ``model`` show their shards; see [Note: unsharded]."""
+    """Make all modules of ``model`` hold their shards; see [Note: unsharded]."""
     for _, module, _ in _states(model):
         module.reshard()  # type: ignore[operator]
 
 
 def drop_gradients(model: nn.Module) -> None:
-    """Forget the gradients that FSDP keeps of whole parameters, where none were reduced yet."""
+    """Discard the unreduced gradients that FSDP keeps for whole parameters."""
     for group in groups_of(model):
         for one in group.own:
             one.unsharded_accumulated_grad = None
@@ -112,18 +112,18 @@ def drop_gradients(model: nn.Module) -> None:
 
 
 def beside_bytes(groups: Sequence[Group]) -> int:
-    """Return the bytes of FSDP's own memory while a model of ``groups`` trains, about.
+    """Estimate the bytes of FSDP's own memory while a model of ``groups`` trains.
 
-    It is most in backward, of the largest group: its whole parameters, the buffer in which the next
-    group comes, gradients, what they are reduced in (two of a time), what the process group copies
-    that to, and its share of the result. A root stays gathered beside them.
+    The peak is in backward, for the largest group: its whole parameters, the next group's
+    all-gather buffer, gradients, two reduce-scatter inputs, the process group's copy of one, and
+    the output shard. The root group stays gathered in addition.
     """
     roots = sum(group.whole_bytes() for group in groups if not group.path)
-    return roots + _BESIDE * max((group.whole_bytes() for group in groups), default=0)
+    return roots + _GROUP_FACTOR * max((group.whole_bytes() for group in groups), default=0)
 
 
 def said_of(groups: Sequence[Group]) -> str:
-    """Return what the plan line says of shards."""
+    """Return the part of the plan's log line about shards."""
     if not groups:
         return ""
     count = sum(len(group.parameters) for group in groups)
@@ -134,7 +134,7 @@ def said_of(groups: Sequence[Group]) -> str:
 
 
 def check(model: nn.Module, *, accelerator: bool) -> None:
-    """Refuse what cannot be served of tensors that are spread over processes.
+    """Reject distributed tensors that paging does not support.
 
     Raises:
         ConfigError: naming the parameter, or the option, and the remedy.
@@ -180,7 +180,7 @@ def _refused(own: Any) -> str:
 
 
 class Gathered:
-    """Whose shard a whole parameter was gathered from; autograd saves those, not the shards.
+    """Maps gathered whole parameters to their shards, since autograd saves the whole ones.
 
     Args:
         groups: of the model.
@@ -191,12 +191,12 @@ class Gathered:
         self._sources: dict[int, nn.Parameter] = {}
 
     def source_of(self, tensor: torch.Tensor) -> nn.Parameter | None:
-        """Return the shard of which ``tensor``, or what it is a view of, is the whole."""
+        """Return the shard of the whole parameter that is ``tensor`` or its base, or None."""
         whole = tensor if tensor._base is None else tensor._base
         if not (whole.is_leaf and whole.requires_grad) and not isinstance(whole, nn.Parameter):
             return None
         key = tensor.untyped_storage()._cdata
-        if key not in self._sources:  # FSDP makes each at its first use, and keeps it
+        if key not in self._sources:  # FSDP creates each output at its first use, and keeps it
             self._sources = {
                 output.untyped_storage()._cdata: one.sharded_param
                 for group in self._groups
@@ -207,8 +207,8 @@ class Gathered:
 
 
 def spread_like(parameter: torch.Tensor, value: Any) -> Any:
-    """Return ``value``, a part made for this process's part of ``parameter``, spread as that is;
-    what is no such part stays what it is."""
+    """Return ``value`` as a DTensor placed like ``parameter`` if it has the shape of its local
+    shard; return any other value unchanged."""
     part = local(parameter)
     if part is parameter or not isinstance(value, torch.Tensor) or is_spread(value):
         return value
@@ -223,8 +223,8 @@ def spread_like(parameter: torch.Tensor, value: Any) -> Any:
 
 
 def replica_beside(parameter: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
-    """Return ``value``, which all processes have alike, as what operators take beside
-    ``parameter``: spread over the same processes, or as it is beside None."""
+    """Return ``value``, equal on all processes, in the form that operators accept together with
+    ``parameter``: replicated on its mesh, or unchanged if it is None."""
     if parameter is None:
         return value
     from torch.distributed.tensor import DTensor, Replicate

@@ -1,9 +1,9 @@
-"""What a rank does, and how ranks tell one another: a report each, in the group's store.
+"""Status of each rank, shared as one report per rank in the process group's store.
 
-A store is asked and answers; nothing here waits for another rank, so nothing hangs.
+Store operations do not wait for other ranks, so a lost rank cannot make this code hang.
 
-[Note: processes]  Ranks of one machine, which see one another's processes, are known to be gone as
-soon as the process is; of others one knows that their report does not change any more.
+[Note: processes]  A rank on the same machine (and process namespace) is known to be gone as soon as
+its process ends. For ranks elsewhere, the only sign is that their report stops changing.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-_ANSWER = datetime.timedelta(seconds=5)  # of a store
-_LONGEST = 200  # characters of a reason
+_STORE_TIMEOUT = datetime.timedelta(seconds=5)  # timeout of store operations
+_MAX_REASON = 200  # characters of a reason
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _COLLECTIVES = _TORCH + "distributed" + os.sep
 _BACKWARD = _TORCH + "autograd" + os.sep
 _REPLICAS = os.path.join(_TORCH + "nn", "parallel", "distributed.py")
-_WRAPPERS = ("wrapper", "_time_logger", "wait")  # what says less than the frame that called it
+_WRAPPERS = ("wrapper", "_time_logger", "wait")  # frames less informative than their caller
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What one rank does.
+    """Progress of one rank.
 
     Attributes:
-        step: optimizer steps that are complete.
+        step: number of completed optimizer steps.
         phase: ``"forward"`` or ``"backward"``; "" before the first.
-        site: path of the module that was visited last; "" where none is watched.
-        gradient: name of the parameter whose gradient was made last; "" before the first.
-        progress: grows with all that happens; what stands still has the same.
+        site: path of the last visited module; "" where none is watched.
+        gradient: name of the parameter whose gradient was computed last; "" before the first.
+        progress: counter that grows with every event; unchanged means that the rank is stalled.
     """
 
     step: int = 0
@@ -53,7 +53,7 @@ class RankStatus:
     progress: int = 0
 
     def describe(self) -> str:
-        """Return it in words, such as ``"step 12, backward, at layers.3"``."""
+        """Return the status in words, such as ``"step 12, backward, at layers.3"``."""
         parts = [f"step {self.step}"]
         if self.phase:
             parts.append(self.phase)
@@ -65,12 +65,12 @@ class RankStatus:
 
 
 def awaited(trace: TracebackType | FrameType | None) -> str:
-    """Return what the innermost call on a stack waits for of other ranks, "" if for nothing.
+    """Return what the innermost frame of a stack waits for from other ranks; "" if it does not.
 
     Args:
-        trace: of an error, or the frame in which a thread is now.
+        trace: an error's traceback, or a thread's current frame.
     """
-    frames = [frame for frame, _ in _walked(trace)]
+    frames = [frame for frame, _ in _frames_of(trace)]
     for frame in reversed(frames):
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if file.startswith(_COLLECTIVES) and name not in _WRAPPERS:
@@ -84,8 +84,8 @@ def awaited(trace: TracebackType | FrameType | None) -> str:
     return ""
 
 
-def _walked(trace: TracebackType | FrameType | None) -> Iterator[tuple[FrameType, int]]:
-    """Yield the frames of a stack, the innermost last."""
+def _frames_of(trace: TracebackType | FrameType | None) -> Iterator[tuple[FrameType, int]]:
+    """Yield the frames of a stack, innermost last."""
     if isinstance(trace, FrameType):
         return reversed(list(traceback.walk_stack(trace)))
     return traceback.walk_tb(trace)
@@ -93,16 +93,16 @@ def _walked(trace: TracebackType | FrameType | None) -> Iterator[tuple[FrameType
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank has told.
+    """The report of one rank.
 
     Attributes:
-        beat: how many reports it had put up.
-        block: how many blocks it had entered.
-        status: what it did.
+        beat: number of this report.
+        block: number of blocks the rank has entered.
+        status: its progress.
         machine: machine and process namespace.
-        pid: its process there.
-        born: when that was started, in ticks since the machine was.
-        left: why it has left the block: "" at its end, None if it has not.
+        pid: its process id there.
+        born: start time of the process, in ticks since boot.
+        left: why it left the block: "" at a normal end, None if it is still inside.
     """
 
     beat: int
@@ -115,22 +115,22 @@ class Report:
 
     def is_gone(self) -> bool:
         """Return whether its process is known to have ended; see [Note: processes]."""
-        return self.machine == _machine() and _born(self.pid) != self.born
+        return self.machine == _machine() and _start_time(self.pid) != self.born
 
 
 class StatusStore:
     """The reports of all ranks of the default process group.
 
     Args:
-        block: how many blocks this process has entered.
+        block: number of blocks this process has entered.
 
     Attributes:
-        rank: this one.
+        rank: this process's rank.
         size: the number of ranks.
-        reports: the last report of each other rank, as far as there is one.
-        changed: when a rank's progress was last seen to change, by this process's clock.
-        heard: when its report was.
-        answers: whether the store has answered when it was asked last.
+        reports: the last report of each other rank that has one.
+        changed: when a rank's progress last changed, by this process's clock.
+        heard: when its last report was read, by the same clock.
+        answers: whether the last read of the store succeeded.
     """
 
     def __init__(self, block: int) -> None:
@@ -140,28 +140,28 @@ class StatusStore:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         store: Any = _get_default_store()
         self._store = store
-        with contextlib.suppress(RuntimeError):  # a store that knows no other client of itself
+        with contextlib.suppress(RuntimeError):  # a store that cannot be cloned
             self._store = store.clone()
-            self._store.set_timeout(_ANSWER)
+            self._store.set_timeout(_STORE_TIMEOUT)
         self._block, self._beat = block, 0
-        self._own = _machine(), os.getpid(), _born(os.getpid())
+        self._own = _machine(), os.getpid(), _start_time(os.getpid())
         self._known: set[int] = set()
-        self._unreadable: set[int] = set()  # of which that was logged
+        self._unreadable: set[int] = set()  # ranks for which a warning was logged
         self.reports: dict[int, Report] = {}
         self.changed: dict[int, float] = {}
         self.heard: dict[int, float] = {}
         self.answers = True
 
     def put(self, status: RankStatus, left: str | None = None) -> None:
-        """Put up this rank's report, if the store takes it."""
+        """Write this rank's report; ignore a store that fails."""
         self._beat += 1
-        left = None if left is None else left[:_LONGEST]
+        left = None if left is None else left[:_MAX_REASON]
         report = Report(self._beat, self._block, status, *self._own, left=left)
         with contextlib.suppress(RuntimeError):
             self._store.set(key(self.rank), json.dumps(asdict(report)))
 
     def update(self) -> None:
-        """Read what the others have put up, if the store answers."""
+        """Read the other ranks' reports; sets ``answers`` to whether the store answered."""
         try:
             for rank in {*range(self.size)} - {self.rank} - self._known:
                 if self._store.check([key(rank)]):
@@ -208,12 +208,12 @@ def _machine() -> str:
     try:
         space = os.readlink("/proc/self/ns/pid")
     except OSError:
-        space = str(os.getpid())  # other processes cannot be looked at
+        space = str(os.getpid())  # other processes cannot be inspected
     return f"{socket.gethostname()} {space}"
 
 
-def _born(pid: int) -> int:
-    """Return when a process was started, in ticks since the machine was; -1: it has ended."""
+def _start_time(pid: int) -> int:
+    """Return the start time of a process, in ticks since boot; -1 if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             state, *values = file.read().rpartition(")")[2].split()

@@ -1,18 +1,18 @@
-"""When a rank is lost, the others say so: which one, what it did last, and what they waited for.
+"""Watchdog that reports a lost rank: which one, its last status, and what the others waited for.
 
-`RankWatchdog` is a thread beside a session of several processes. It puts up this rank's status once
-a second, and turns the error of a collective that failed in the block into a `RankError` that names
-the rank that was missed. It starts no collective; ranks on different paths may run differently.
+`RankWatchdog` runs a thread for a session of several processes. Each second it writes this rank's
+status; it also reads the others'. It turns the error of a collective that failed in the block into
+a `RankError` that names the lost rank. It issues no collectives; ranks may take different paths.
 
-[Note: who ends a wait]  A collective that fails, as another rank's connection has closed or the
-group's own timeout is over, raises in the thread that waits in it, and the block's end explains
-that. Some waits cannot be ended from outside: where one lasts longer than the timeout and a moment
-more, and another rank has done nothing for as long, a warning says what is known. With
-``rank_timeout`` the process then ends itself; without it nobody has said that it should, and a
-group that the user made may allow hours. Its spill file has no name, and is gone with it.
+[Note: who ends a wait]  A collective fails when another rank's connection closes or the group's
+timeout expires. It then raises in the waiting thread, and the end of the block explains the error.
+Some waits cannot be interrupted. If one outlasts the timeout plus a margin, and another rank has
+made no progress for longer than the timeout, a warning reports what is known. With ``rank_timeout``
+the process then exits; without it the process keeps waiting, since a user's group may allow hours.
+The spill file is unnamed, so it disappears with the process.
 
-[Note: the group's timeout]  ``rank_timeout`` is set as the timeout of the process groups for the
-time of the block, so that it is the group that ends a wait.
+[Note: the group's timeout]  Within the block, ``rank_timeout`` is set as the timeout of the process
+groups, so that normally the group ends a wait.
 """
 
 from __future__ import annotations
@@ -35,42 +35,42 @@ from dynoffload.errors import ExchangeError, RankError
 logger = logging.getLogger(__name__)
 
 ENDED = 70
-"""With what a process ends that could not get out of a wait; see [Note: who ends a wait]."""
+"""Exit code of a process that could not leave a wait; see [Note: who ends a wait]."""
 
 _BEAT_S = 1.0
-_FIRST_S = 0.1  # between looks at first, until each rank has told something
+_FIRST_S = 0.1  # between first reads, times the usual interval, until every rank has reported
 _FIRST_LOOKS = 100
 _SILENT_BEATS = 4
-_PATIENCE_S = 5.0  # to learn who was lost, once a collective has failed
-_PATIENCE_AFTER_S = 1.5  # the same once it has timed out, by when much is known
-_MOMENT_S = 5.0  # beyond the timeout, for the group to end a wait by itself
-_RANKS_A_SECOND = 16  # that one rank asks after
+_PATIENCE_S = 5.0  # to identify the lost rank, once a collective has failed
+_PATIENCE_AFTER_S = 1.5  # the same after a timeout, when much is already known
+_MOMENT_S = 5.0  # beyond the timeout, for the group to end the wait itself
+_RANKS_A_SECOND = 16  # that one rank queries
 _TIMED_OUT = re.compile(r"tim(?:ed|e) ?out", re.IGNORECASE)
 _OF_GROUP = re.compile(
     r"gloo/|\bNCCL|ProcessGroup(?:Gloo|NCCL|MPI|UCC|Wrapper)|remote worker|Timed out waiting"
     "|[Cc]onnection (?:closed|reset) by peer"
 )
 
-_blocks = 0  # that this process has entered
+_blocks_entered = 0  # entered by this process
 
 
 def watch_ranks(
     status: Callable[[], RankStatus], timeout_s: float | None, groups: Iterable[Any]
 ) -> RankWatchdog | None:
-    """Return a watchdog that has begun; None where there is one process, or no process group yet.
+    """Return a started watchdog; None for a single process, or without a process group.
 
     Args:
-        status: returns what this rank does; called from another thread.
-        timeout_s: how long a rank may keep the others waiting; None: as long as the group allows.
-        groups: process groups of the model's, beside the default one.
+        status: returns this rank's status; called from another thread.
+        timeout_s: how long a rank may keep the others waiting; None: the group's timeout.
+        groups: the model's process groups, in addition to the default one.
     """
-    global _blocks
+    global _blocks_entered
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
         return None
-    _blocks += 1
-    return RankWatchdog(status, timeout_s, groups, _blocks)
+    _blocks_entered += 1
+    return RankWatchdog(status, timeout_s, groups, _blocks_entered)
 
 
 class RankWatchdog:
@@ -87,7 +87,7 @@ class RankWatchdog:
         self._store = StatusStore(block)
         self._before = _set_timeout(timeout_s, groups)
         self._timeout_s = timeout_s or _timeout_of_group()
-        self._may_end = timeout_s is not None
+        self._may_exit = timeout_s is not None
         self._main = threading.get_ident()
         self._ends = threading.Event()
         self._mutex = threading.Lock()
@@ -132,10 +132,10 @@ class RankWatchdog:
     def _check_wait(self, status: RankStatus, now: float) -> None:
         """Warn of, or end, a wait that lasts too long; see [Note: who ends a wait]."""
         waits = awaited(sys._current_frames().get(self._main))
-        late = [r for r in self._others() if self._still(r, now) > self._timeout_s]
+        late = [r for r in self._others() if self._idle_s(r, now) > self._timeout_s]
         if not waits or not late or self._ends.is_set():
             return
-        if not self._may_end:
+        if not self._may_exit:
             if self._warned != self._progress:
                 self._warned = self._progress
                 logger.warning(
@@ -149,8 +149,8 @@ class RankWatchdog:
                     ENDED,
                 )
             return
-        said = self._message(status, waits, late, now)
-        logger.error("%s; this wait cannot be ended from outside, so the process ends", said)
+        message = self._message(status, waits, late, now)
+        logger.error("%s; this wait cannot be ended from outside, so the process ends", message)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(ValueError, OSError):
                 stream.flush()
@@ -159,14 +159,14 @@ class RankWatchdog:
     def _others(self) -> list[int]:
         return [rank for rank in range(self._store.size) if rank != self._store.rank]
 
-    def _still(self, rank: int, now: float) -> float:
-        """Return for how long a rank has done nothing; since ever, if it has told nothing."""
+    def _idle_s(self, rank: int, now: float) -> float:
+        """Return the seconds since a rank last made progress; huge if it has never reported."""
         return now - self._store.changed.get(rank, -1e9)
 
     # The end
 
     def explain(self, error: BaseException) -> RankError | None:
-        """Return what to raise for an error that left the block; None if no other rank is in it."""
+        """Return the error to raise in place of ``error``; None if it is not of a process group."""
         if isinstance(error, RankError) or not _is_of_group(error):
             return None
         status = self._status()
@@ -174,13 +174,13 @@ class RankWatchdog:
         lost, now = self._lost(_PATIENCE_AFTER_S if _timed_out(error) else _PATIENCE_S)
         if not lost:
             known = [rank for rank in self._others() if rank in self._store.reports]
-            lost = [r for r in known if self._still(r, now) > _SILENT_BEATS * _BEAT_S] or known
+            lost = [r for r in known if self._idle_s(r, now) > _SILENT_BEATS * _BEAT_S] or known
         found = RankError(self._message(status, waits, lost, now))
         found.rank, found.lost = self._store.rank, tuple(lost)
         return found
 
     def _lost(self, patience_s: float) -> tuple[list[int], float]:
-        """Return the ranks that are gone, have left or are silent, as soon as there are some."""
+        """Return the ranks that are gone, have left or are silent, as soon as there are any."""
         until = time.monotonic() + patience_s
         while True:
             with self._mutex:
@@ -219,25 +219,25 @@ class RankWatchdog:
         report = self._store.reports.get(rank)
         if report is None:
             return f"rank {rank} has entered no offload() block"
-        stood = report.status.describe()
+        status = report.status.describe()
         if report.left:
-            return f"rank {rank} has left its block by an error ({report.left}) in {stood}"
+            return f"rank {rank} has left its block by an error ({report.left}) in {status}"
         if report.left is not None and report.block >= self._block:
             return f"rank {rank} has left its block, after {report.status.step} steps"
         silent = now - self._store.heard[rank]
         if report.is_gone():
             return (
                 f"rank {rank} is gone, its process {report.pid} has ended; last heard of "
-                f"{silent:.0f} s ago, in {stood}"
+                f"{silent:.0f} s ago, in {status}"
             )
         if silent > _SILENT_BEATS * _BEAT_S:
-            return f"rank {rank} has been silent for {silent:.0f} s, last heard of in {stood}"
+            return f"rank {rank} has been silent for {silent:.0f} s, last heard of in {status}"
         if report.block < self._block or report.left is not None:
             return f"rank {rank} has not entered its block"
-        return f"rank {rank} runs, and has been for {self._still(rank, now):.0f} s in {stood}"
+        return f"rank {rank} runs, and has been for {self._idle_s(rank, now):.0f} s in {status}"
 
     def end(self, error: BaseException | None) -> None:
-        """The block has ended, by ``error`` or not: tell the others."""
+        """Stop the watchdog, and report to the other ranks how the block ended."""
         self._ends.set()
         left = "" if error is None else f"{type(error).__name__}: {error}"
         try:
@@ -259,7 +259,7 @@ def _is_of_group(error: BaseException) -> bool:
 
 
 def _timed_out(error: BaseException | None) -> bool:
-    """Return whether an error, or what it comes from, says that a wait took too long."""
+    """Return whether an error, or one of its causes, reports a timeout."""
     while error is not None:
         if _TIMED_OUT.search(str(error)):
             return True
@@ -272,7 +272,7 @@ def _timeout_of_group() -> float:
 
     try:
         return float(_backend(dist.group.WORLD).options._timeout.total_seconds())
-    except (AttributeError, RuntimeError):  # a backend that tells no timeout
+    except (AttributeError, RuntimeError):  # a backend that exposes no timeout
         return dist.default_pg_timeout.total_seconds()
 
 
@@ -287,7 +287,7 @@ def _backend(group: Any) -> Any:
 def _set_timeout(
     timeout_s: float | None, groups: Iterable[Any]
 ) -> list[tuple[Any, datetime.timedelta]]:
-    """Set the timeout of the default group and of ``groups``; return what they had before."""
+    """Set the timeout of the default group and of ``groups``; return the previous ones."""
     if timeout_s is None:
         return []
     import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""The optimizer on the host: `HostOptimizer`, and the loss scaler that works with it."""
+"""`HostOptimizer`, an optimizer with its state on the host, and a matching loss scaler."""
 
 from dynoffload.host_optimizer.optimizer import HostOptimizer
 from dynoffload.host_optimizer.scaler import GradScaler

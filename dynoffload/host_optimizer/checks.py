@@ -1,4 +1,4 @@
-"""What an optimizer on the host is made with: options and parameters that fit together."""
+"""Checks of a `HostOptimizer`'s options and parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_options(
     spill_dir: str | Path | None,
     host_budget: int | str | None,
 ) -> None:
-    """Refuse options that make no sense together; they are `HostOptimizer`'s.
+    """Check `HostOptimizer`'s options, also against each other.
 
     Raises:
         ConfigError: naming what is wrong.
@@ -49,15 +49,15 @@ def check_options(
 def check_parameters(
     states: Iterable[ParameterState], device: torch.device, *, coming: bool = False
 ) -> None:
-    """Refuse parameters that have no master.
+    """Check that each parameter can have a master copy.
 
     Args:
         states: of the parameters.
         device: that all must be on.
-        coming: they may still be on the CPU.
+        coming: whether they may still be on the CPU.
 
     Raises:
-        ConfigError: naming the first.
+        ConfigError: naming the first that cannot.
     """
     for state in states:
         parameter, why = state.parameter, ""
@@ -77,9 +77,9 @@ def check_parameters(
 
 
 def check_not_reduced(parameters: Container[torch.Tensor]) -> None:
-    """Refuse parameters whose gradients `DistributedDataParallel` is to reduce: they leave before.
+    """Refuse parameters in a `DistributedDataParallel`: it would reduce gradients after they left.
 
-    Nothing of a parameter names its wrapper, so all objects of the process are looked through.
+    A parameter does not reference its wrapper, so all objects of the process are searched.
 
     Raises:
         ConfigError: naming the wrapped module.

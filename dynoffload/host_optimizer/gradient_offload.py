@@ -1,18 +1,18 @@
-"""Gradients that leave the accelerator as backward makes them.
+"""Copies gradients to the host as backward produces them, and frees them on the accelerator.
 
-Each is copied to pinned host memory, and the parameter lets go of it. So the accelerator holds no
-more gradients than are being copied, which is bounded.
+Each is copied to pinned host memory, and the parameter's ``grad`` is set to None. So the
+accelerator holds only the gradients that are being copied; their bytes are bounded.
 
-[Note: accumulation]  Over several backwards a gradient is added up on the host, in its own dtype
-and in the order of the backwards. That is the addition that autograd makes in ``p.grad``, so the
-bits are the same. Each addend passes through slots of fixed size.
+[Note: accumulation]  Over several backwards a gradient is accumulated on the host, in its own dtype
+and in the order of the backwards. Autograd does the same addition in ``p.grad``, so the bits are
+equal. Each addend passes through slots of fixed size.
 
-[Note: norms]  A gradient's 2-norm is computed where it was made, before it leaves. That of one that
-was added up, and any other norm, is computed on the host.
+[Note: norms]  A gradient's 2-norm is computed on its device, before it is copied. The norm of an
+accumulated gradient, and any other norm, is computed on the host.
 
-[Note: order]  Without a scaler a gradient is clipped in its own dtype, as
-`torch.nn.utils.clip_grad_norm_` does, and then read as float32. With one it is read as float32,
-unscaled, and clipped then: nothing is lost to half precision.
+[Note: order]  Without a scaler a gradient is clipped in its own dtype, as in
+`torch.nn.utils.clip_grad_norm_`, and then converted to float32. With a scaler it is converted
+first, then unscaled and clipped, so no precision is lost to the half type.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ from dynoffload.host_optimizer.link import Link
 from dynoffload.host_optimizer.states import ParameterState, flat, shaped
 from dynoffload.memory.accelerator.streams import StreamEvent
 
-_SLOTS = 3  # for gradients that are added to others
-_IN_FLIGHT = 4  # slots' sizes of gradients that may be on their way
+_SLOTS = 3  # for gradients that are added to earlier ones
+_IN_FLIGHT = 4  # limit of bytes being copied, as a multiple of the slot size
 
 
 @dataclass(frozen=True)
 class GradientTransform:
-    """Factors of all gradients of a step.
+    """Factors applied to all gradients of a step.
 
     Attributes:
-        inverse: of the loss scale, float32 of no dimension; None where there is none.
-        coefficients: of one clipping after the other, of no dimension.
+        inverse: of the loss scale, a float32 scalar; None without a scaler.
+        coefficients: scalars, one per clipping, in order.
     """
 
     inverse: torch.Tensor | None = None
     coefficients: tuple[torch.Tensor, ...] = ()
 
     def clipped(self, coefficient: torch.Tensor) -> GradientTransform:
-        """Return the same with one more clipping."""
+        """Return a transform with one more clipping."""
         return replace(self, coefficients=(*self.coefficients, coefficient))
 
     @property
     def is_identity(self) -> bool:
-        """Whether gradients are read as they are."""
+        """Whether gradients are used unchanged."""
         return self.inverse is None and not self.coefficients
 
     def to_host(self) -> GradientTransform:
-        """Return the same, for gradients on the CPU."""
+        """Return the same transform with its scalars on the CPU."""
         inverse = None if self.inverse is None else self.inverse.cpu()
         return GradientTransform(inverse, tuple(one.cpu() for one in self.coefficients))
 
     def of(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return a transformed gradient of any shape, for its norm; it is not changed."""
+        """Return a transformed gradient of any shape, for its norm; does not change the input."""
         if self.inverse is not None:
             gradient = gradient.float() * self.inverse.to(gradient.device)
         for coefficient in self.coefficients:
@@ -71,11 +71,11 @@ class GradientTransform:
         return gradient
 
     def read(self, gradient: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-        """Return a transformed flat gradient as float32; float32 and clipped ones change in place.
+        """Return a transformed flat gradient as float32; may overwrite its input.
 
         Args:
-            gradient: of any floating dtype; what it holds may be lost.
-            scratch: float32, at least as large; for a gradient that is not float32.
+            gradient: of any floating dtype; float32 and clipped ones change in place.
+            scratch: float32, at least as large; used for a gradient that is not float32.
         """
         if self.inverse is None:
             for coefficient in self.coefficients:
@@ -92,12 +92,12 @@ class GradientTransform:
 
 @dataclass(eq=False)
 class HostGradient:
-    """A gradient that is, or will be, on the host.
+    """A gradient on the host, or on its way there.
 
     Attributes:
         memory: flat, in the parameter's dtype, pinned.
-        copied: the moment at which its first copy is there.
-        norm: 2-norm, where it was made; None where that is not known of the whole.
+        copied: event of its first copy.
+        norm: 2-norm, computed on its device; None if unknown, as after an addition.
         additions: of later backwards.
     """
 
@@ -107,13 +107,13 @@ class HostGradient:
     additions: list[Future[None]] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Hold the calling thread until it is all there."""
+        """Block the calling thread until the copy and all additions are complete."""
         self.copied.wait()
         for addition in self.additions:
             addition.result()
 
     def is_finite(self) -> bool:
-        """Return whether every element is a finite number, as the host finds out."""
+        """Return whether all elements are finite, computed on the host."""
         self.wait()
         largest = torch.linalg.vector_norm(self.memory, torch.inf) if len(self.memory) else None
         return largest is None or bool(largest.isfinite())
@@ -124,12 +124,12 @@ class GradientOffload:
 
     Args:
         link: to the accelerator.
-        slot_bytes: of each slot for gradients that are added to others. Backward waits while more
-            than four times as many bytes are on their way.
+        slot_bytes: of each slot for gradients that are added to earlier ones. Backward waits while
+            more than four times as many bytes are being copied.
 
     Attributes:
         gradients: since the last `take`.
-        transform: that the next step makes of them as it reads them.
+        transform: applied by the next step when it reads the gradients.
     """
 
     def __init__(self, link: Link, slot_bytes: int) -> None:
@@ -137,8 +137,8 @@ class GradientOffload:
         self.gradients: dict[ParameterState, HostGradient] = {}
         self.transform = GradientTransform()
         self._bank = 0
-        self._flight: deque[tuple[StreamEvent, torch.Tensor]] = deque()
-        self._flight_bytes = 0
+        self._in_flight: deque[tuple[StreamEvent, torch.Tensor]] = deque()
+        self._in_flight_bytes = 0
         self._mutex = threading.RLock()
         self._slots: queue.SimpleQueue[torch.Tensor] | None = None
         self._slot_memory: list[torch.Tensor] = []
@@ -146,7 +146,7 @@ class GradientOffload:
 
     @torch.no_grad()
     def send(self, state: ParameterState) -> None:
-        """Send a parameter's gradient to the host, and let go of it.
+        """Copy a parameter's gradient to the host, and set its ``grad`` to None.
 
         Raises:
             ConfigError: it is sparse, or of another dtype than the parameter.
@@ -164,10 +164,10 @@ class GradientOffload:
                 self.gradients[state] = HostGradient(memory, self._copy(memory, flat(dense)), norm)
             else:
                 self._add(before, flat(dense))
-            self._free_sent()
+            self._release_copied()
 
     def _add(self, gradient: HostGradient, elements: torch.Tensor) -> None:
-        """See [Note: accumulation]."""
+        """Add to an earlier gradient; see [Note: accumulation]."""
         gradient.norm = None
         step = self._slot_bytes // elements.element_size()
         for begin in range(0, len(elements), step):
@@ -198,38 +198,38 @@ class GradientOffload:
         return self._slots
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> StreamEvent:
-        """Queue a copy, and hold its source until it is over."""
+        """Queue a copy, and keep its source alive until it is complete."""
         copied = self._link.copy_out(
             target.view(torch.uint8), source.view(torch.uint8), [self._link.now()]
         )
-        self._flight.append((copied, source))
-        self._flight_bytes += source.nbytes
+        self._in_flight.append((copied, source))
+        self._in_flight_bytes += source.nbytes
         return copied
 
-    def _free_sent(self) -> None:
-        """Let go of what has been copied, and wait while too much is on its way."""
-        while self._flight:
-            copied, source = self._flight[0]
+    def _release_copied(self) -> None:
+        """Release sources whose copies are complete; wait while too many bytes are in flight."""
+        while self._in_flight:
+            copied, source = self._in_flight[0]
             if not copied.reached():
-                if self._flight_bytes <= _IN_FLIGHT * self._slot_bytes:
+                if self._in_flight_bytes <= _IN_FLIGHT * self._slot_bytes:
                     return
                 copied.wait()
-            self._flight.popleft()
-            self._flight_bytes -= source.nbytes
+            self._in_flight.popleft()
+            self._in_flight_bytes -= source.nbytes
 
     def settle(self) -> None:
-        """Wait until nothing is on its way."""
+        """Wait until all copies and additions are complete."""
         with self._mutex:
-            while self._flight:
-                copied, _ = self._flight.popleft()
+            while self._in_flight:
+                copied, _ = self._in_flight.popleft()
                 copied.wait()
-            self._flight_bytes = 0
+            self._in_flight_bytes = 0
             for gradient in self.gradients.values():
                 gradient.wait()
 
     def take(self) -> tuple[dict[ParameterState, HostGradient], GradientTransform]:
-        """Return the gradients so far, and their transform. Later ones use the other memory, where
-        there are two."""
+        """Return the gradients so far, and their transform. Later gradients use the other memory
+        bank, if there are two."""
         with self._mutex:
             taken, transform = self.gradients, self.transform
             self.gradients, self.transform = {}, GradientTransform()
@@ -239,7 +239,7 @@ class GradientOffload:
 
     @torch.no_grad()
     def zero(self, *, set_to_none: bool) -> None:
-        """Forget the gradients so far, or make them zero."""
+        """Discard the gradients so far, or fill them with zeros."""
         self.settle()
         self.transform = GradientTransform()
         if set_to_none:
@@ -250,7 +250,7 @@ class GradientOffload:
             gradient.additions.clear()
 
     def unscale(self, inverse: torch.Tensor) -> bool:
-        """Have gradients read times ``inverse``; return whether all are finite as they are."""
+        """Multiply gradients by ``inverse`` when read; return whether all were finite."""
         self.transform = replace(self.transform, inverse=inverse)
         gradients = list(self.gradients.values())
         known = [(one, one.norm.float()) for one in gradients if one.norm is not None]
@@ -267,19 +267,19 @@ class GradientOffload:
         *,
         error_if_nonfinite: bool,
     ) -> torch.Tensor:
-        """Have gradients read as clipped by their common norm, which is returned.
+        """Clip gradients when read, by their total norm; return that norm.
 
         Args:
-            states: of all parameters, in the order in which their norms are put together.
+            states: of all parameters, in the order in which norms are combined.
             max_norm: of all gradients.
             order: of the norm.
-            error_if_nonfinite: raise if the norm is no finite number.
+            error_if_nonfinite: whether to raise if the norm is not finite.
 
         Raises:
-            RuntimeError: the norm is not finite, and was to be.
+            RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set.
         """
         present = [state for state in states if state in self.gradients]
-        if not present:  # what comes later is not clipped
+        if not present:  # later gradients are not clipped
             return torch.tensor(0.0)
         total = _total_norm([self._norm(state, order) for state in present], order)
         if error_if_nonfinite and not bool(total.isfinite()):
@@ -291,7 +291,7 @@ class GradientOffload:
         return total
 
     def _norm(self, state: ParameterState, order: float) -> torch.Tensor:
-        """See [Note: norms]."""
+        """Return one gradient's norm; see [Note: norms]."""
         gradient = self.gradients[state]
         if self.transform.is_identity and order == 2.0 and gradient.norm is not None:
             return gradient.norm
@@ -301,7 +301,7 @@ class GradientOffload:
         return norm.to(self._link.device)
 
     def close(self) -> None:
-        """Give memory back; no gradient is sent any more."""
+        """Release all memory; no gradient can be sent afterwards."""
         self.zero(set_to_none=True)
         self._adder.shutdown()
         while self._slot_memory:
@@ -309,7 +309,7 @@ class GradientOffload:
 
 
 def check_gradient(state: ParameterState, gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient by which a master can be updated.
+    """Check that a master can be updated by ``gradient``, and return it.
 
     Raises:
         ConfigError: it is sparse, or of another dtype than the parameter.
@@ -328,7 +328,7 @@ def check_gradient(state: ParameterState, gradient: torch.Tensor) -> torch.Tenso
 
 
 def _like(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a gradient that lies in memory as its parameter does."""
+    """Return a gradient with the strides of its parameter."""
     if gradient.stride() == parameter.stride():
         return gradient
     return torch.empty_strided(
@@ -337,10 +337,10 @@ def _like(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _total_norm(norms: list[torch.Tensor | None], order: float) -> torch.Tensor:
-    """Return the norm of all gradients, from each one's.
+    """Return the norm of all gradients from their individual norms.
 
-    They are stacked as `torch.nn.utils.get_total_norm` does with ``foreach=False``: by dtype, in
-    the order in which torch groups them.
+    They are stacked as in `torch.nn.utils.get_total_norm` with ``foreach=False``: by dtype, in
+    torch's grouping order.
     """
     grouped = _group_tensors_by_device_and_dtype([norms])
     ordered = [norm for (some,), _ in grouped.values() for norm in some if norm is not None]

@@ -1,6 +1,6 @@
-"""How gradients reach host memory: by an accelerator's streams, or at once from a CPU.
+"""Copies gradients to host memory: by an accelerator's streams, or synchronously from a CPU.
 
-Uploads need no stream of their own: they are operators of the calling thread.
+Uploads need no stream of their own: they run as operators on the calling thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dynoffload.memory.accelerator.torch_streams import open_streams
 
 
 class Done:
-    """A `StreamEvent` that is reached."""
+    """A `StreamEvent` that has already occurred."""
 
     def reached(self) -> bool:
         """See `StreamEvent.reached`."""
@@ -27,7 +27,7 @@ class Done:
 
 
 class CpuLink:
-    """The part of `Streams` that is used here, for parameters on the CPU: each copy is over when it
+    """The subset of `Streams` used here, for parameters on the CPU. Each copy is complete when it
     returns."""
 
     name = "CPU"
@@ -54,7 +54,7 @@ class CpuLink:
         return torch.frombuffer(mapping, dtype=torch.uint8)
 
     def release(self, memory: torch.Tensor, *, held: bool) -> None:
-        """See `Streams.release`: the mapping ends with the last tensor over it."""
+        """See `Streams.release`; the mapping ends with the last tensor that uses it."""
 
 
 Link = Streams | CpuLink

@@ -1,12 +1,12 @@
-"""The optimizer whose masters and moments are on the host: the user's surface.
+"""`HostOptimizer`: an optimizer whose master weights and moments are in host memory or a file.
 
 [Note: delayed]  ZeRO-Offload's one-step delayed parameter update (ATC 2021, section 5.2): a step's
-update is made beside the next step's forward and backward, which see parameters that lack it. The
+update runs during the next step's forward and backward, which still use the old parameters. The
 parameters take it over at the end of that next step.
 
-[Note: written by others]  What others write into a parameter, such as a model's
-``load_state_dict``, goes into the master at the next step: each element that is not what its master
-rounds to. Those that are keep their master, so weights and masters may be loaded in any order.
+[Note: written by others]  External writes to a parameter, such as ``load_state_dict``, are copied
+to the master at the next step: each element that differs from its rounded master. Other elements
+keep their master, so weights and masters may be loaded in any order.
 """
 
 from __future__ import annotations
@@ -47,43 +47,43 @@ class HostOptimizer(Optimizer):
     """Adam, AdamW or SGD with masters and moments in single precision on the host.
 
     A step is ``master.grad = p.grad.float(); inner.step(); p.copy_(master); p.grad = None`` for
-    each parameter ``p``, bit for bit, with torch's own fused optimizer over the masters.
+    each parameter ``p``, bit for bit, with torch's own fused optimizer on the masters.
 
-    **Gradients leave as backward makes them: ``p.grad`` is None after it.** So what looks at it
-    sees nothing and changes nothing. Clip by this optimizer's `clip_grad_norm_`, scale by
+    **Backward moves gradients to the host: afterwards ``p.grad`` is None.** Code that inspects or
+    modifies it has no effect. Clip by this optimizer's `clip_grad_norm_`, scale by
     `dynoffload.host_optimizer.GradScaler`, and discard a batch by this optimizer's `zero_grad`:
-    ``model.zero_grad()`` does not reach gradients that have left.
+    ``model.zero_grad()`` does not reach gradients on the host.
 
-    The optimizer that was made last over a parameter takes its gradients: another's `step`, of this
+    The optimizer created last for a parameter takes its gradients. The `step` of any other, of this
     type or of torch's, is refused until this one is closed.
 
-    It has not run on a GPU. It is for one process: under `DistributedDataParallel` gradients would
-    leave before they are reduced, and the first step is refused.
+    It has not run on a GPU. It serves one process: under `DistributedDataParallel` gradients would
+    be taken before they are reduced, so the first step is refused.
 
     Args:
         params: as torch's optimizers take them; bfloat16, float16 or float32, on one device.
         kind: `torch.optim.Adam`, `torch.optim.AdamW` or `torch.optim.SGD`.
-        tile_bytes: of the masters that are updated and uploaded at one time; fewer take less memory
-            beside a file.
-        delayed: make each update beside the next step, whose forward and backward lack it, and let
+        tile_bytes: of the masters that are updated and uploaded together; with a file, smaller
+            tiles need less memory for slots.
+        delayed: run each update during the next step, whose forward and backward lack it; the
             parameters take it over at that step's end. It changes what is trained.
-        warmup_steps: that are not delayed, at the beginning.
-        threads: that update; None: one for each core that the process may use, divided by the
-            processes that torchrun has started here.
-        spill_dir: a directory on a disk, for masters and moments; None: they are in host memory.
+        warmup_steps: number of initial steps that are not delayed.
+        threads: for updates; None: one for each core that the process may use, divided by the
+            processes that torchrun has started on this machine.
+        spill_dir: directory on a disk for masters and moments; None: they are in host memory.
         host_budget: bytes, or a text such as ``"8GiB"``, of host memory for them before the rest
             goes to ``spill_dir``; None: all goes there.
-        device: the accelerator, where parameters are on the CPU still, as a session brings them
-            there; None: where they are.
+        device: the accelerator, if parameters are still on the CPU because a session will fetch
+            them; None: the device where they are.
         queues: of the accelerator; None: torch's streams, or the CPU's own.
         options: of ``kind``, such as ``lr``.
 
     Attributes:
-        threads: that update.
+        threads: for updates.
 
     Raises:
-        ConfigError: an option is wrong, ``kind`` is not served, or a parameter is not.
-        BudgetError: the host has no such memory.
+        ConfigError: an option is wrong, or ``kind`` or a parameter is not supported.
+        BudgetError: the host has too little memory.
         SpillError: the directory cannot be used.
         BackendError: torch has no such ``device``.
     """
@@ -108,10 +108,10 @@ class HostOptimizer(Optimizer):
         check_options(size, threads, delayed, warmup_steps, spill_dir, host_budget)
         self._storage: HostStorage | None = None
         self._states: dict[torch.Tensor, ParameterState] = {}
-        self._by_scaler = self._closed = False
-        self._loaded = False  # parameters may lag without an update that is under way
+        self._in_scaler_step = self._closed = False
+        self._loaded = False  # parameters may lag although no update is in progress
         super().__init__(params, self._rule.defaults)
-        self._coming = device is not None
+        self._may_be_on_cpu = device is not None
         if queues is None:
             queues = open_link((p for g in self.param_groups for p in g["params"]), device)
         self.threads = default_threads() if threads is None else threads
@@ -130,7 +130,7 @@ class HostOptimizer(Optimizer):
         )
         self._finalizer = weakref.finalize(self, storage.close)
         try:
-            self._take_in(self.param_groups)
+            self._add_parameters(self.param_groups)
         except BaseException:
             self.close()
             raise
@@ -147,36 +147,36 @@ class HostOptimizer(Optimizer):
 
     @property
     def kind(self) -> str:
-        """Name of torch's optimizer that makes the updates."""
+        """Name of the torch optimizer whose update rule is used."""
         return self._rule.kind.__name__
 
     # Parameters
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, as with torch's optimizers; of the same device as the others.
+        """Add parameters, as with torch's optimizers; on the same device as the others.
 
         Raises:
-            ConfigError: one of them is not served; nothing was added.
+            ConfigError: one of them is not supported; nothing was added.
         """
         super().add_param_group(param_group)
         if self._storage is None:
             return
         try:
-            self._take_in(self.param_groups[-1:])
+            self._add_parameters(self.param_groups[-1:])
         except BaseException:
             self.param_groups.pop()
             raise
 
-    def _take_in(self, groups: Sequence[Group]) -> None:
-        """Give the parameters of ``groups`` their places, and take their gradients from now on."""
-        self.settle()  # larger tiles need other slots than a delayed update passes through
-        storage = self._usable()
+    def _add_parameters(self, groups: Sequence[Group]) -> None:
+        """Allocate memory for the parameters of ``groups``, and take over their gradients."""
+        self.settle()  # larger tiles replace the slots that a delayed update uses
+        storage = self._checked_storage()
         states = [
             ParameterState(name, parameter, self._rule.moments(group))
             for number, group in enumerate(groups, len(self.param_groups) - len(groups))
             for name, parameter in named_parameters(number, group)
         ]
-        check_parameters(states, storage.link.device, coming=self._coming)
+        check_parameters(states, storage.link.device, coming=self._may_be_on_cpu)
         storage.add(states)
         self._may_be_reduced = True
         for state in states:
@@ -187,7 +187,7 @@ class HostOptimizer(Optimizer):
     # Gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients, also those that have left; or make them zero."""
+        """Discard gradients, also those on the host; or fill them with zeros."""
         super().zero_grad(set_to_none)
         if self._storage is not None and not self._closed:
             self._storage.gradients.zero(set_to_none=set_to_none)
@@ -199,49 +199,49 @@ class HostOptimizer(Optimizer):
         """Clip the gradients of all parameters by their common norm, before ``step()``.
 
         The bits are those of `torch.nn.utils.clip_grad_norm_` with ``foreach=False``; after a
-        `GradScaler` has unscaled, of that on float32 gradients. They are multiplied in the step.
+        `GradScaler` has unscaled, those on float32 gradients. The step applies the factor.
 
         Args:
             max_norm: of all gradients together.
             norm_type: of the norm.
-            error_if_nonfinite: raise if the norm is no finite number.
+            error_if_nonfinite: raise if the norm is not finite.
 
         Returns:
-            The norm before, of no dimension.
+            The norm before clipping, a scalar.
 
         Raises:
-            RuntimeError: the norm is not finite, and was to be.
+            RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set.
         """
         self._hooks.send_remaining()
         states = [self._states[p] for group in self.param_groups for p in group["params"]]
-        return self._usable().gradients.clip(
+        return self._checked_storage().gradients.clip(
             states, float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite
         )
 
     @torch.no_grad()
     def unscale(self, inverse: torch.Tensor) -> bool:
-        """Have the next step read gradients times ``inverse``, the inverse of the loss scale.
+        """Multiply gradients by ``inverse``, that of the loss scale, when the next step reads them.
 
         Returns:
             Whether all gradients are finite.
         """
         self._hooks.send_remaining()
-        return self._usable().gradients.unscale(inverse)
+        return self._checked_storage().gradients.unscale(inverse)
 
     @contextlib.contextmanager
     def scaled(self) -> Iterator[None]:
-        """Let this package's `GradScaler` step, or leave a step out, in this block."""
-        self._by_scaler = True
+        """Allow this package's `GradScaler` to step, or skip a step, within this block."""
+        self._in_scaler_step = True
         try:
             yield
         finally:
-            self._by_scaler = False
+            self._in_scaler_step = False
             self.zero_grad()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What `torch.amp.GradScaler` asks before a step."""
-        if self._by_scaler:
+        """Queried by `torch.amp.GradScaler` before a step."""
+        if self._in_scaler_step:
             return False
         raise ConfigError(
             "torch.amp.GradScaler finds no gradients to unscale, as HostOptimizer has taken them: "
@@ -254,16 +254,16 @@ class HostOptimizer(Optimizer):
         """Make one step; see [Note: delayed].
 
         Args:
-            closure: computes the loss anew and returns it, called once.
+            closure: computes the loss again and returns it; called once.
 
         Raises:
-            StepLostError: it was cut off, as by a file that cannot be read: some parameters have it
+            StepLostError: the step was interrupted, as by a read error: some parameters are updated
                 and others not, until a state is loaded.
-            ConfigError: an option was switched on that needs state which there is none of; another
-                optimizer of this type was made over a parameter since; or its gradients are those
-                of a `DistributedDataParallel` of several processes.
+            ConfigError: an option was enabled that needs missing state; another optimizer of this
+                type has taken over a parameter; or its gradients belong to a
+                `DistributedDataParallel` of several processes.
         """
-        self._usable()
+        self._checked_storage()
         self._hooks.check()
         loss = None
         if closure is not None:
@@ -274,7 +274,7 @@ class HostOptimizer(Optimizer):
         return loss
 
     def _update(self) -> None:
-        storage = self._usable()
+        storage = self._checked_storage()
         if self._may_be_reduced:
             check_not_reduced(self._states)
             self._may_be_reduced = False
@@ -288,12 +288,12 @@ class HostOptimizer(Optimizer):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Make a delayed update that is under way, and let parameters take it over now.
+        """Complete a delayed update in progress, and let parameters take it over now.
 
         For the end of training, and before parameters are evaluated or exported.
 
         Raises:
-            StepLostError: it was cut off.
+            StepLostError: it was interrupted.
         """
         self.settle()
         self._runner.end()
@@ -303,37 +303,36 @@ class HostOptimizer(Optimizer):
             self._loaded = False
 
     def settle(self) -> None:
-        """Wait until masters and moments are those of all steps; parameters may lag.
+        """Wait until masters and moments include all steps; parameters may lag.
 
         Raises:
-            StepLostError: a step was cut off.
+            StepLostError: a step was interrupted.
         """
-        self._usable()
+        self._checked_storage()
         self._runner.wait()
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: for each parameter ``step``, ``master``, moments and ``lags``, whether
-        the parameter is still to take its master over.
+        the parameter has yet to take over its master.
 
-        As with torch's, tensors are those that steps go on to change; of a file, they are mapped
-        from it.
+        As in torch, later steps modify these tensors. Those in a file are mapped from it.
 
         Raises:
-            StepLostError: a step was cut off.
+            StepLostError: a step was interrupted.
         """
         self.settle()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` has returned, whatever its tiles and files; or the state of the
-        torch optimizer itself, to which the parameters' own values are the masters.
+        """Load a state returned by `state_dict`, with any tiles and files; or one of the torch
+        optimizer itself, in which case the parameters' own values become the masters.
 
-        Hooks see the state without tensors, as those are read into their places.
+        Hooks see the state without tensors, as those are copied directly.
 
         Raises:
-            ConfigError: it is of other parameters, or lacks something; nothing was changed.
+            ConfigError: it is of other parameters, or incomplete; nothing was changed.
             SpillError: it cannot be written to the file.
         """
         self._check_open()
@@ -344,12 +343,12 @@ class HostOptimizer(Optimizer):
         self.end_load()
 
     def begin_load(self) -> None:
-        """The state is about to be loaded: what is under way ends first, well or not."""
+        """Prepare to load a state: wait for an update in progress, ignoring its errors."""
         self._check_open()
         self._runner.drop()
 
     def end_load(self) -> None:
-        """The state was loaded, tensor by tensor, into what ``state`` shows, or in its place."""
+        """Complete a load: the tensors in ``state`` were filled in place, or replaced."""
         take_over(self.state, self._states.values())
         assert self._storage is not None
         self._storage.sync()
@@ -361,10 +360,10 @@ class HostOptimizer(Optimizer):
     # The end
 
     def close(self) -> None:
-        """Make what is under way, let go of parameters, and give memory and files back.
+        """Complete a delayed update, release the parameters, and free memory and files.
 
         Raises:
-            StepLostError: a delayed update was cut off; all else was done.
+            StepLostError: a delayed update was interrupted; all else was done.
         """
         if self._closed:
             return
@@ -388,8 +387,8 @@ class HostOptimizer(Optimizer):
             "a HostOptimizer is not copied or pickled: save its state_dict(), and make another one"
         )
 
-    def _usable(self) -> HostStorage:
-        """Return what is held, if a step can go on from it."""
+    def _checked_storage(self) -> HostStorage:
+        """Return the storage, if it is open and no step was lost."""
         self._check_open()
         self._runner.check()
         assert self._storage is not None

@@ -1,6 +1,6 @@
-"""Which optimizer a parameter's gradients go to: the `HostOptimizer` that was made last.
+"""Maps each parameter to the `HostOptimizer` that takes its gradients: the one created last.
 
-Any other optimizer's step over a gradient that has left is refused, as it would train nothing.
+Another optimizer's step is refused while such a gradient waits, as it would train nothing.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from dynoffload.errors import ConfigError
 from dynoffload.host_optimizer.gradient_offload import GradientOffload, check_gradient
 from dynoffload.host_optimizer.states import ParameterState
 
-_owners: Any = WeakTensorKeyDictionary()  # of each parameter, a weak reference to its hooks
+_owners: Any = WeakTensorKeyDictionary()  # parameter -> weak reference to its GradientHooks
 
 
 class GradientHooks:
-    """The parameters of one optimizer, and the hooks by which their gradients leave.
+    """The parameters of one optimizer, and the hooks that send their gradients to the host.
 
     Args:
-        optimizer: whose they are; it is held weakly.
-        states: of its parameters; grows.
-        gradients: where they go.
+        optimizer: their owner, referenced weakly.
+        states: of its parameters; may grow.
+        gradients: receives them.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class GradientHooks:
         _watch_steps()
 
     def add(self, state: ParameterState) -> None:
-        """Take a parameter's gradients from now on, also if another optimizer has taken them."""
+        """Take over a parameter's gradients, also from another optimizer."""
         _owners[state.parameter] = weakref.ref(self)
         self._watch(state.parameter)
 
     def _watch(self, parameter: torch.Tensor) -> None:
         if parameter in self._handles or not parameter.requires_grad:
             return
-        hooks = weakref.ref(self)  # a parameter that its own hook holds would never be freed
+        hooks = weakref.ref(self)  # a hook that references its parameter would keep it alive
 
         def send(parameter: torch.Tensor) -> None:
             alive = hooks()
@@ -61,17 +61,17 @@ class GradientHooks:
         self._handles[parameter] = handle
 
     def send_remaining(self) -> None:
-        """Send gradients that are there without a hook: of parameters that were thawed since, or
-        that somebody has put there."""
+        """Send gradients that no hook has sent: of parameters unfrozen since, or assigned by the
+        user."""
         for parameter, state in self._states.items():
             if parameter.grad is not None:
                 gradient = check_gradient(state, parameter.grad)
-                parameter.grad = gradient.detach().clone()  # whoever holds it keeps it
+                parameter.grad = gradient.detach().clone()  # references to the original stay valid
                 self._gradients.send(state)
                 self._watch(parameter)
 
     def check(self) -> None:
-        """Refuse to go on with parameters that another optimizer has taken since.
+        """Refuse to continue if another optimizer has taken over a parameter.
 
         Raises:
             ConfigError: naming the first.
@@ -85,13 +85,13 @@ class GradientHooks:
                 )
 
     def waiting(self, parameter: torch.Tensor) -> str:
-        """Return the name of a parameter whose gradient has left and waits for a step; else ""."""
+        """Return the name of a parameter whose gradient was sent and awaits a step; else ""."""
         state = self._states[parameter]
         left = parameter.grad is None and state in self._gradients.gradients
         return state.name if left else ""
 
     def close(self) -> None:
-        """Remove the hooks, and let go of those parameters that are still this optimizer's."""
+        """Remove the hooks, and release the parameters that this optimizer still owns."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
@@ -111,10 +111,10 @@ def _watch_steps() -> None:
 
 
 def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse the step of an optimizer whose gradients have left for another.
+    """Refuse the step of an optimizer whose gradients were sent to another.
 
     Raises:
-        ConfigError: it would train nothing.
+        ConfigError: the step would train nothing.
     """
     for group in optimizer.param_groups if _owners else ():
         for parameter in group["params"]:

@@ -1,4 +1,4 @@
-"""The loss scaler of half precision, for gradients that have left the accelerator."""
+"""Loss scaler for half precision, for gradients that are on the host."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dynoffload.host_optimizer.optimizer import HostOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for a `HostOptimizer`, and for any other optimizer as it is.
+    """`torch.amp.GradScaler` for a `HostOptimizer`; other optimizers are scaled as in torch.
 
-    torch's own unscales ``p.grad``, which is None here. This one has the same schedule and
-    ``state_dict``, and has the optimizer unscale gradients as it reads them. They may be float16,
-    as they are read as float32 first. ``device`` is by default the accelerator, or else the CPU.
+    torch's version unscales ``p.grad``, which is None here. This one keeps the schedule and
+    ``state_dict``, and the optimizer unscales gradients when it reads them. They may be float16,
+    since they are converted to float32 first. ``device`` defaults to the accelerator, or the CPU.
     """
 
     def __init__(self, device: str | None = None, *args: Any, **kwargs: Any) -> None:
-        here = torch.accelerator.current_accelerator(check_available=True)
-        super().__init__(device or (here.type if here is not None else "cpu"), *args, **kwargs)
+        found = torch.accelerator.current_accelerator(check_available=True)
+        super().__init__(device or (found.type if found is not None else "cpu"), *args, **kwargs)
 
     def _unscale_grads_(
         self,
@@ -35,7 +35,7 @@ class GradScaler(torch.amp.GradScaler):
         return {found_inf.device: torch.full_like(found_inf, 0.0 if finite else 1.0)}
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """See `torch.amp.GradScaler.step`; gradients of a step that is skipped are dropped."""
+        """See `torch.amp.GradScaler.step`; gradients of a skipped step are discarded."""
         if not isinstance(optimizer, HostOptimizer):
             return super().step(optimizer, *args, **kwargs)
         if not self._enabled:

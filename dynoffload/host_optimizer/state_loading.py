@@ -1,4 +1,4 @@
-"""A saved state, checked as a whole and then read into the places of masters and moments."""
+"""Checks a saved state as a whole, then copies it into the masters and moments."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def _pairs(
     groups: Sequence[Mapping[str, Any]],
     states: Mapping[torch.Tensor, ParameterState],
 ) -> Iterator[tuple[ParameterState, dict[str, Any]]]:
-    """Yield each parameter's state with what was saved of it, in the order of parameters."""
-    for here, there in zip(groups, state_dict["param_groups"], strict=True):
-        for parameter, number in zip(here["params"], there["params"], strict=True):
+    """Yield each parameter's state with its saved entries, in the order of parameters."""
+    for group, saved_group in zip(groups, state_dict["param_groups"], strict=True):
+        for parameter, number in zip(group["params"], saved_group["params"], strict=True):
             saved = state_dict["state"].get(number, {})
             yield states[parameter], {k: v for k, v in saved.items() if v is not None}
 
@@ -29,7 +29,7 @@ def check_state(
     states: Mapping[torch.Tensor, ParameterState],
     defaults: Collection[str],
 ) -> None:
-    """Refuse a state that is not of these parameters.
+    """Check that a state matches these parameters.
 
     Args:
         state_dict: what is to be loaded.
@@ -59,11 +59,11 @@ def check_state(
                 "the one that it was saved from"
             )
     for state, saved in _pairs(state_dict, groups, states):
-        for key in state.keys if saved else ():  # else it was never updated
+        for key in state.keys if saved else ():  # no entries: it was never updated
             value = saved.get(key)
             if value is None:
                 if key == MASTER or key == "momentum_buffer":
-                    continue  # of torch's own; or a momentum that has not begun
+                    continue  # from torch's optimizer; or no momentum yet
                 raise ConfigError(
                     f"the state has no {key} of {state.name}: make the optimizer with the options "
                     "that it was saved with"
@@ -81,14 +81,14 @@ def saved_entries(
     groups: Sequence[Mapping[str, Any]],
     states: Mapping[torch.Tensor, ParameterState],
 ) -> dict[torch.Tensor, dict[str, Any]]:
-    """Return what a state that `check_state` has passed says of each parameter, complete."""
+    """Return complete entries for each parameter, from a state that `check_state` has accepted."""
     entries: dict[torch.Tensor, dict[str, Any]] = {}
     for state, saved in _pairs(state_dict, groups, states):
         zero = torch.zeros((), dtype=torch.float32, device="cpu")
         entries[state.parameter] = {
             **dict.fromkeys(state.keys, zero.expand(state.parameter.shape)),
             MASTER: state.parameter.detach(),
-            "step": zero + ("momentum_buffer" in saved),  # of torch's SGD, which counts no steps
+            "step": zero + ("momentum_buffer" in saved),  # torch's SGD counts no steps
             "lags": zero,
             **{key: torch.as_tensor(value) for key, value in saved.items()},
         }
@@ -97,7 +97,7 @@ def saved_entries(
 
 @torch.no_grad()
 def take_over(shown: MutableMapping[torch.Tensor, Any], states: Iterable[ParameterState]) -> None:
-    """Let ``optimizer.state`` show the optimizer's own tensors, with what lies in their place."""
+    """Make ``shown`` (``optimizer.state``) hold the optimizer's own tensors, with loaded values."""
     for state in states:
         found = shown.get(state.parameter, {})
         shown[state.parameter] = ours = state.shown()

@@ -1,8 +1,8 @@
-"""What the optimizer keeps of each parameter, in memory or in a file.
+"""State that the optimizer keeps for each parameter, in memory or in a file.
 
-[Note: the file's map]  A file is mapped for whoever reads the state. Steps go past the map, with
-direct I/O. Linux writes back what the map has changed before it reads directly, and drops what the
-map shows before it writes directly. So both agree as long as nobody reads the map during a step.
+[Note: the file's map]  A file is mapped for readers of the state, but steps use direct I/O. Before
+a direct read, Linux writes back pages changed through the map; before a direct write, it drops the
+mapped pages. So both agree, as long as no thread reads the map during a step.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from dynoffload.units import KiB, format_bytes
 
 MASTER = "master"
 ELEMENT_BYTES = 4  # of float32
-_SECTOR_BYTES = 4 * KiB  # that tensors in a file begin at multiples of
+_SECTOR_BYTES = 4 * KiB  # alignment of tensors in a file
 
 
 @dataclass(eq=False)
 class ParameterState:
-    """What the optimizer keeps of one parameter.
+    """State of one parameter.
 
     Attributes:
-        name: what errors call it.
+        name: used in errors.
         parameter: the user's.
-        moments: keys of the tensors of its size beside the master.
-        step: how many updates it has had; float32 of no dimension, as torch's.
-        lags: whether the parameter is still to take its master over (a delayed update); bool.
+        moments: keys of the tensors of its size other than the master.
+        step: number of updates; a float32 scalar, as torch's.
+        lags: whether the parameter has yet to take over its master (a delayed update); bool.
         version: of the parameter's tensor when it last agreed with the master.
         tensors: the master and the moments, flat, float32, in the order of the parameter's memory.
-        file: that they are mapped from; None where they are in memory.
-        offsets: where each begins in the file, in bytes.
+        file: that they are mapped from; None if they are in memory.
+        offsets: of each tensor in the file, in bytes.
         gradient_memory: pinned, flat, in the parameter's dtype; two if updates are delayed.
     """
 
@@ -57,12 +57,12 @@ class ParameterState:
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter."""
+        """Number of elements of the parameter."""
         return self.parameter.numel()
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The master and the moments."""
+        """Keys of the master and the moments."""
         return MASTER, *self.moments
 
     @property
@@ -71,29 +71,29 @@ class ParameterState:
         return len(self.keys) * self.numel * ELEMENT_BYTES
 
     def shown(self) -> dict[str, torch.Tensor]:
-        """Return what ``optimizer.state`` shows: views, of the parameter's shape and strides."""
+        """Return the entry for ``optimizer.state``: views with the parameter's size and strides."""
         tensors = {key: shaped(self.tensors[key], self.parameter) for key in self.keys}
         return {"step": self.step, **tensors, "lags": self.lags}
 
     def mark_updated(self) -> None:
-        """The parameter agrees with its master."""
+        """Record that the parameter agrees with its master."""
         self.version = self.parameter._version
         self.lags.fill_(False)
 
     def catch_up(self) -> None:
-        """Let the parameter take over the master that it lags behind."""
+        """Copy the master to the parameter if the parameter lags."""
         if self.lags:
             flat(self.parameter).copy_(self.tensors[MASTER])
             self.mark_updated()
 
     def release(self) -> None:
-        """Let go of all memory."""
+        """Release all memory."""
         self.tensors.clear()
         self.gradient_memory.clear()
 
 
 def named_parameters(number: int, group: Mapping[str, Any]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of group ``number``, and what errors call them."""
+    """Yield the parameters of group ``number``, each after its name in errors."""
     names = group.get("param_names")
     for at, parameter in enumerate(group["params"]):
         yield repr(names[at]) if names else f"parameter {at} of group {number}", parameter
@@ -110,15 +110,15 @@ def shaped(elements: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def padded(nbytes: int, align: int = _SECTOR_BYTES) -> int:
-    """Return the least multiple of ``align`` that holds ``nbytes``."""
+    """Return the least multiple of ``align`` that is at least ``nbytes``."""
     return -(-nbytes // align) * align
 
 
 def allocate(states: Sequence[ParameterState]) -> None:
-    """Give masters and moments host memory.
+    """Allocate masters and moments in host memory.
 
     Raises:
-        BudgetError: there is none.
+        BudgetError: there is too little memory.
     """
     try:
         for state in states:
@@ -135,10 +135,10 @@ def allocate(states: Sequence[ParameterState]) -> None:
 
 
 class StateFile:
-    """A file with the masters and moments of some parameters, one tensor behind the other.
+    """A file with the masters and moments of some parameters, stored consecutively.
 
     Args:
-        states: that are to lie here.
+        states: of these parameters.
         directory: of the file.
 
     Raises:
@@ -166,7 +166,7 @@ class StateFile:
                 state.tensors[key] = memory[offset // ELEMENT_BYTES :][: state.numel]
 
     def sync(self) -> None:
-        """Write to the disk what was changed through the map.
+        """Write to the disk the changes made through the map.
 
         Raises:
             SpillError: it cannot be written.
@@ -182,10 +182,10 @@ class StateFile:
         Args:
             content: uint8, aligned to 4 KiB.
             offset: where in the file, in bytes.
-            reads: from the file into ``content``; else the other way.
+            reads: from the file into ``content``; else from ``content`` to the file.
 
         Raises:
-            SpillError: the system refuses it.
+            SpillError: the transfer failed.
         """
         try:
             transfer(self._file.fd, content, offset, reads=reads)
@@ -200,5 +200,5 @@ class StateFile:
         return failure(number, self._file.unwritable(what, why))
 
     def close(self) -> None:
-        """Give the file back; tensors that somebody still holds keep their map."""
+        """Close the file; tensors that are still referenced keep their map."""
         self._file.close()

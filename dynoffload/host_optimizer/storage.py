@@ -1,4 +1,4 @@
-"""All memory, files and threads of one optimizer, which it takes and gives back as one."""
+"""All memory, files and threads of one optimizer, acquired and released together."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from dynoffload.host_optimizer.states import (
 from dynoffload.host_optimizer.tiles import Staging, Tile, tiles_of
 from dynoffload.units import format_bytes
 
-_LINE_BYTES = 64  # that gradients begin at multiples of
+_LINE_BYTES = 64  # alignment of gradients in pinned memory
 
 
 class HostStorage:
-    """What one optimizer holds.
+    """Memory, files and threads of one optimizer.
 
     Args:
         link: to the accelerator.
-        workers: that update; they end with this.
+        workers: run the updates; shut down with this.
         tile_bytes: of the masters in a tile.
         spill_dir: for masters and moments, or None.
-        host_budget: bytes of memory for them where there is a file.
-        banks: of memory for gradients: two where one step's are read while the next come.
+        host_budget: bytes of memory for them if there is a file.
+        banks: of memory for gradients: two if one step's are read while the next arrive.
 
     Attributes:
         link: as given.
         states: of all parameters.
-        tiles: of all parameters, in their order.
-        gradients: on their way.
-        staging: the way of files.
+        tiles: of all parameters, in order.
+        gradients: copies gradients to the host.
+        staging: slots through which tiles of files pass.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class HostStorage:
         self._process = os.getpid()
 
     def describe(self) -> str:
-        """Return in words how large masters, moments and gradients are, and where."""
+        """Return in words the size and location of masters, moments and gradients."""
         held, all_bytes = _in_memory(self.states), sum(state.nbytes for state in self.states)
         pinned = self._banks * sum(state.parameter.nbytes for state in self.states)
         return (
@@ -78,11 +78,11 @@ class HostStorage:
         )
 
     def add(self, states: Sequence[ParameterState]) -> None:
-        """Give parameters their places, and masters their values.
+        """Allocate storage for parameters, and initialize their masters.
 
         Raises:
-            BudgetError: the host has no such memory; nothing was taken.
-            SpillError: the directory cannot be used, or has no such room; nothing was taken.
+            BudgetError: the host has too little memory; nothing was kept.
+            SpillError: the directory cannot be used, or lacks room; nothing was kept.
         """
         room = self._budget - _in_memory(self.states)
         inside: list[ParameterState] = []
@@ -132,7 +132,7 @@ class HostStorage:
         return memory
 
     def sync(self) -> None:
-        """Write to their disks what was changed through the maps of files.
+        """Write to the disk the changes made through the maps of files.
 
         Raises:
             SpillError: it cannot be written.
@@ -141,7 +141,7 @@ class HostStorage:
             file.sync()
 
     def close(self) -> None:
-        """End threads, and give memory and files back; a forked process has none of them."""
+        """End threads, and release memory and files; does nothing in a forked process."""
         if os.getpid() == self._process:
             self._workers.shutdown()
             self.gradients.close()

@@ -1,14 +1,14 @@
-"""Tiles: as much of masters and moments as is updated, uploaded or read from a file at one time.
+"""Tiles: parts of masters and moments that are updated, uploaded or read from a file together.
 
 A tile is a run of small parameters, or a slice of a large one. Tiles of a file pass through a few
-reusable slots, read ahead and written behind, whose size does not depend on what the file holds
+reusable slots, read ahead and written behind. The slots' size does not depend on the file's
 (ZeRO-Infinity, SC 2021, section 6.3).
 
 [Note: where tiles may end]  The fused kernels compute whole vectors, from a tensor's first element
-on. The fewer elements that remain at its end are computed one by one, with other roundings. So a
-tensor that is cut at multiples of the vector has the bits of the whole one, and one that is cut
-elsewhere, or joined with its neighbour, has not. Slices are multiples of 1024 elements, which is
-also what direct I/O takes, and small parameters stay tensors of their own within a tile.
+on. Remaining elements at its end are computed one by one, with different rounding. So a tensor cut
+at multiples of the vector keeps the bits of the whole one; cut elsewhere, or joined with its
+neighbour, it does not. Slices are multiples of 1024 elements, which also suits direct I/O. Small
+parameters stay separate tensors within a tile.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from dynoffload.host_optimizer.link import Link
 from dynoffload.host_optimizer.states import ELEMENT_BYTES, ParameterState, StateFile, padded
 from dynoffload.units import format_bytes
 
-_UNIT = 1024  # elements that slices are multiples of
+_UNIT = 1024  # slices are multiples of this many elements
 _SLOTS = 4
-_THREADS = 2  # that read and write; the kernel's own work is the longer part
+_THREADS = 2  # for reads and writes, whose time is mostly spent in the kernel
 
 
 class Piece(NamedTuple):
@@ -45,28 +45,28 @@ Views = list[dict[str, torch.Tensor]]
 
 @dataclass(eq=False, frozen=True)
 class Tile:
-    """What is updated at one time: pieces that are all in memory, or in one file."""
+    """Pieces that are updated together, all in memory or all in one file."""
 
     pieces: tuple[Piece, ...]
 
     @property
     def file(self) -> StateFile | None:
-        """Where it lies; None for memory."""
+        """The file that stores it; None for memory."""
         return self.pieces[0].state.file
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes of a slot."""
+        """Bytes that it needs in a slot."""
         return sum(nbytes for *_, nbytes in self._sectors())
 
     def _sectors(self) -> Iterator[tuple[Piece, str, int]]:
-        """Yield the tensors of the pieces, each with its bytes in whole sectors."""
+        """Yield the tensors of the pieces, each with its bytes rounded up to whole sectors."""
         for piece in self.pieces:
             for key in piece.state.keys:
                 yield piece, key, padded((piece.end - piece.begin) * ELEMENT_BYTES)
 
     def views(self, slot: torch.Tensor | None) -> Views:
-        """Return all tensors of the tile, in ``slot`` if it is of a file."""
+        """Return all tensors of the tile, as views of ``slot`` if it is in a file."""
         if slot is None:
             return [{k: s.tensors[k][begin:end] for k in s.keys} for s, begin, end in self.pieces]
         found: dict[Piece, dict[str, torch.Tensor]] = {piece: {} for piece in self.pieces}
@@ -78,8 +78,8 @@ class Tile:
         return list(found.values())
 
     def transfer(self, slot: torch.Tensor, *, reads: bool) -> None:
-        """Read the tile from its file into ``slot``, or write it: what is unbroken, at once."""
-        spans: list[list[int]] = []  # of the file; they follow each other in the slot
+        """Read the tile from its file into ``slot``, or write it; merges adjacent transfers."""
+        spans: list[list[int]] = []  # offset and bytes in the file; consecutive in the slot
         for (state, begin, _), key, nbytes in self._sectors():
             offset = state.offsets[key] + begin * ELEMENT_BYTES
             if spans and sum(spans[-1]) == offset:
@@ -94,11 +94,11 @@ class Tile:
 
 
 def tiles_of(states: Iterable[ParameterState], tile_bytes: int) -> list[Tile]:
-    """Divide states that lie in one place into tiles, in their order.
+    """Divide states that are all in memory, or all in one file, into tiles, in order.
 
     Args:
         states: of parameters.
-        tile_bytes: of masters, at most, in one tile; no fewer than one unit are taken.
+        tile_bytes: the most bytes of masters in one tile; at least one unit is taken.
     """
     most = max(1, tile_bytes // ELEMENT_BYTES // _UNIT) * _UNIT
     found: list[Tile] = []
@@ -120,10 +120,10 @@ def tiles_of(states: Iterable[ParameterState], tile_bytes: int) -> list[Tile]:
 
 
 class Staging:
-    """Slots for the tiles of files; those in memory need none.
+    """Slots for the tiles of files; tiles in memory need none.
 
     Args:
-        link: whose host memory they are.
+        link: allocates their host memory.
 
     Attributes:
         nbytes: of all slots together.
@@ -135,10 +135,10 @@ class Staging:
         self._workers = ThreadPoolExecutor(_THREADS, "dynoffload-states")
 
     def grow(self, nbytes: int) -> None:
-        """Have slots of at least ``nbytes`` each.
+        """Make each slot at least ``nbytes`` large.
 
         Raises:
-            BudgetError: the host has no such memory.
+            BudgetError: the host has too little memory.
         """
         if _SLOTS * nbytes <= self.nbytes:
             return
@@ -154,7 +154,7 @@ class Staging:
         self._memory, self.nbytes = memory, _SLOTS * nbytes
 
     def stage(self, tiles: Sequence[Tile]) -> Generator[tuple[Tile, Views], None, None]:
-        """Yield each tile in memory; what was changed of it is in its place by the end.
+        """Yield each tile in memory; changes are written back by the end.
 
         Raises:
             SpillError: a file cannot be read or written.
@@ -188,13 +188,13 @@ class Staging:
             self._memory = None
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._workers.shutdown()
         self._release()
 
 
 def _exchange(slot: torch.Tensor, out: Tile | None, into: Tile | None) -> None:
-    """Write the tile that is in a slot, then read another there."""
+    """Write the tile in a slot to its file, then read another into the slot."""
     if out is not None:
         out.transfer(slot, reads=False)
     if into is not None:

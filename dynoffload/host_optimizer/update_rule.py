@@ -1,4 +1,4 @@
-"""The update itself: the step of torch's own optimizer, fused, over slices of masters."""
+"""The update rule: the step of a torch optimizer, fused, on slices of masters."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from dynoffload.errors import ConfigError
 Group = dict[str, Any]
 
 _SERVED: tuple[type[Optimizer], ...] = (Adam, AdamW, SGD)
-"""Those of torch.optim that have a fused kernel for the CPU and state per element."""
+"""Optimizers of torch.optim with a fused CPU kernel and state per element."""
 
 _FIXED = {"fused": True, "foreach": False, "capturable": False, "differentiable": False}
-"""Options that say how a step is computed, and what may be asked for."""
+"""Options for how a step is computed, with the only values allowed."""
 
 
 class Slice(NamedTuple):
-    """What is updated as one tensor, in place: flat, float32, on the CPU; ``step`` counts its
-    updates, and ``group`` has its hyperparameters."""
+    """Tensors updated together in place: flat, float32, on the CPU. ``step`` is the number of
+    earlier updates, ``group`` the hyperparameters."""
 
     master: torch.Tensor
     gradient: torch.Tensor
@@ -33,17 +33,17 @@ class Slice(NamedTuple):
 
 
 class UpdateRule:
-    """One of torch's optimizers, run over slices.
+    """A torch optimizer, applied to slices.
 
     Args:
         kind: its class.
-        options: what it is made with, beside parameters.
+        options: constructor arguments other than parameters.
 
     Attributes:
         defaults: of its groups.
 
     Raises:
-        ConfigError: it is not served, or asked to compute its step in another way.
+        ConfigError: ``kind`` is not supported, or an option asks for another implementation.
     """
 
     def __init__(self, kind: type[Optimizer], options: Mapping[str, Any]) -> None:
@@ -76,13 +76,13 @@ class UpdateRule:
         )
 
     def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the keys of what is kept for each element of a parameter of ``group``."""
+        """Return the keys of the per-element state of parameters in ``group``."""
         if self.kind is SGD:
             return ("momentum_buffer",) if group["momentum"] else ()
         return "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())
 
     def hyperparameters(self, group: Mapping[str, Any]) -> Group:
-        """Return those of a group as they are now, tensors as numbers, without parameters."""
+        """Return a group's current hyperparameters, scalar tensors as numbers; no parameters."""
         values = {
             key: value for key, value in group.items() if key not in ("params", "param_names")
         }
@@ -100,7 +100,7 @@ class UpdateRule:
             self._run(some, first=first)
 
     def _run(self, slices: Sequence[Slice], *, first: bool) -> None:
-        starts = first and self.kind is SGD  # which makes its momentum of the first gradient
+        starts = first and self.kind is SGD  # which creates momentum from the first gradient
         state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         stand_ins = []
         for one in slices:

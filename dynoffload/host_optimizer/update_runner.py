@@ -1,12 +1,12 @@
-"""Makes the updates of a step, tile by tile: ZeRO-Offload's half of it (ATC 2021, section 4).
+"""Runs the updates of a step tile by tile, as in ZeRO-Offload (ATC 2021, section 4).
 
-A worker reads gradients, runs torch's fused kernel over the masters, and rounds these to the
-parameters' dtype. The calling thread uploads what is finished.
+A worker reads gradients, runs torch's fused kernel on the masters, and rounds these to the
+parameters' dtype. The calling thread uploads finished tiles.
 
-[Note: where uploads wait]  A new value is rounded into the pinned memory that the parameter's
-gradient came in, as large and no longer needed. So uploads need no buffers, and those of a delayed
-update wait there for the end of the next step. The next gradient is copied there after a moment of
-the compute queue that comes after the upload.
+[Note: where uploads wait]  A new value is rounded into the pinned memory of the parameter's
+gradient, which has the same size and is no longer needed. So uploads need no buffers, and those of
+a delayed update wait there until the end of the next step. The next gradient is copied there only
+after a compute-queue event that follows the upload.
 """
 
 from __future__ import annotations
@@ -30,25 +30,24 @@ from dynoffload.host_optimizer.tiles import Tile, Views
 from dynoffload.host_optimizer.update_rule import Group, Slice, UpdateRule
 from dynoffload.launch import local_ranks
 
-_COMPARED = 1 << 20  # elements at one time
+_COMPARED = 1 << 20  # elements compared at a time
 
 
 def default_threads() -> int:
-    """Return one for each core that the process may use, divided among the processes that the
-    launcher has started here."""
+    """Return the number of cores that the process may use, divided by the processes that the
+    launcher has started on this machine."""
     return max(1, len(os.sched_getaffinity(0)) // local_ranks())
 
 
 def open_workers(device: torch.device, threads: int) -> Executor:
-    """Return a thread that updates parameters of ``device``, in parallel regions of ``threads``.
-
-    OpenMP's number of threads is set for this thread alone; the process's stays as it is.
+    """Return an executor of one thread that updates parameters of ``device``, with OpenMP regions
+    of ``threads`` threads. OpenMP's limit is set for this thread alone, not for the process.
     """
 
     def begin() -> None:
         if device.index is not None:  # else it would initialise the first accelerator
             torch.accelerator.set_device_index(device.index)
-        torch.get_num_threads()  # sets a new thread's number to the process's: before the limit
+        torch.get_num_threads()  # applies the process's thread count, so call it before the limit
         _openmp().limit(limits=threads)
 
     return ThreadPoolExecutor(1, "dynoffload-update", begin)
@@ -56,7 +55,7 @@ def open_workers(device: torch.device, threads: int) -> Executor:
 
 @functools.cache
 def _openmp() -> Any:
-    """Return what sets OpenMP's number of threads for the calling thread."""
+    """Return the controller that sets the calling thread's OpenMP thread count."""
     from threadpoolctl import ThreadpoolController
 
     return ThreadpoolController().select(user_api="openmp")
@@ -67,11 +66,11 @@ class StepUpdate:
     """The updates of one step.
 
     Attributes:
-        groups: hyperparameters of each parameter that is updated, as they were at ``step()``.
+        groups: hyperparameters of each updated parameter, as they were at ``step()``.
         gradients: of these parameters.
         transform: of the gradients.
-        tiles: those that hold any of these parameters, in their order.
-        finished: tiles to upload, as they are finished, and None at the end or after an error.
+        tiles: those that contain any of these parameters, in order.
+        finished: tiles ready for upload; None marks the end, also after an error.
     """
 
     groups: Mapping[ParameterState, Group]
@@ -81,10 +80,10 @@ class StepUpdate:
     finished: queue.SimpleQueue[Tile | None] = field(default_factory=queue.SimpleQueue)
 
     def upload(self, tile: Tile) -> None:
-        """Give parameters their new values, on the compute queue.
+        """Copy the new values of a tile to its parameters, on the compute queue.
 
-        Operators of the calling thread do that. They come after all that reads the old values and
-        before all that reads the new ones, and in a session bring what is absent.
+        The copies are operators of the calling thread. So they follow all reads of the old values
+        and precede all reads of the new ones, and a session fetches absent parameters.
         """
         for state, begin, end in tile.pieces:
             gradient = self.gradients.get(state)
@@ -94,16 +93,16 @@ class StepUpdate:
 
 
 class UpdateRunner:
-    """Makes updates in the order in which they are asked for.
+    """Runs updates in the order in which they are submitted.
 
     Args:
-        rule: the optimizer's code.
-        workers: that run it.
+        rule: how to update.
+        workers: run it.
         storage: of masters and moments.
-        undelayed: steps at the beginning that are not delayed; None: none is.
+        undelayed: number of initial steps that are not delayed; None: no step is delayed.
 
     Attributes:
-        lost: what a step was cut off by; None after a state was loaded.
+        lost: the error that interrupted a step; None after a state was loaded.
     """
 
     def __init__(
@@ -114,17 +113,17 @@ class UpdateRunner:
         self.lost: BaseException | None = None
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
         self._under_way: tuple[StepUpdate, Future[None]] | None = None
-        self._uploading = False  # of the update under way, some tiles were taken from the queue
+        self._uploading = False  # whether some tiles of the current update left the queue
 
     def run(self, update: StepUpdate) -> None:
-        """Make a step's updates, or begin delayed ones; those of the step before have ended.
+        """Run a step's updates, or start delayed ones; those of the step before must have ended.
 
         Raises:
             StepLostError: some updates were made, and others not.
-            BaseException: an upload was cut off, as by Ctrl-C, and repeated: the step was made.
+            BaseException: an upload was interrupted, as by Ctrl-C, then repeated: the step is done.
         """
         self._steps += 1
-        # What was computed on the caller's stream is read there, and not by another thread.
+        # The transform is computed on the caller's stream, so it is read on the caller's thread.
         made = self._workers.submit(self._make, update, update.transform.to_host())
         self._under_way, self._uploading = (update, made), False
         if self._undelayed is not None and self._steps > self._undelayed:
@@ -132,21 +131,21 @@ class UpdateRunner:
                 state.lags.fill_(True)
             return
         self.end()
-        self._storage.gradients.settle()  # all have been copied: lets go of them
+        self._storage.gradients.settle()  # all have been copied; releases them
 
     def wait(self) -> None:
-        """Hold the calling thread until the update that is under way is made.
+        """Block the calling thread until the update in progress is computed.
 
         Raises:
-            StepLostError: it, or one before, was cut off.
+            StepLostError: it, or an earlier one, was interrupted.
         """
         if self._under_way is not None:
-            wait([self._under_way[1]])  # Ctrl-C leaves it to the next call
+            wait([self._under_way[1]])  # after Ctrl-C the next call waits again
             self.lost = self._under_way[1].exception()
         self.check()
 
     def end(self) -> None:
-        """Upload the update that is under way, as it is made; all of it, if an upload was cut off.
+        """Upload the tiles of the current update as they finish; after an interrupted upload, all.
 
         Raises:
             BaseException: as `run`.
@@ -175,10 +174,10 @@ class UpdateRunner:
             raise cut_off
 
     def check(self) -> None:
-        """Refuse to go on from a step that was lost.
+        """Refuse to continue after a lost step.
 
         Raises:
-            StepLostError: one was.
+            StepLostError: a step was lost.
         """
         if self.lost is not None:
             raise StepLostError(
@@ -187,13 +186,13 @@ class UpdateRunner:
             ) from self.lost
 
     def drop(self) -> None:
-        """Wait for the update that is under way, and forget it, however it went."""
+        """Wait for the update in progress, and discard it, ignoring its errors."""
         if self._under_way is not None:
             wait([self._under_way[1]])
         self._under_way = None
 
     def restart(self, steps: int) -> None:
-        """Go on from a state that was loaded, after so many steps."""
+        """Continue from a loaded state, after ``steps`` steps."""
         self.lost, self._steps = None, steps
 
     def _make(self, update: StepUpdate, transform: GradientTransform) -> None:
@@ -240,10 +239,10 @@ def groups_of(
     states: Mapping[torch.Tensor, ParameterState],
     gradients: Container[ParameterState],
 ) -> dict[ParameterState, Group]:
-    """Return the hyperparameters, as they are now, of each parameter that has a gradient.
+    """Return the current hyperparameters of each parameter that has a gradient.
 
     Raises:
-        ConfigError: an option needs a moment that is not there.
+        ConfigError: an option needs a moment that does not exist.
     """
     found: dict[ParameterState, Group] = {}
     for group in groups:
@@ -261,8 +260,8 @@ def groups_of(
 
 
 def take_writes(states: Iterable[ParameterState], storage: HostStorage) -> None:
-    """Let masters take over what others have written into parameters: each element that is not what
-    its master rounds to."""
+    """Copy external writes to parameters into the masters: each element that differs from its
+    rounded master."""
     changed = [s for s in states if s.parameter._version != s.version and not s.lags]
     for state in changed:
         masters, values = state.tensors[MASTER], flat(state.parameter)

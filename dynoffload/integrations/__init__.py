@@ -1,6 +1,6 @@
-"""Clients: trainers that run the loop themselves, and scripts whose loop is left as it is.
+"""Integrations with trainers that run the training loop themselves, and with unmodified scripts.
 
-Each module serves one client and imports it; nothing else of the package does:
+Each module serves one client, and only that module imports it:
 `dynoffload.integrations.transformers`, `dynoffload.integrations.lightning`. accelerate needs no
-module of its own: ``offload(model, optimizer)`` takes what its ``prepare`` returns.
+module: ``offload(model, optimizer)`` accepts the objects that its ``prepare`` returns.
 """

@@ -1,4 +1,4 @@
-"""An offload() block that is entered and left by a trainer's events and not by ``with``."""
+"""An offload() block entered and left by a trainer's events instead of by ``with``."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ logger = logging.getLogger(__name__)
 
 
 class EventBlock:
-    """Enters one block after the other, each with the same arguments.
+    """Enters blocks one after the other, each with the same arguments.
 
-    Where logging is not configured it says in a line what a block does, and what it took.
+    If logging is not configured, it prints a line when a block begins and one when it ends.
 
     Args:
         budget, pilot, spill_dir, host_budget, config: as `dynoffload.offload` takes them.
 
     Attributes:
-        session: of the block that is open, else of the last one; None before the first.
+        session: of the open block, else of the last one; None before the first.
     """
 
     call = "offload(..., budget='8GiB')"
-    """What the user writes to name a budget."""
+    """Example call shown in errors about a missing budget."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class EventBlock:
 
     @property
     def is_open(self) -> bool:
-        """Whether a block was entered and not left."""
+        """Whether a block is open."""
         return self._open is not None
 
     def enter(
@@ -72,10 +72,10 @@ class EventBlock:
         Args:
             model: the root.
             optimizer: its optimizer.
-            device: where the trainer gives it its samples; None: where the model is.
+            device: to which the trainer moves its samples; None: the model's device.
 
         Raises:
-            ConfigError: there is no budget; or as `dynoffload.offload` raises.
+            ConfigError: no budget is given; or as `dynoffload.offload` raises.
         """
         self.leave()
         given = defaults()
@@ -84,21 +84,21 @@ class EventBlock:
         block = offload(model, optimizer, device=device, **self._given)
         self.session = block.__enter__()
         self._open = block
-        if self.session.sizing.budget and not _logs():  # 0: it records traces
-            _say(_begun(self.session))
+        if self.session.sizing.budget and not _logs():  # 0: this block records traces
+            _say(_begin_line(self.session))
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Leave the block, if one is open, because of ``error`` or at the end of the loop."""
+        """Leave the block, if one is open, because of ``error`` or at the end of training."""
         block, self._open = self._open, None
         if block is not None:
             block.__exit__(None if error is None else type(error), error, None)
-            self._say_what_was()
+            self._report_end()
 
-    def _say_what_was(self) -> None:
+    def _report_end(self) -> None:
         from dynoffload.reporting.summary import in_a_line
 
         if self.session is None or defaults().on_end is not None:
-            return  # the command line says it
+            return  # the command line reports it
         line = in_a_line(self.session.log)
         if _logs():
             logger.info("%s", line)
@@ -106,8 +106,8 @@ class EventBlock:
             _say(line)
 
 
-def _begun(session: Session) -> str:
-    """Return what a block that was entered does, in one line."""
+def _begin_line(session: Session) -> str:
+    """Return the line that describes a block at its beginning."""
     states = "gradients" if session.optimizer is None else "gradients and optimizer state"
     return (
         f"{type(session.model).__name__} is trained under {format_bytes(session.sizing.budget)} by "
@@ -117,13 +117,13 @@ def _begun(session: Session) -> str:
 
 
 def _logs() -> bool:
-    """Return whether the user has configured what becomes of the package's log lines."""
+    """Return whether logging is configured for this package."""
     ours = logging.getLogger("dynoffload")
     return bool(ours.handlers or ours.level or logging.getLogger().handlers)
 
 
 def _say(line: str) -> None:
-    """Show a line on the error stream, above a progress bar if there is one."""
+    """Print a line to stderr, above a progress bar if there is one."""
     bars = sys.modules.get("tqdm")
     if bars is None:
         sys.stderr.write(f"dynoffload: {line}\n")

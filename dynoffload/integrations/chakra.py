@@ -1,19 +1,19 @@
-"""A recorded step as an execution trace of MLCommons Chakra, which simulators of machines read.
+"""Writes a recorded step as an MLCommons Chakra execution trace, for machine simulators.
 
-The format is https://github.com/mlcommons/chakra, schema 1.0.0: a ``GlobalMetadata`` and then a
-``Node`` for each operator, numbered from 0 in program order, each message preceded by its length.
-Attributes that Chakra's feeder looks for have its names and types: ``is_cpu_op`` (bool),
-``num_ops`` (int64, the FLOPs), ``tensor_size`` (uint64). Further ones are ``phase``, ``site``,
-``call``, ``seconds``, ``bytes_read``, ``bytes_written`` and the six ``idiom.*``. Inputs and outputs
-name regions.
+The format is https://github.com/mlcommons/chakra, schema 1.0.0: a ``GlobalMetadata``, then one
+``Node`` per operator, numbered from 0 in program order, each message preceded by its length.
+Attributes that Chakra's feeder reads have its names and types: ``is_cpu_op`` (bool), ``num_ops``
+(int64, the FLOPs), ``tensor_size`` (uint64). Further ones are ``phase``, ``site``, ``call``,
+``seconds``, ``bytes_read``, ``bytes_written`` and the six ``idiom.*``. Inputs and outputs are names
+of regions.
 
-[Note: dependencies]  A *data* dependency leads to the operator that last wrote a region. A
-*control* dependency keeps program order where no bytes flow: who writes a region waits for those
-who read it and for the one who wrote it before. An operator that nothing else orders (a view, a
-fill) stands after the one before it.
+[Note: dependencies]  A *data* dependency points to the operator that last wrote a region. A
+*control* dependency preserves program order without data flow: an operator that writes a region
+waits for its last writer and for all readers since. An operator without other dependencies (a view,
+a fill) depends on the previous one.
 
-[Note: microseconds]  The format counts whole microseconds, and many operators take less than one.
-Start and end are rounded, not the duration, so that durations add up to the time of the step;
+[Note: microseconds]  The format has whole microseconds, and many operators take less than one.
+Start and end are rounded, not the duration, so durations add up to the time of the step;
 ``seconds`` is exact.
 """
 
@@ -41,22 +41,22 @@ _FIELDS: dict[str, str] = {
     " uint64 start_time_micros 6, uint64 duration_micros 7, IOInfo inputs 8, IOInfo outputs 9,"
     " AttributeProto* attr 10",
 }
-"""The part of the schema that is written: type, name and number of each field; * is repeated."""
+"""The part of the schema that is written: type, name and number of each field; * means repeated."""
 
 
 def write_chakra(trace: Trace, path: str | Path) -> Path:
-    """Write a recorded step as a Chakra execution trace; a file that is there is replaced.
+    """Write a recorded step as a Chakra execution trace; an existing file is replaced.
 
     Args:
         trace: the step, whose operators ran on the CPU.
-        path: where to; ``.et`` by custom.
+        path: of the file; ``.et`` by convention.
 
     Returns:
         The path.
 
     Raises:
-        ClientError: if protobuf is not installed.
-        TraceError: if the file cannot be written.
+        ClientError: protobuf is not installed.
+        TraceError: the file cannot be written.
     """
     with importing("google.protobuf", "chakra"):
         from google.protobuf.proto import serialize_length_prefixed
@@ -107,7 +107,7 @@ def _classes() -> dict[str, Any]:
 
 
 def _messages(trace: Trace) -> Iterator[Any]:
-    """Yield the messages of a file, in their order."""
+    """Yield the messages of a file, in order."""
     classes = _classes()
     attribute, node_of = classes["AttributeProto"], classes["Node"]
 
@@ -163,9 +163,9 @@ def _messages(trace: Trace) -> Iterator[Any]:
 
 
 def dependencies_of(operators: Iterable[Operator]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the numbers of the operators that each has to wait for, ascending: those whose bytes it
-    needs, and the others; see [Note: dependencies]."""
-    writer: dict[int, int] = {}  # region -> the operator that wrote it last
+    """Yield the numbers of each operator's data and control dependencies, each ascending; see
+    [Note: dependencies]."""
+    writer: dict[int, int] = {}  # region -> the last operator that wrote it
     readers: dict[int, list[int]] = {}  # region -> the operators that have read it since
     for number, operator in enumerate(operators):
         data = {writer[region] for region in operator.reads if region in writer}

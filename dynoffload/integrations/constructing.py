@@ -1,16 +1,16 @@
-"""The random weights of a model of transformers, as transformers itself makes them.
+"""Initializes random weights of a transformers model, with transformers' own code.
 
-transformers walks over the modules, children first, and calls what initialises each; `PlainWeights`
-comes before every module, has its tensors at hand, and keeps those that are not to be written.
+transformers visits the modules, children first, and calls the function that initializes each.
+`PlainWeights` wraps these calls to fetch each module's tensors, and keeps all others unchanged.
 
-[Note: tied]  A constructor initialises both of two tied weights, and ties them afterwards: what
-the second is given is lost. On the meta device they are tied before they are initialised. So, while
-transformers walks, the second is what it is in ``from_pretrained``: on the meta device, and marked.
+[Note: tied]  A constructor initializes both of two tied weights and ties them afterwards, so the
+values of the second are lost. On the meta device they are tied before initialization. So during the
+walk the second is as in ``from_pretrained``: on the meta device, and marked as initialized.
 
-[Note: bits]  After the same seed these are the bits of ``model.initialize_weights()`` for a model
-that is not tied yet, with the second of two tied weights marked as initialised: as in
-``from_pretrained``, for what a file lacks. They are not those of the constructor: that first draws
-torch's own defaults for each layer, which transformers then overwrites, from the same generator.
+[Note: bits]  With the same seed the bits are those of ``model.initialize_weights()`` for a model
+that is not yet tied, with the second of two tied weights marked as initialized. ``from_pretrained``
+does the same for weights missing in a file. The constructor's bits differ: it first draws torch's
+defaults for each layer, which transformers then overwrites, from the same generator.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from dynoffload.runtime.initialising import Around, join, own_tensors
 with importing("transformers", extra="transformers"):
     from transformers import PreTrainedModel
 
-_DONE = "_is_hf_initialized"  # transformers passes over modules and tensors that have it
+_DONE = "_is_hf_initialized"  # transformers skips modules and tensors with this attribute
 
 
 class PlainWeights:
-    """Initialises a model of transformers; an `Initialiser`.
+    """Initializes a transformers model; an `Initialiser`.
 
-    After the same seed the bits are those of ``from_pretrained`` for a model of whose weights the
-    file has none. They are not those of the constructor, which draws torch's defaults first.
+    With the same seed the bits are those of ``from_pretrained`` for a model whose weights are all
+    missing in the file. The constructor's differ, as it draws torch's defaults first.
     """
 
     name = "_init_weights()"
 
     @torch.no_grad()
     def initialise(self, model: nn.Module, names: Collection[str], around: Around) -> None:
-        """Write the tensors ``names`` of ``model``, by transformers' own walk and functions."""
+        """Initialize the tensors ``names`` of ``model``, by transformers' own code."""
         wanted = _modules_over(model, names)
 
         def one(initialise: Callable[..., None], module: nn.Module, *args: Any) -> None:
@@ -57,16 +57,16 @@ class PlainWeights:
             if join(path, key) not in names and not hasattr(tensor, _DONE)
         ]
         for module in wanted:
-            module.__dict__.pop(_DONE, None)  # so that they are initialised, again if need be
-        with _done(kept), _untied(model), contextlib.ExitStack() as stack:
+            module.__dict__.pop(_DONE, None)  # so that they are initialized, even again
+        with _marked_done(kept), _ties_on_meta(model), contextlib.ExitStack() as stack:
             for part in model.modules():
                 if isinstance(part, PreTrainedModel):
-                    stack.enter_context(_instead(part, one))
+                    stack.enter_context(_wrapped_initialize(part, one))
             model.initialize_weights()  # type: ignore[operator]
 
 
 def _modules_over(model: nn.Module, names: Collection[str]) -> set[nn.Module]:
-    """Return the modules that have one of the tensors ``names``, or a part that has."""
+    """Return the modules that hold one of the tensors ``names``, directly or in a submodule."""
     over = {""}
     for name in names:
         while name:
@@ -76,8 +76,8 @@ def _modules_over(model: nn.Module, names: Collection[str]) -> set[nn.Module]:
 
 
 @contextlib.contextmanager
-def _untied(model: nn.Module) -> Iterator[None]:
-    """Have all but the first of tied weights be without memory; see [Note: tied]."""
+def _ties_on_meta(model: nn.Module) -> Iterator[None]:
+    """Replace all but the first of tied weights by meta tensors; see [Note: tied]."""
     parameters = {
         join(path, key): (module, key, tensor)
         for path, module in model.named_modules()
@@ -103,8 +103,8 @@ def _untied(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _done(tensors: Collection[torch.Tensor]) -> Iterator[None]:
-    """Have transformers pass over ``tensors``."""
+def _marked_done(tensors: Collection[torch.Tensor]) -> Iterator[None]:
+    """Make transformers skip ``tensors``."""
     fresh = {id(tensor): tensor for tensor in tensors if not hasattr(tensor, _DONE)}
     for tensor in fresh.values():
         setattr(tensor, _DONE, True)
@@ -116,8 +116,8 @@ def _done(tensors: Collection[torch.Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _instead(part: PreTrainedModel, one: Callable[..., None]) -> Iterator[None]:
-    """Have ``one`` called with what initialises a module of ``part``, and with the module."""
+def _wrapped_initialize(part: PreTrainedModel, one: Callable[..., None]) -> Iterator[None]:
+    """Call ``one`` with the function that initializes a module of ``part``, and the module."""
     initialise = part._initialize_weights
     part.__dict__["_initialize_weights"] = lambda module, *args: one(initialise, module, *args)
     try:

@@ -1,4 +1,4 @@
-"""Importing a client, and saying clearly what to install where it is missing."""
+"""Imports a client package, with a clear error if it is missing."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dynoffload.errors import ClientError
 
 @contextlib.contextmanager
 def importing(client: str, extra: str) -> Iterator[None]:
-    """Around the import of ``client``: name the remedy if it is not installed.
+    """Wrap the import of ``client``; if it is not installed, name the remedy.
 
     Args:
-        client: the package as it is imported.
+        client: the package's import name.
         extra: the extra of dynoffload that installs it.
 
     Raises:
-        ClientError: it is not installed, or lacks something that it needs.
+        ClientError: it is not installed, or fails to import.
     """
     try:
         yield

@@ -1,17 +1,17 @@
-"""Lightning's `Trainer` under a budget: a callback.
+"""Callback for Lightning's `Trainer` that trains under a budget.
 
     from dynoffload.integrations.lightning import OffloadCallback
 
     trainer = lightning.Trainer(accelerator="cpu", callbacks=[OffloadCallback(budget="8GiB")])
     trainer.fit(module, loader)
 
-The block is entered when the optimizer is there and before a checkpoint's state is loaded into it,
-and left when ``fit()`` ends or fails.
+The block is entered after the optimizer is created, before a checkpoint's state is loaded into it.
+It is left when ``fit()`` ends or fails.
 
-[Note: the sample]  Lightning calls ``module.training_step(batch)`` and not ``module(batch)``, but
-the call of the managed root is what marks a sample and lets activations be paged. So, inside the
-block, ``training_step`` is called through the module's own call, as Lightning itself does where a
-strategy wraps the module.
+[Note: the sample]  Lightning calls ``module.training_step(batch)``, not ``module(batch)``. But the
+call of the managed root marks a sample, and makes activations pageable. So, inside the block,
+``training_step`` runs through the module's own call, as in Lightning itself if a strategy wraps the
+module.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class OffloadCallback(EventBlock, Callback):  # type: ignore[misc]
         budget, pilot, spill_dir, host_budget, config: as `dynoffload.offload` takes them; the
             device is the Trainer's.
 
-    A line on the error stream says what is paged as training begins, and one what it took as it
-    ends, unless logging is configured; then they are log lines of ``dynoffload``. `session` has the
+    Unless logging is configured, a line on stderr reports what is paged when training begins, and
+    another the cost when it ends; otherwise they are log lines of ``dynoffload``. `session` has the
     numbers: ``callback.session.stats`` is a table of all steps, and
     ``callback.session.report("run.html")`` writes the page.
     """
@@ -51,10 +51,10 @@ class OffloadCallback(EventBlock, Callback):  # type: ignore[misc]
     _module: nn.Module | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what cannot work; note that a module on the meta device needs its weights.
+        """Reject unsupported setups; register a module on the meta device for initialization.
 
         Raises:
-            ConfigError: the Trainer has two of these callbacks, or spreads the module over devices.
+            ConfigError: the Trainer has two of these callbacks, or several devices.
         """
         if stage != "fit":
             return
@@ -74,8 +74,8 @@ class OffloadCallback(EventBlock, Callback):  # type: ignore[misc]
         """Enter the block.
 
         Raises:
-            ConfigError: there is not one optimizer, or a checkpoint was to be loaded into a module
-                on the meta device; or as `dynoffload.offload` raises.
+            ConfigError: there is not exactly one optimizer, or a checkpoint was to be loaded into a
+                module on the meta device; or as `dynoffload.offload` raises.
         """
         if trainer.ckpt_path is not None and tensors_on_meta(pl_module):
             raise ConfigError(
@@ -91,17 +91,17 @@ class OffloadCallback(EventBlock, Callback):  # type: ignore[misc]
         self.enter(pl_module, trainer.optimizers[0], trainer.strategy.root_device)
         self._module = pl_module
         pl_module.__dict__["training_step"] = functools.partial(
-            _through_the_call, pl_module, pl_module.training_step
+            _call_as_forward, pl_module, pl_module.training_step
         )
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Leave the block: training failed, or was interrupted."""
+        """Leave the block after training failed or was interrupted."""
         self._leave(exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave the block: training has ended."""
+        """Leave the block at the end of training."""
         self._leave(None)
 
     def _leave(self, error: BaseException | None) -> None:
@@ -111,9 +111,7 @@ class OffloadCallback(EventBlock, Callback):  # type: ignore[misc]
         self.leave(error)
 
 
-def _through_the_call(
-    module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+def _call_as_forward(module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``step``, a method of ``module``, as its forward; see [Note: the sample]."""
     own = module.__dict__.get("forward")
 

@@ -1,10 +1,9 @@
-"""Saving by a client's own code while a model is managed.
+"""Lets a client's own code save a model while it is managed.
 
-[Note: EFAULT]  Where the pager works in user mode, a system call on absent memory fails with EFAULT
-and does not wait. Writers of files pass tensors' memory straight to the kernel: safetensors, and
-`torch.save` to a path. So, while a client saves, ``state_dict()`` of the model and of the optimizer
-gives copies that are mapped from a file: the kernel may read them, and takes their memory back when
-it needs it.
+[Note: EFAULT]  If the pager works in user mode, a system call on absent memory fails with EFAULT
+instead of waiting. File writers such as safetensors, and `torch.save` to a path, pass tensor memory
+to the kernel. So, while a client saves, ``state_dict()`` of the model and of the optimizer returns
+copies mapped from a file. The kernel can read these, and reclaim their memory when needed.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from dynoffload.memory.pager import in_user_mode
 from dynoffload.runtime.adoption.store import offset_of, view_of
 from dynoffload.runtime.session import Session
 
-_saving: weakref.WeakSet[Session] = weakref.WeakSet()  # a client's saving may be nested
+_saving: weakref.WeakSet[Session] = weakref.WeakSet()  # a client's saves may be nested
 
 
 @contextlib.contextmanager
 def readable_state(session: Session) -> Iterator[None]:
-    """Let system calls read what ``state_dict()`` of the session's model and optimizer gives;
+    """Make ``state_dict()`` of the session's model and optimizer readable by system calls; see
     [Note: EFAULT].
 
     Raises:
-        SpillError: in ``state_dict()``, if the spill directory has no room for a copy.
+        SpillError: in ``state_dict()``, if the spill directory lacks room for a copy.
     """
     directory, paged = session.spill_dir, session.backend == "pager" and session.paging
     if session in _saving or directory is None or not paged or not in_user_mode():

@@ -1,24 +1,24 @@
-"""transformers' `Trainer` under a budget: a callback; and weights for models on the meta device.
+"""Callback for transformers' `Trainer` under a budget; weights for models on the meta device.
 
     from dynoffload.integrations.transformers import OffloadCallback
 
     trainer = Trainer(model, args, ..., callbacks=[OffloadCallback(budget="8GiB")])
     trainer.train()
 
-The block is entered when training begins, with the model and the optimizer that the Trainer made,
-and left when ``train()`` returns or raises. In between the Trainer accumulates, clips, schedules,
-evaluates and saves as ever.
+The block is entered when training begins, with the Trainer's model and optimizer, and left when
+``train()`` returns or raises. In between the Trainer accumulates, clips, schedules, evaluates and
+saves as usual.
 
-[Note: leaving]  A Trainer tells its callbacks when training ends, and not when it fails. So, when
-the Trainer is made, the callback puts a ``train`` around that Trainer's own one, which leaves the
-block in any case. It finds the Trainer as the ``self`` of the frame that calls it, as callbacks are
-told of the model but not of the Trainer. One that is added later would come too late for that. In
-the same way it comes around what saves; see `saving`.
+[Note: leaving]  A Trainer notifies its callbacks when training ends, but not when it fails. So,
+when a Trainer is created, the callback wraps that Trainer's ``train`` method, to leave the block in
+any case. Callbacks get the model but not the Trainer, so it is found as ``self`` in the calling
+frames. A callback added later would miss this event. Methods that save are wrapped in the same way;
+see `saving`.
 
-[Note: meta]  The Trainer moves the model to its device before any callback is called, which torch
-refuses for a model on the meta device. After ``materialize(model)`` it does not, and the model gets
-its weights where the block puts it. So on an accelerator a model that is larger than it has to come
-from the meta device; one in memory has to fit there once.
+[Note: meta]  The Trainer moves the model to its device before it calls any callback, which torch
+refuses for a model on the meta device. After ``materialize(model)`` it skips the move, and the
+block allocates the weights. So on an accelerator a model larger than its memory has to be built on
+the meta device; one built in memory has to fit there once.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ with importing("transformers", extra="transformers"):
 
 
 def materialize(model: PreTrainedModel, path: str | Path | None = None) -> PreTrainedModel:
-    """Give a model of transformers that was built on the meta device its weights.
+    """Give weights to a transformers model that was built on the meta device.
 
-    As `dynoffload.materialize`, inside a block or before it, with what transformers itself
-    initialises its modules by: see `PlainWeights`, which also says which bits these are.
+    Works as `dynoffload.materialize`, inside a block or before it, with transformers' own
+    initialization of modules. See `PlainWeights` for the resulting bits.
 
     Args:
-        model: built under ``torch.device("meta")``. What it has in memory keeps its values, except
-            by a file.
+        model: built under ``torch.device("meta")``. Tensors already in memory keep their values,
+            unless a file is given.
         path: a safetensors file with the model's own names; None for random weights, distributed as
-            those are that the model would have had (other bits: see `PlainWeights`).
+            by the model's constructor (other bits: see `PlainWeights`).
 
     Returns:
         ``model``.
 
     Raises:
-        ConfigError: this is no model of transformers, the file lacks a tensor, or transformers
+        ConfigError: the model is not of transformers, the file lacks a tensor, or transformers
             leaves a tensor without a value.
     """
     if not isinstance(model, PreTrainedModel):
@@ -86,8 +86,8 @@ class OffloadCallback(EventBlock, TrainerCallback):  # type: ignore[misc]
         budget, pilot, spill_dir, host_budget, config: as `dynoffload.offload` takes them; the
             device is the Trainer's.
 
-    A line on the error stream says what is paged as training begins, and one what it took as it
-    ends, unless logging is configured; then they are log lines of ``dynoffload``. `session` has the
+    Unless logging is configured, a line on stderr reports what is paged when training begins, and
+    another the cost when it ends; otherwise they are log lines of ``dynoffload``. `session` has the
     numbers: ``callback.session.stats`` is a table of all steps, and
     ``callback.session.report("run.html")`` writes the page.
     """
@@ -97,12 +97,12 @@ class OffloadCallback(EventBlock, TrainerCallback):  # type: ignore[misc]
     _resumes = False
 
     @functools.cached_property
-    def _watched(self) -> weakref.WeakSet[Any]:  # Trainers; see [Note: leaving]
+    def _watched(self) -> weakref.WeakSet[Any]:  # wrapped Trainers; see [Note: leaving]
         return weakref.WeakSet()
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """See to it that the block is left whenever the Trainer's ``train()`` ends, and that the
-        Trainer can save."""
+        """Wrap the Trainer's ``train()`` so that the block is always left, and its methods that
+        save so that they can read the state."""
         trainer = _trainer_that_calls()
         if trainer not in self._watched:
             self._watched.add(trainer)
@@ -138,11 +138,11 @@ class OffloadCallback(EventBlock, TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, optimizer: Optimizer, **kwargs: Any
     ) -> None:
-        """Enter the block; the Trainer has made and loaded all it needs.
+        """Enter the block; the Trainer has created and loaded everything needed.
 
         Raises:
-            ConfigError: the Trainer has two of these callbacks, got this one too late, or spreads
-                the model over processes; or as `dynoffload.offload` raises.
+            ConfigError: the Trainer has two of these callbacks, got this one too late, or uses
+                several devices; or as `dynoffload.offload` raises.
         """
         trainer = _trainer_that_calls()
         model = trainer.model
@@ -175,7 +175,7 @@ class OffloadCallback(EventBlock, TrainerCallback):  # type: ignore[misc]
 
 
 def _trainer_that_calls() -> Any:
-    """Return the Trainer in whose event this is called."""
+    """Return the Trainer that is calling this callback."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         caller = frame.f_locals.get("self")

@@ -1,11 +1,10 @@
-"""An offload() block around an unmodified script: ``dynoffload run --wrap``.
+"""Runs an offload() block around an unmodified script: ``dynoffload run --wrap``.
 
-While the script runs, `Wrap` sees which optimizers it makes, and the first training call of a
-module that holds an optimizer's parameters. Before that call the block is entered, with the module
-and the optimizer; it is left when the script ends. What the script trains besides, with an
-optimizer that it makes later, is trained as ever, and a warning says so. A script with two
-optimizers, or one that calls its model in parts, does not say by itself what to offload: it is
-refused.
+While the script runs, `Wrap` records the optimizers that it creates. Before the first training call
+of a module that holds an optimizer's parameters, it enters a block with that module and optimizer.
+The block is left when the script ends. Training with an optimizer created later is not offloaded,
+and a warning reports it. A script with two optimizers, or one that calls its model in parts, is
+ambiguous, and is refused.
 """
 
 from __future__ import annotations
@@ -30,31 +29,31 @@ logger = logging.getLogger(__name__)
 
 
 class Wrap:
-    """Enters one offload() block in whatever runs inside ``with``, and leaves it at the end.
+    """Enters one offload() block for the code that runs inside ``with``; leaves it at the end.
 
     Attributes:
         entered: whether a block was entered.
     """
 
     def __init__(self) -> None:
-        self._block = EventBlock()  # of what the command line says
-        self._made: list[weakref.ref[Optimizer]] = []
+        self._block = EventBlock()  # with the command line's options
+        self._optimizer_refs: list[weakref.ref[Optimizer]] = []
         self._undo = ExitStack()
         self._managed: set[int] = set()
-        self._said = False
+        self._warned = False
         self.entered = False
 
     def __enter__(self) -> Wrap:
         init, call = Optimizer.__init__, nn.Module.__call__
 
         def watched_init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            self._made.append(weakref.ref(optimizer))
+            self._optimizer_refs.append(weakref.ref(optimizer))
             init(optimizer, *args, **kwargs)
-            self._say_of_another(optimizer)
+            self._warn_if_late(optimizer)
 
         def watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not self.entered and self._made and torch.is_grad_enabled():
-                self._consider(module)
+            if not self.entered and self._optimizer_refs and torch.is_grad_enabled():
+                self._enter_if_model(module)
             return call(module, *args, **kwargs)
 
         self._undo.callback(setattr, Optimizer, "__init__", init)
@@ -73,11 +72,11 @@ class Wrap:
         self._undo.close()
         self._block.leave(error)
 
-    def _consider(self, module: nn.Module) -> None:
-        """A module is called to train: enter the block if it is the model.
+    def _enter_if_model(self, module: nn.Module) -> None:
+        """Enter the block before a training call of ``module``, if it is the model.
 
         Raises:
-            ConfigError: what is to be offloaded is ambiguous; or as `dynoffload.offload` raises.
+            ConfigError: the model or optimizer is ambiguous; or as `dynoffload.offload` raises.
         """
         optimizers = self._optimizers()
         held = _ids(module)
@@ -87,19 +86,19 @@ class Wrap:
             raise ConfigError(
                 f"the script offloads its {type(module).__name__} by itself: run it without --wrap"
             )
-        optimizer = self._of_all(module, optimizers)
+        optimizer = self._only_optimizer(module, optimizers)
         self._unwatch_calls()
         self.entered = True
         self._managed = held
         self._block.enter(module, optimizer)
 
-    def _say_of_another(self, optimizer: Optimizer) -> None:
-        """An optimizer was made: say so, once, if it comes too late for the block."""
-        if not self.entered or self._said or not _ids(optimizer):
+    def _warn_if_late(self, optimizer: Optimizer) -> None:
+        """Warn once if an optimizer was created too late for the block."""
+        if not self.entered or self._warned or not _ids(optimizer):
             return
         if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-            return  # it wraps one of those we know
-        self._said = True
+            return  # it wraps a known optimizer
+        self._warned = True
         whose = "the model that it offloads" if _ids(optimizer) & self._managed else "another model"
         logger.warning(
             "the script makes another optimizer (%s), of %s, after the first training call: --wrap "
@@ -111,13 +110,13 @@ class Wrap:
         )
 
     def _optimizers(self) -> list[Optimizer]:
-        """Return the optimizers there are, each once; one that wraps another counts as that."""
-        alive = [optimizer for ref in self._made if (optimizer := ref()) is not None]
+        """Return the live optimizers, each once; a wrapper counts as the optimizer it wraps."""
+        alive = [optimizer for ref in self._optimizer_refs if (optimizer := ref()) is not None]
         ready = [innermost(o) for o in alive if "param_groups" in o.__dict__]
         return list({id(optimizer): optimizer for optimizer in ready}.values())
 
-    def _of_all(self, module: nn.Module, optimizers: list[Optimizer]) -> Optimizer:
-        """Return the one optimizer, all of whose parameters ``module`` holds."""
+    def _only_optimizer(self, module: nn.Module, optimizers: list[Optimizer]) -> Optimizer:
+        """Return the only optimizer, after checking that ``module`` holds all its parameters."""
         remedy = "write 'with dynoffload.offload(model, optimizer)' around training in the script"
         if len(optimizers) > 1:
             raise ConfigError(
@@ -137,7 +136,7 @@ class Wrap:
 
 
 def _ids(holder: nn.Module | Optimizer) -> set[int]:
-    """Return the identities of the parameters of a module or an optimizer."""
+    """Return the ids of the parameters of a module or an optimizer."""
     if isinstance(holder, nn.Module):
         return {id(parameter) for parameter in holder.parameters()}
     return {id(parameter) for group in holder.param_groups for parameter in group["params"]}

@@ -1,7 +1,7 @@
-"""Mixtures of experts without routed buffers, alone and in transformers.
+"""Mixture-of-experts layers without routed buffers, standalone and for transformers.
 
-`MoE` is a layer, `experts` its computation over a router's choice, `route` the index structures of
-that choice. `register` offers transformers the same for its own mixtures.
+`MoE` is a layer, `experts` its computation for given routing decisions, and `route` builds the
+index structures of those decisions. `register` makes the same available to transformers' models.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What lies between an expert's two products, and its derivative.
+"""Activations between an expert's two matrix products, with their derivatives.
 
-SwiGLU and SiLU are written out, so that nothing is saved that one pass makes again. Any other
-function goes through autograd, one tile at a time.
+SwiGLU and SiLU have explicit derivatives and recompute what one pass can, instead of saving it. Any
+other function uses autograd, one tile at a time.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dynoffload.errors import ConfigError
 
 
 class Activation(Protocol):
-    """Maps the result of the first product to what the second takes, row by row.
+    """Maps the first product's result to the second product's input, row by row.
 
     Attributes:
-        parts: columns of the first for one of the second.
+        parts: number of columns of the first product for each column of the result.
     """
 
     parts: int
@@ -28,10 +28,10 @@ class Activation(Protocol):
         """Fill ``out``, (n, h), from ``first``, (n, parts·h)."""
 
     def again(self, first: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the result, (n, h), made again, and what `backward` has of making it."""
+        """Recompute the result, (n, h); return it with intermediate values for `backward`."""
 
     def backward(self, first: torch.Tensor, gradient: torch.Tensor, made: Any) -> torch.Tensor:
-        """Return the gradient of ``first`` from that of the result, (n, h), which may be lost."""
+        """Return the gradient of ``first`` from the result's, (n, h), which may be overwritten."""
 
 
 class SwiGLU:
@@ -80,16 +80,15 @@ class SiLU:
 
 
 class Traced:
-    """Any function of rows; its derivative is autograd's, of one tile at a time.
+    """Any row-wise function, differentiated by autograd one tile at a time.
 
     Args:
-        function: of (n, parts·h), returns (n, h), the same each time; it has no parameters that
-            are trained.
+        function: maps (n, parts·h) to (n, h), deterministically; it has no trained parameters.
         parts: see `Activation`.
 
     Raises:
-        ConfigError: in forward, of a result of another shape; in backward, of something else that
-            is trained.
+        ConfigError: in forward, if the result has another shape; in backward, if the function
+            uses another tensor that is trained.
     """
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], parts: int) -> None:
@@ -131,7 +130,7 @@ class Traced:
 
 
 def trains(result: torch.Tensor, given: torch.Tensor) -> bool:
-    """Return whether ``result`` has a gradient of any leaf but ``given``."""
+    """Return whether ``result`` depends on a leaf other than ``given`` that requires a gradient."""
     ahead, seen = [result.grad_fn], set()
     while ahead:
         node = ahead.pop()

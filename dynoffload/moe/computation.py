@@ -1,23 +1,22 @@
-"""The experts of a mixture, over a router's choice, without a routed copy of the tokens.
+"""Computes the experts of a mixture for a routing decision, without a routed copy of the tokens.
 
-Source: MoEBlaze (arXiv 2601.05296), section 3. Tokens are gathered by index as the first product
-reads them, and results are added to their tokens as the second makes them, so no tensor of
-(L·k, d) exists in forward or backward. Saved is the first product, A and B of SwiGLU; the paper
-saves the activation's result too, which is one multiplication more where ``silu`` is made again
-anyway. With gate g of a token's choice, dY·W3ᵀ is made once: its product with that result is dg,
-and g times it goes on.
+Source: MoEBlaze (arXiv 2601.05296), section 3. The first product gathers tokens by index, and the
+second adds results to their tokens, so no tensor of (L·k, d) exists in forward or backward. Only
+the first product is saved, A and B of SwiGLU. The paper also saves the activation's result, which
+here is recomputed by one multiplication, as ``silu`` is recomputed anyway. For gate g, dY·W3ᵀ is
+computed once: its product with that result gives dg, and g times it is propagated.
 
-[Note: chain]  Each expert that is hit is one node of autograd, which adds its part to the result in
-place. So backward goes through the experts one after the other, from the last to the first, the
-gradients of tokens and gates are summed in one tensor each, and those of an expert's matrices are
-there, and can leave, before the next expert's are made. Sums have one order, whatever is where:
-tokens' sums go through the experts in order, so bits do not depend on what is resident.
+[Note: chain]  Each expert with tokens is one autograd node, which adds its part to the result in
+place. So backward runs the experts one by one, from last to first. The gradients of tokens and
+gates are summed in one tensor each. Those of an expert's matrices are complete, and can be
+released, before the next expert's are computed. Each token's sum goes through the experts in order,
+so the bits do not depend on what is resident.
 
-[Note: tiles]  An expert's tokens are taken `TILE` at a time, so that what is gathered stays small
-beside (L·k, d) even where all tokens go to one expert.
+[Note: tiles]  An expert's tokens are processed `TILE` at a time, so that gathered rows stay small
+compared with (L·k, d) even if all tokens go to one expert.
 
-[Note: compiled]  torch.compile, which traces custom nodes of autograd one by one, loses the
-gradients of slices. So what follows is left out of what it compiles.
+[Note: compiled]  torch.compile traces custom autograd nodes one by one and loses the gradients of
+slices. So it must not compile this code.
 """
 
 from __future__ import annotations
@@ -37,10 +36,8 @@ from dynoffload.moe.indices import Routing, route
 from dynoffload.moe.slices import Gathering, Sliced, Slices, slices_of
 
 TILE = 1024
-"""Rows of an expert that are gathered at one time."""
-_FEW = (
-    8  # rows whose product may have a zero that is negative: more than one begin at a positive one
-)
+"""Number of an expert's rows gathered at a time."""
+_SIGNED_ZERO_ROWS = 8  # products of so few rows may contain -0; larger ones accumulate from +0
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _Weight = torch.Tensor | Sliced
@@ -50,17 +47,17 @@ Weights = tuple[_Weight, _Weight, _Weight | None, _Weight | None]
 
 @dataclass(eq=False)
 class _Call:
-    """What the nodes of one call share.
+    """State shared by the autograd nodes of one call.
 
     Attributes:
-        routing: which token goes where.
+        routing: of the tokens.
         activation: between the products.
-        transposed: matrices are (in, out), not (out, in).
-        first: the expert whose node is the last in backward.
-        last: the one whose is the first.
-        places: where gradients of the first matrices and of the second go, as far as that is known;
-            not the matrices, so that a graph keeps none.
-        sums: of backward: gradients of tokens and gates.
+        transposed: whether matrices are (in, out), not (out, in).
+        first: the expert whose node runs last in backward.
+        last: the expert whose node runs first in backward.
+        places: collectors for the gradients of the first and of the second matrices, where known.
+            They do not include the matrices, so the graph does not keep these alive.
+        sums: gradients of tokens and gates, accumulated in backward.
     """
 
     routing: Routing
@@ -78,7 +75,7 @@ class _Call:
         return torch.empty_like(matrix) if found is None else found
 
     def rows(self, expert: int) -> list[tuple[slice, torch.Tensor]]:
-        """Return the tiles of an expert: which of its rows, and whose tokens those are."""
+        """Return the tiles of an expert: a slice of its rows, and the indices of their tokens."""
         tokens = self.routing.expert_token_indices[self.routing.of(expert)]
         count = len(tokens)
         starts = range(0, count, TILE)
@@ -89,22 +86,22 @@ class _Call:
 
 
 def _product(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return ``rows`` by ``matrix``, (in, out), and the bias."""
+    """Return ``rows`` times ``matrix``, (in, out), plus the bias."""
     return torch.mm(rows, matrix) if bias is None else torch.addmm(bias, rows, matrix)
 
 
 def _add_product(
     into: torch.Tensor, rows: torch.Tensor, gradient: torch.Tensor, transposed: bool, is_first: bool
 ) -> None:
-    """Add a matrix's gradient, in the matrix's own form; the first fills what holds nothing."""
+    """Add a matrix's gradient in the matrix's layout; the first overwrites uninitialized memory."""
     left, right = (rows, gradient) if transposed else (gradient, rows)
     torch.addmm(into, left.t(), right, beta=0 if is_first else 1, out=into)
-    if len(rows) <= _FEW:
+    if len(rows) <= _SIGNED_ZERO_ROWS:
         into += 0.0
 
 
 class _Expert(torch.autograd.Function):
-    """Adds one expert's part to the result; see [Note: chain]."""
+    """Adds one expert's contribution to the result; see [Note: chain]."""
 
     @staticmethod
     def forward(
@@ -132,7 +129,7 @@ class _Expert(torch.autograd.Function):
             between = tokens.new_empty(len(index), w_down.shape[0])
             call.activation.forward(first[rows], between)
             made = _product(between, w_down, down_bias)
-            made *= gates[own][rows].unsqueeze(1)  # by gates as they are, rounded once
+            made *= gates[own][rows].unsqueeze(1)  # gates in their own dtype, rounded once
             out.index_add_(0, index, made.to(out.dtype))
         ctx.call, ctx.expert = call, expert
         ctx.save_for_backward(tokens, gates, up, down, down_bias, first)
@@ -213,7 +210,7 @@ class _Expert(torch.autograd.Function):
 
 
 def _uncompiled(function: Function) -> Function:
-    """Leave a function out of what torch.compile compiles; see [Note: compiled]."""
+    """Exclude a function from torch.compile; see [Note: compiled]."""
     disabled = torch._disable_dynamo(function)  # type: ignore[attr-defined]
 
     @functools.wraps(function)
@@ -239,27 +236,27 @@ def experts(
     count: int | None = None,
     kernels: bool | None = None,
 ) -> torch.Tensor:
-    """Return the sum of each token's experts, by their gates.
+    """Return the sum of each token's experts, weighted by their gates.
 
     Args:
         tokens: (L, d).
-        chosen: the experts of each token, integers of (L, k), or the `Routing` made of them.
-        gates: by which each choice counts, (L, k).
-        up: the first matrices, (E, p·h, d), of p = 2 parts (gate, then up) for SwiGLU.
+        chosen: the experts of each token, integers of (L, k), or the `Routing` made from them.
+        gates: weight of each choice, (L, k).
+        up: the first matrices, (E, p·h, d), with p = 2 parts (gate, then up) for SwiGLU.
         down: the second matrices, (E, d, h).
         up_bias: (E, p·h).
         down_bias: (E, d).
         activation: SwiGLU by default.
         transposed: ``up`` is (E, d, p·h) and ``down`` (E, h, d).
-        count: E, where ``up`` is no tensor.
-        kernels: by Triton's kernels, which take SwiGLU and SiLU without biases, of matrices that
-            are tensors. By default they take what they can of what is on a GPU.
+        count: E, if ``up`` is not a tensor.
+        kernels: whether to use Triton's kernels, which support SwiGLU and SiLU without biases, with
+            matrices that are tensors. By default they are used on a GPU where supported.
 
     Returns:
-        (L, d), of the dtype of ``tokens``.
+        (L, d), in the dtype of ``tokens``.
 
     Raises:
-        ConfigError: shapes that do not fit each other, or kernels asked for what they cannot take.
+        ConfigError: shapes do not match, or kernels were requested for an unsupported call.
     """
     activation = activation or SwiGLU()
     weights: Weights = (up, down, up_bias, down_bias)
@@ -278,11 +275,11 @@ def experts(
     _check_shapes(tokens, chosen, weights, activation, transposed)
     hit = chosen.hit()
     if not hit:
-        # Zeros, of which tokens and gates have zeros for gradients.
+        # Zeros, with zero gradients for tokens and gates.
         return torch.zeros_like(tokens) + (tokens[:0].sum() + gates[:0].sum())
     out = torch.zeros_like(tokens)
     kind = tokens.device.type
-    if torch.is_autocast_enabled(kind) and tokens.dtype != torch.float64:  # as torch's products
+    if torch.is_autocast_enabled(kind) and tokens.dtype != torch.float64:  # as torch does
         tokens = tokens.to(torch.get_autocast_dtype(kind))
     if isinstance(up, torch.Tensor) and isinstance(down, torch.Tensor):
         wanted = gpu.suits(tokens, gates, up, down) if kernels is None else kernels
@@ -315,7 +312,7 @@ def _check_shapes(
     activation: Activation,
     transposed: bool,
 ) -> None:
-    """Refuse tensors that do not fit each other, which could be broadcast or leave experts out."""
+    """Check tensor shapes; mismatches could be broadcast silently or skip experts."""
     down = weights[1]
     if not isinstance(down, torch.Tensor):
         return

@@ -1,4 +1,4 @@
-"""Which token goes to which expert: four index structures of a router's choice."""
+"""Index structures of a routing decision: which tokens go to which expert."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from dynoffload.errors import ConfigError
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """The choices of L tokens, k of E experts each.
+    """Routing of L tokens to k of E experts each.
 
     Attributes:
-        expert_token_indices: int64, (L·k,); the tokens of expert 0 in order, then of 1, ...; what
-            is for no expert stands last.
-        expert_token_offsets: int64, (E + 1,); where each expert's tokens begin, and end.
+        expert_token_indices: int64, (L·k,); the tokens of expert 0 in order, then of expert 1, ...;
+            choices of no expert come last.
+        expert_token_offsets: int64, (E + 1,); where each expert's tokens begin and end.
         token_expert_indices: int64, (L, k); the experts of each token, as the router gave them.
-        token_index_map: int64, (L, k); where each choice stands in ``expert_token_indices``.
-        starts: the offsets as numbers, (E + 1).
+        token_index_map: int64, (L, k); position of each choice in ``expert_token_indices``.
+        starts: the offsets as Python ints, (E + 1).
     """
 
     expert_token_indices: torch.Tensor
@@ -39,7 +39,7 @@ class Routing:
         return len(self.starts) - 1
 
     def of(self, expert: int) -> slice:
-        """Return where the tokens of one expert stand in ``expert_token_indices``."""
+        """Return the positions of one expert's tokens in ``expert_token_indices``."""
         return slice(self.starts[expert], self.starts[expert + 1])
 
     def hit(self) -> list[int]:
@@ -48,16 +48,16 @@ class Routing:
 
 
 def route(chosen: torch.Tensor, experts: int) -> Routing:
-    """Return the index structures of a router's choice, by one stable sort.
+    """Build the index structures of a routing decision, by one stable sort.
 
     Args:
-        chosen: integers, (L, k), each from 0 to ``experts``; a token names no expert twice. The
-            number ``experts`` itself stands for none, as for experts of other processes.
-        experts: how many there are.
+        chosen: integers, (L, k), each from 0 to ``experts``, without repeats within a token. The
+            value ``experts`` means no expert here, as for experts of other processes.
+        experts: number of experts.
 
     Raises:
-        ConfigError: the choice has another shape or dtype, or numbers beyond the experts, or names
-            an expert twice.
+        ConfigError: ``chosen`` has another shape or dtype, values out of range, or an expert twice
+            for one token.
     """
     if chosen.dim() != 2 or chosen.is_floating_point() or chosen.is_complex():
         raise ConfigError(

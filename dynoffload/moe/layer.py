@@ -1,12 +1,12 @@
-"""`MoE`: a router, experts without routed buffers, and experts that all tokens share.
+"""`MoE`: a router, experts without routed buffers, and an optional expert shared by all tokens.
 
-The layer takes the place of a feed-forward network. Routing is by token choice, k of E, and
-dropless: there is no capacity, and every token has its k experts.
+The layer replaces a feed-forward network. Routing is by token choice, k of E, and dropless: there
+is no capacity limit, and every token gets its k experts.
 
-Sources: softmax over all experts, then the k largest (Shazeer et al., arXiv 1701.06538), whose
-gates may be scaled to a sum of 1 (Mixtral, arXiv 2401.04088); the loss for balance (Fedus et al.,
-arXiv 2101.03961, equation 4); the router's z-loss (Zoph et al., arXiv 2202.08906, equation 5); a
-bias on the choice alone, which balances without a loss (Wang et al., arXiv 2408.15664).
+Sources: softmax over all experts, then the k largest (Shazeer et al., arXiv 1701.06538), with gates
+optionally scaled to a sum of 1 (Mixtral, arXiv 2401.04088); load-balancing loss (Fedus et al.,
+arXiv 2101.03961, equation 4); router z-loss (Zoph et al., arXiv 2202.08906, equation 5); a bias on
+the choice alone, which balances without a loss (Wang et al., arXiv 2408.15664).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _ACTIVATIONS: dict[str, type[Activation]] = {"swiglu": SwiGLU, "silu": SiLU}
 
 
 class MoEOutput(NamedTuple):
-    """What a layer returns.
+    """The result of a layer.
 
     Attributes:
-        hidden: of the shape of what was given.
-        balance: the loss for balance, a number; 1 where experts are used alike.
-        z: the router's z-loss, a number.
-        routing: which token went where.
+        hidden: of the input's shape.
+        balance: the load-balancing loss, a scalar; 1 if experts are used equally.
+        z: the router's z-loss, a scalar.
+        routing: of the tokens.
     """
 
     hidden: torch.Tensor
@@ -50,15 +50,15 @@ class MoE(nn.Module):
         width: d, of tokens.
         hidden: h, of an expert.
         experts: E.
-        k: experts of each token.
+        k: number of experts per token.
         activation: ``"swiglu"`` or ``"silu"``.
-        shared: hidden width of the expert that every token takes beside; 0 for none.
-        bias: experts have biases.
-        normalize: gates of a token are scaled to a sum of 1; by default where k > 1, as with one
-            expert the gate would be 1 and the router would learn nothing from the result.
-        device: where parameters are made.
-        dtype: of parameters; the router computes in float32 at least.
-        held: of how many experts this layer has the matrices; by default of all. It is for layers
+        shared: hidden width of an additional expert for every token; 0 for none.
+        bias: whether experts have biases.
+        normalize: whether gates of a token are scaled to a sum of 1; by default if k > 1, since
+            with one expert the gate would be 1, and the result would give the router no gradient.
+        device: of the parameters.
+        dtype: of the parameters; the router computes in float32 at least.
+        held: number of experts whose matrices this layer has; all by default. It is for layers
             whose other experts are elsewhere, which override `mix`.
 
     Attributes:
@@ -66,11 +66,11 @@ class MoE(nn.Module):
         up: (held, p·h, d), p = 2 for SwiGLU: gate, then up.
         down: (held, d, h).
         router: (E, d).
-        choice_bias: (E,), added to the router's scores where experts are chosen, and not to gates;
-            no gradient reaches it. `balance` moves it.
+        choice_bias: (E,), added to the router's scores for choosing experts, but not to gates; it
+            has no gradient. `balance` updates it.
 
     Raises:
-        ConfigError: sizes that cannot be.
+        ConfigError: a size or option is invalid.
     """
 
     choice_bias: torch.Tensor
@@ -79,7 +79,7 @@ class MoE(nn.Module):
     up_bias: nn.Parameter | None
     down_bias: nn.Parameter | None
 
-    asks_for_parts = True  # of matrices that a session pages by expert
+    asks_for_parts = True  # so that a session pages the matrices by expert
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class MoE(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw weights anew, as `torch.nn.Linear` does; biases are zero."""
+        """Draw new weights, as `torch.nn.Linear` does; biases become zero."""
         for weight in (self.router, self.up, self.down, self.shared_up, self.shared_down):
             if weight is not None:
                 bound = 1 / math.sqrt(weight.shape[-1])
@@ -136,8 +136,8 @@ class MoE(nn.Module):
         nn.init.zeros_(self.choice_bias)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Convert and move as modules do; the bias on the choice stays float32, as its steps are
-        lost in fewer bits."""
+        """Convert and move as in `nn.Module`, but keep ``choice_bias`` in float32, since fewer bits
+        would lose its small updates."""
         kept = self.choice_bias
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.choice_bias.dtype != kept.dtype:
@@ -184,17 +184,17 @@ class MoE(nn.Module):
                 tokens, everyone, ones, self.shared_up, self.shared_down, activation=self.activation
             )
         share = torch.bincount(chosen.reshape(-1), minlength=self.experts) / max(chosen.numel(), 1)
-        length = max(len(tokens), 1)  # losses of no token are 0
+        length = max(len(tokens), 1)  # without tokens the losses are 0
         balance = self.experts * (share * (scores.sum(0) / length)).sum()
         z = logits.logsumexp(-1).square().sum() / length
         return MoEOutput(out.view_as(hidden), balance, z, routing)
 
     def mix(self, tokens: torch.Tensor, routing: Routing, gates: torch.Tensor) -> torch.Tensor:
-        """Return the sum of each token's experts by their gates.
+        """Return the sum of each token's experts, weighted by their gates.
 
         Args:
             tokens: (L, d).
-            routing: of the tokens, by all E experts.
+            routing: of the tokens, to all E experts.
             gates: (L, k).
         """
         paged = stand_ins(self)
@@ -211,11 +211,11 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def balance(self, routing: Routing, rate: float = 1e-3) -> None:
-        """Move the bias on the choice towards experts that had fewer tokens than others.
+        """Raise the choice bias of experts with fewer tokens than average, and lower the others'.
 
         Args:
-            routing: of the step that is over.
-            rate: by how much.
+            routing: of the completed step.
+            rate: size of each change.
         """
         loads = self.loads(routing)
         self.choice_bias += rate * (loads.mean() - loads).sign()

@@ -1,10 +1,10 @@
-"""The experts of transformers' mixtures, computed here.
+"""Implementation ``"dynoffload"`` of the experts in transformers' models.
 
-transformers looks an implementation up by the name in a model's configuration. The one registered
-here takes the class's own parameters, in whatever layout and paged by slices or not, and its own
-activation. Results are those of transformers' loop but for rounding, as sums go in another order in
-backward. A class whose experts cannot be computed here, such as one with a norm after each expert
-or a trained activation, runs its own loop, by slices where they are paged so.
+transformers looks up an implementation by the name in a model's configuration. This one uses the
+class's own parameters, in any layout and paged by slices or not, and its own activation. Results
+equal those of transformers' loop up to rounding, as backward sums in another order. A class that is
+not supported, such as one with a norm after each expert or a trained activation, runs its own loop,
+by slices if they are paged so.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ NAME = "dynoffload"
 
 
 def register() -> None:
-    """Offer transformers the implementation ``"dynoffload"``.
+    """Register the implementation ``"dynoffload"`` with transformers.
 
     Use it by ``from_pretrained(..., experts_implementation="dynoffload")``, or
     ``model.set_experts_implementation("dynoffload")``.
 
     Raises:
-        ConfigError: there is no transformers, or one without a registry of experts.
+        ConfigError: transformers is missing, or has no registry of experts.
     """
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -41,10 +41,10 @@ def register() -> None:
 
 
 def experts_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run a class's experts here.
+    """Compute a class's experts, by `experts` if supported, else by the class's own loop.
 
     Raises:
-        ConfigError: they can be run neither here nor by a loop of the class's own.
+        ConfigError: neither is possible.
     """
     if kwargs or len(args) != 3 or not _is_known(module):
         return run_eager(module, *args, **kwargs)
@@ -70,12 +70,12 @@ def experts_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Return whether a class says of its experts what has to be known."""
-    said = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
+    """Return whether a class declares the properties of its experts that `experts` needs."""
+    needed = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
     plain = not getattr(module, "has_post_expert_norm", False) and not any(
         one.requires_grad for child in module.children() for one in child.parameters()
     )  # such as an activation that is trained
-    return plain and all(hasattr(module, name) for name in said)
+    return plain and all(hasattr(module, name) for name in needed)
 
 
 def _activation_of(module: nn.Module) -> Activation:

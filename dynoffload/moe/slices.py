@@ -1,8 +1,8 @@
-"""The slices of a parameter that holds one matrix for each expert, and their gradients.
+"""Slices, one per expert, of a parameter that stacks one matrix for each, and their gradients.
 
-As in `dynoffload.runtime.experts.parts`, the gradient of each slice goes to its place in one tensor
-of the parameter's form as soon as it is made. Zeros have the sign that they have there and in
-torch, whose sums of several experts turn -0 into 0.
+As in `dynoffload.runtime.experts.parts`, each slice's gradient is written into one tensor of the
+parameter's shape as soon as it is computed. Zeros keep the sign that they have there and in torch,
+whose sums over several experts turn -0 into 0.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import torch
 from dynoffload.memory.reused import reused
 from dynoffload.runtime.experts.parts import Views
 
-_LINE = 64  # bytes that memory of torch's begins at multiples of
+_LINE = 64  # alignment in bytes of memory allocated by torch
 
 
 class Sliced(Protocol):
-    """What gives an expert's slice."""
+    """Provides the slice of each expert."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """Return the slice of one expert."""
 
 
 class Gathering:
-    """One gradient of a whole tensor in the making.
+    """Collects the gradients of slices into the gradient of the whole tensor.
 
     Args:
-        like: the tensor.
+        like: the whole tensor.
     """
 
     def __init__(self, like: torch.Tensor) -> None:
@@ -38,7 +38,7 @@ class Gathering:
         self._placed: set[int] = set()
 
     def put(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Take the gradient of one slice, and return it as it stays."""
+        """Store the gradient of one slice, and return it as stored."""
         known = number in self._placed
         place = self.place(number)
         if known and gradient.data_ptr() == place.data_ptr():
@@ -52,15 +52,15 @@ class Gathering:
         return torch.add(gradient, 0.0, out=place)
 
     def place(self, number: int) -> torch.Tensor:
-        """Return memory that the gradient of one slice is written to before it is `put`."""
+        """Return memory for the gradient of one slice, to be written before `put`."""
         if self._whole is None:
             self._whole = reused(self._like)
         self._placed.add(number)
         return self._whole[number]
 
     def offer(self, number: int, like: torch.Tensor) -> torch.Tensor | None:
-        """Return where the gradient of a slice may be made at once, with zeros that are positive;
-        None where it cannot, as its bits could depend on where it lies.
+        """Return memory in which a slice's gradient can be computed directly, with positive zeros;
+        None if the memory's alignment, layout or dtype could change its bits.
 
         Args:
             number: of the slice.
@@ -72,7 +72,7 @@ class Gathering:
         return found if found.is_contiguous() and not found.data_ptr() % _LINE else None
 
     def finish(self) -> torch.Tensor | None:
-        """Return the gradient of the whole, None if no slice had one, and begin anew."""
+        """Return the whole gradient, None if no slice had one, and reset."""
         whole, self._whole, self._only = self._whole, None, None
         if whole is not None:
             for number in set(range(len(whole))) - self._placed:
@@ -94,10 +94,10 @@ class Slices(Views):
 
     @property
     def gathering(self) -> Gathering | None:
-        """What gathers gradients; None where nothing has one."""
+        """Collects the gradients; None if no slice has one."""
         return self._gathering if self._unbound else None
 
 
 def slices_of(weight: torch.Tensor | Sliced | None) -> Sliced | None:
-    """Return what gives the slices of ``weight``: itself, unless it is a tensor."""
+    """Return an object that provides the slices of ``weight``: itself, unless it is a tensor."""
     return Slices(weight) if isinstance(weight, torch.Tensor) else weight

@@ -1,26 +1,24 @@
-"""Tiled modules: a linear layer or an embedding as tiles that run one after the other.
+"""Tiled modules: a linear layer or an embedding split into tiles that run one after the other.
 
-A tile is an ordinary module with a parameter of its own, so that under
-``offload()`` each one, its gradient and its optimizer state move by themselves, and of the weight
-no more than a tile must be in memory at a time. A session knows nothing of tiles but
-`Tiled.tile_pieces`. After the memory-centric tiling of ZeRO-Infinity (Rajbhandari et al., SC 2021).
+A tile is an ordinary module with its own parameter. So under ``offload()`` each tile, its gradient
+and its optimizer state are paged separately, and at most one tile of the weight must be in memory
+at a time. A session uses only `Tiled.tile_pieces`. The design follows the memory-centric tiling of
+ZeRO-Infinity (Rajbhandari et al., SC 2021).
 
-[Note: bits]  A linear layer is split by output features. An element of its output, or of a tile's
-gradient, is the same sum of products as in the whole, and has the same bits where the library of
-matrix products adds in the same order. It did on the CPU measured where tiles begin at multiples of
-64 features and have no fewer, as they do if there are enough; nobody promises it. The gradient of
-the *input* is a sum over output features, which tiles cut: it is the sum of the tiles' products,
-each rounded to its dtype, and differs from the whole's by rounding. Products that are added into
-one buffer (``addmm``) differ too, with errors no smaller, so autograd adds them, from the last tile
-to the first. An embedding is split by columns, or by rows where a linear layer has its weight too;
-nothing is added there, and its bits are the whole's. A tiled model under ``offload()`` has the bits
-of the same tiled model in plain PyTorch.
+[Note: bits]  A linear layer is split by output features. Each element of its output, or of a tile's
+gradient, is the same sum of products as in the whole layer. It has the same bits if the matrix
+library adds in the same order. On the CPU measured this holds, without guarantee, if tiles begin at
+multiples of 64 features and have at least 64, as they do where possible. The gradient of the
+*input* is a sum over output features, so it is the sum of the tiles' products, each rounded, and
+differs from the whole layer's by rounding. Accumulating products in one buffer (``addmm``) differs
+too, with errors no smaller, so autograd adds them, from the last tile to the first. An embedding is
+split by columns, or by rows if a linear layer shares its weight; nothing is summed, so its bits are
+the whole's. Under ``offload()`` a tiled model has the bits of the same model in plain PyTorch.
 
-[Note: memory]  The tiles' outputs are joined, so for a moment the output is there twice. Of the
-weight nothing is joined but by `untile` and `whole_state_dict`. Autograd makes a tile's gradient
-and hands it over before it turns to the next tile. Under autocast, as of any layer, the casts of
-all tiles are kept until backward has used them, half of a float32 weight; a session pages them as
-activations, on the CPU.
+[Note: memory]  The tiles' outputs are joined, so the output is briefly in memory twice. Only
+`untile` and `whole_state_dict` join weights. Autograd computes and delivers a tile's gradient
+before the next tile's. Under autocast, as for any layer, the casts of all tiles are kept until
+backward has used them, half of a float32 weight; on the CPU a session pages them as activations.
 """
 
 from __future__ import annotations
@@ -35,16 +33,16 @@ from torch import Tensor, nn
 from dynoffload.errors import ConfigError
 from dynoffload.units import format_bytes, parse_bytes
 
-_ALIGNED = 64  # features of which tiles are multiples where they can be; see [Note: bits]
+_ALIGNED = 64  # tiles are multiples of this many features where possible; see [Note: bits]
 
 
 class Piece(NamedTuple):
-    """Where a tile's tensor lies in the whole one.
+    """The part of a whole tensor that a tile holds.
 
     Attributes:
         whole: name of the whole tensor.
         shape: of the whole tensor.
-        part: which part of it the tile is; the last slice is along the dimension that is split.
+        part: index of the part in it; the last slice is along the dimension that is split.
     """
 
     whole: str
@@ -53,25 +51,25 @@ class Piece(NamedTuple):
 
 
 class Tiled(nn.Module):
-    """What tiled modules share: tiles, each a module that holds a part of the whole's tensors.
+    """Base of tiled modules, whose tiles are modules that each hold a part of the whole's tensors.
 
-    ``load_state_dict`` takes the whole's names, ``weight`` and ``bias``, as well as the tiles'.
+    ``load_state_dict`` accepts the whole's names, ``weight`` and ``bias``, as well as the tiles'.
     """
 
     plain: ClassVar[type[nn.Module]]
-    """The type of a tile, and of the whole."""
+    """The type of each tile, and of the whole module."""
     dim: ClassVar[int]
     """The dimension of ``weight`` that is split."""
 
     tiles: nn.ModuleList
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the whole would, ``[..., width]``; the tiles run one after the other."""
+        """Return the whole module's output, ``[..., width]``; the tiles run one after the other."""
         return torch.cat([tile(x) for tile in self.tiles], dim=-1)
 
     def tile_pieces(self, prefix: str = "") -> dict[str, Piece]:
-        """Return by name where each tensor of the tiles lies in the whole one; all names begin with
-        ``prefix``. A session that reads weights from files calls it, too."""
+        """Return for each tensor of the tiles its part of the whole tensor; all names begin with
+        ``prefix``. Also called by a session that reads weights from files."""
         found = {}
         for key in ("weight", "bias"):
             tensors: list[Any] = [tile._parameters.get(key) for tile in self.tiles]
@@ -90,7 +88,7 @@ class Tiled(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
-        """Split what has the whole's names, by views; see `nn.Module.load_state_dict`."""
+        """Split tensors with the whole's names into views; see `nn.Module.load_state_dict`."""
         assigned = bool(local_metadata.get("assign_to_params_buffers"))  # then views would be tied
         wholes: dict[str, Tensor] = {}
         for name, piece in self.tile_pieces(prefix).items():
@@ -114,8 +112,8 @@ class Tiled(nn.Module):
 class TiledLinear(Tiled):
     """`nn.Linear` whose weight is split by output features into tiles that run in turn.
 
-    The last tiles may be smaller. Output and gradients of the tiles are as a rule the whole's bit
-    for bit, the input's gradient within rounding; see [Note: bits].
+    The last tiles may be smaller. Output and the tiles' gradients usually equal the whole layer's
+    bit for bit; the input's gradient differs by rounding; see [Note: bits].
 
     Args:
         in_features: of the input, ``[..., in_features]``.
@@ -123,7 +121,7 @@ class TiledLinear(Tiled):
         bias: whether there is one.
         device: of the parameters.
         dtype: of the parameters.
-        tiles: how many, at most: fewer if fewer tiles of equal size, but for the last, are enough.
+        tiles: the most tiles; fewer if fewer tiles, equal except for the last, are enough.
         tile_bytes: the most bytes of a tile's weight, or a text such as ``"256MB"``; give either
             this or ``tiles``.
 
@@ -157,10 +155,10 @@ class TiledLinear(Tiled):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Give all tiles values as `nn.Linear` draws them: all weights in order, then all biases.
+        """Initialize all tiles as `nn.Linear` does: all weights in order, then all biases.
 
-        On the CPU they are the numbers that the whole would be given. Where each tile is reset by
-        itself, as `materialize` does, a tile's bias is drawn before the next tile's weight.
+        On the CPU the values are those of the whole layer. If each tile is reset separately, as by
+        `materialize`, a tile's bias is drawn before the next tile's weight.
         """
         own = [tile._parameters for tile in self.tiles]
         for weight in (one["weight"] for one in own):
@@ -172,13 +170,13 @@ class TiledLinear(Tiled):
                 nn.init.uniform_(bias, -bound, bound)
 
     def extra_repr(self) -> str:
-        """Return what `nn.Linear` says of itself."""
+        """Return the same text as `nn.Linear`."""
         bias = self.tiles[0].bias is not None
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
 
 
 class TiledTable(Tiled):
-    """`nn.Embedding` as tiles, made by `tile`. Output and gradients are the whole's bit for bit."""
+    """`nn.Embedding` as tiles, made by `tile`; output and gradients have the whole's bits."""
 
     plain = nn.Embedding
 
@@ -186,27 +184,27 @@ class TiledTable(Tiled):
     embedding_dim: int
 
     def extra_repr(self) -> str:
-        """Return what `nn.Embedding` says of itself."""
+        """Return the same text as `nn.Embedding`."""
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
 
 class TiledEmbedding(TiledTable):
-    """A table split by columns; ``padding_idx`` and the like are those of each tile."""
+    """A table split by columns; ``padding_idx`` and similar options apply to each tile."""
 
     dim = 1
 
     def reset_parameters(self) -> None:
-        """Give all tiles values as `nn.Embedding` draws them; other numbers than the whole's."""
+        """Initialize all tiles as `nn.Embedding` does; the values differ from the whole's."""
         for tile in self.tiles:
             assert isinstance(tile, nn.Embedding)
             tile.reset_parameters()
 
 
 class TiledRows(TiledTable):
-    """A table split by rows, as it is the weight of a linear layer too.
+    """A table split by rows, as its weight is shared with a linear layer.
 
-    Tiles are parameters of both. Each looks up the indices that are its own; how many it has is
-    known only as it runs, so that ``torch.compile`` breaks its graph here.
+    Tiles are parameters of both. Each looks up its own indices; their number depends on the data,
+    so ``torch.compile`` breaks its graph here.
     """
 
     dim = 0
@@ -238,11 +236,11 @@ class TiledRows(TiledTable):
 def lengths_of(
     features: int, row: int, tiles: int | None, tile_bytes: int | str | None
 ) -> list[int]:
-    """Return how many features each tile has: the same of all but the last, or the last two.
+    """Return the number of features of each tile, equal for all but the last one or two.
 
     Args:
-        features: to split.
-        row: bytes of one.
+        features: number to split.
+        row: bytes of one feature.
         tiles: the most tiles, or None.
         tile_bytes: the most bytes of a tile, or None.
     """
@@ -267,11 +265,11 @@ def lengths_of(
             return [features]
         if most >= _ALIGNED:
             most -= most % _ALIGNED
-        each = -(-features // -(-features // most))  # of as few tiles, the most even
+        each = -(-features // -(-features // most))  # the most even split into as few tiles
         each = _rounded(each) if most >= _ALIGNED else each
     lengths = [min(each, features - begin) for begin in range(0, features, each)]
     if len(lengths) > 1 and lengths[-1] < _ALIGNED and lengths[-2] >= 2 * _ALIGNED:
-        lengths[-2] -= _ALIGNED  # narrow ones are multiplied in another order
+        lengths[-2] -= _ALIGNED  # products of narrow tiles are summed in another order
         lengths[-1] += _ALIGNED
     return lengths
 

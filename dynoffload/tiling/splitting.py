@@ -1,7 +1,7 @@
-"""Splits the large weights of a model into tiles, and makes them whole again.
+"""Splits the large weights of a model into tiles, and joins them again.
 
-[Note: in place]  A module becomes a tiled one by another ``__class__``, and so stays the same
-object with its hooks, wherever it stands in the model; its weight goes, and tiles come.
+[Note: in place]  Assigning ``__class__`` turns a module into a tiled one. So it stays the same
+object, with its hooks and its place in the model. Its weight is replaced by tiles.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ _TILED: dict[type[nn.Module], type[Tiled]] = {nn.Linear: TiledLinear, nn.Embeddi
 def tile(
     model: nn.Module, max_bytes: int | str = "256MB", *, skip: Collection[str] = ()
 ) -> list[str]:
-    """Split, in place, every `nn.Linear` and `nn.Embedding` whose weight passes ``max_bytes``.
+    """Split, in place, every `nn.Linear` and `nn.Embedding` whose weight exceeds ``max_bytes``.
 
-    Modules stay the same objects, with their hooks; weights become parameters of tiles, with the
-    values, dtype, device (also meta), ``requires_grad`` and attributes that they had. So call it
-    before the optimizer is made, and before ``offload()``. Exactly those two types are split; what
-    is tiled already, by tiles no larger, stays as it is. Linear layers and embeddings with one
-    weight, as heads are tied to tables, have their tiles together, and the table is split by rows.
-    While a module is split its weight is in memory twice, unless it is on the meta device.
+    Modules stay the same objects, with their hooks. Weights become parameters of tiles that keep
+    values, dtype, device (also meta), ``requires_grad`` and attributes. So call it before the
+    optimizer is created, and before ``offload()``. Exactly those two types are split; modules that
+    already have small enough tiles stay unchanged. Linear layers and embeddings that share one
+    weight, such as tied heads, share its tiles, and the table is split by rows. While a module is
+    split its weight is in memory twice, unless it is on the meta device.
 
     Args:
         model: root, or a single layer.
-        max_bytes: the most bytes of a tile's weight, or a text such as ``"256MB"``. Its update
-            takes as much again for the gradient, and for each tensor of optimizer state.
+        max_bytes: the most bytes of a tile's weight, or a text such as ``"256MB"``. An update needs
+            as much again for the gradient, and for each tensor of optimizer state.
         skip: paths of modules to leave whole.
 
     Returns:
         The paths of the modules that were split, in the model's order.
 
     Raises:
-        ConfigError: a weight is too large but cannot be split: it is something else's too, has a
-            gradient, is of an embedding with ``max_norm`` or of another type than `nn.Parameter`,
-            one row or column passes ``max_bytes``, or it is tiled already by larger tiles; ``skip``
-            names no module; or a session manages the model. Nothing was split then.
+        ConfigError: a weight is too large but cannot be split: it shares memory with another
+            tensor, has a gradient, is of an embedding with ``max_norm`` or not an `nn.Parameter`,
+            one row or column exceeds ``max_bytes``, or its tiles are larger; ``skip`` names no
+            module; or a session manages the model. Nothing was split then.
     """
     most = parse_bytes(max_bytes, "max_bytes")
     _check_free(model, "tile")
@@ -82,7 +82,7 @@ def tile(
         _check_splits(path, module, held, set(large.values()))
         groups.setdefault(id(module._parameters["weight"]), []).append(module)
     paths = {module: path for path, module in large.items()}
-    plans = []  # without a reference to a weight, so that each goes as it is split
+    plans = []  # without a reference to a weight, so that each is freed once split
     for group in groups.values():
         dim = _TILED[type(group[0])].dim if len(group) == 1 else 0
         features = group[0].get_parameter("weight").shape[dim]
@@ -97,9 +97,9 @@ def tile(
 
 
 def untile(model: nn.Module) -> nn.Module:
-    """Make every tiled module of ``model`` whole again, in place, the inverse of `tile`.
+    """Join the tiles of every tiled module of ``model``, in place; the inverse of `tile`.
 
-    One whole weight after the other is in memory twice, unless it is on the meta device.
+    One weight at a time is in memory twice, unless it is on the meta device.
 
     Returns:
         The model.
@@ -123,7 +123,7 @@ def untile(model: nn.Module) -> nn.Module:
                     f"the tiles of {_named(path)} have gradients, which are not joined: call "
                     "model.zero_grad(set_to_none=True) first"
                 )
-    made: dict[tuple[int, ...], nn.Parameter] = {}  # of tied tiles once
+    made: dict[tuple[int, ...], nn.Parameter] = {}  # tied tiles are joined once
     for _, module in tiled:
         for key in ("weight", "bias") if module.plain is nn.Linear else ("weight",):
             own = [getattr(tile, key) for tile in module.tiles]
@@ -141,9 +141,9 @@ def untile(model: nn.Module) -> nn.Module:
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return ``model.state_dict()`` with the whole tensors' names in place of the tiles'.
+    """Return ``model.state_dict()`` with whole tensors in place of tiles.
 
-    A plain model reads it, as does a tiled one. Whole tensors are copies, in memory together.
+    Both a plain and a tiled model can load it. All whole tensors are copies in memory.
     """
     pieces = {
         name: piece
@@ -156,7 +156,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
     for name, tensor in state.items():
         parts.setdefault(pieces[name].whole if name in pieces else name, []).append(tensor)
     dims = {piece.whole: len(piece.part) - 1 for piece in pieces.values()}
-    made: dict[tuple[int, ...], Tensor] = {}  # of tied tiles once
+    made: dict[tuple[int, ...], Tensor] = {}  # tied tiles are joined once
     for name, found in parts.items():
         of = tuple(map(id, found))
         if name in dims and of not in made:
@@ -172,7 +172,7 @@ def _named(path: str) -> str:
 
 
 def _weight_bytes(module: nn.Module) -> int:
-    """Return the bytes of its weight, 0 if it has none of its own."""
+    """Return the bytes of the module's weight, 0 if it has none of its own."""
     weight = module._parameters.get("weight")
     return 0 if weight is None else weight.numel() * weight.element_size()
 
@@ -190,7 +190,7 @@ def _check_free(model: nn.Module, call: str) -> None:
 
 
 def _holders(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Return by storage the modules with a parameter or buffer in it, and that one's full name."""
+    """Map each storage to the modules with a parameter or buffer in it, and that tensor's name."""
     held: dict[int, list[tuple[nn.Module, str]]] = {}
     for path, module in model.named_modules():
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -206,7 +206,7 @@ def _check_splits(
     held: dict[int, list[tuple[nn.Module, str]]],
     large: Collection[nn.Module],
 ) -> None:
-    """Refuse what cannot be split; a weight may be that of others of the modules ``large``."""
+    """Check that a module can be split; its weight may be shared with modules in ``large``."""
     leave = f"leave it whole: dynoffload.tile(model, skip=[{path!r}])"
     for key, tensor in module._parameters.items():
         name = f"{path}.{key}" if path else key
@@ -263,14 +263,14 @@ def _parts(parameter: nn.Parameter, dim: int, lengths: list[int]) -> list[nn.Par
 
 
 def _like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
-    """Return a parameter of ``data`` with the properties and attributes of another one."""
+    """Return a parameter of ``data`` with the properties and attributes of ``parameter``."""
     made = nn.Parameter(data, requires_grad=parameter.requires_grad)
     made.__dict__.update(parameter.__dict__)
     return made
 
 
 def _blank(module: nn.Module, dim: int, begin: int, length: int) -> nn.Module:
-    """Return a tile like ``module``, without memory."""
+    """Return a tile like ``module``, on the meta device."""
     if isinstance(module, nn.Embedding):
         padding, rows, columns = module.padding_idx, module.num_embeddings, length
         if dim == 0:

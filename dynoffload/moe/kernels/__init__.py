@@ -1,7 +1,7 @@
-"""Experts on a GPU, by Triton.
+"""Experts on a GPU, by Triton kernels.
 
-`refusal` says whether the kernels can take a call; `fused` runs them. Triton is imported at the
-first call that is taken. Where it is missing, experts go one by one, which is logged once.
+`refusal` reports whether the kernels support a call; `fused` runs them. Triton is imported at the
+first supported call. If it is missing, experts run one by one, which is logged once.
 
 The kernels have run in Triton's interpreter only, not on a GPU.
 """
@@ -25,7 +25,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @cache
 def available() -> bool:
-    """Return whether Triton is installed; log once where it is not."""
+    """Return whether Triton is installed; log once if it is not."""
     found = importlib.util.find_spec("triton") is not None
     if not found:
         logger.warning(
@@ -36,12 +36,12 @@ def available() -> bool:
 
 
 def watched() -> bool:
-    """Return whether a mode sees each operator; it would not see what kernels read."""
+    """Return whether a dispatch mode is active; it would not see the memory that kernels access."""
     return _get_current_dispatch_mode() is not None
 
 
 def suits(*tensors: torch.Tensor) -> bool:
-    """Return whether kernels are taken for tensors without being asked for."""
+    """Return whether kernels are used for these tensors by default."""
     plain = all(type(one) in (torch.Tensor, torch.nn.Parameter) for one in tensors)
     return plain and all(one.is_cuda for one in tensors) and not watched() and available()
 
@@ -54,13 +54,13 @@ def refusal(
     biases: bool,
     activation: Activation,
 ) -> str | None:
-    """Return why the kernels cannot compute these experts, in words, or None.
+    """Return why the kernels do not support this call, or None.
 
     Args:
         tokens: (L, d).
         up: the first matrices, of the right shape.
-        down: the second matrices, too.
-        biases: there are any.
+        down: the second matrices, of the right shape.
+        biases: whether experts have biases.
         activation: between the products.
     """
     if not available():
@@ -93,7 +93,7 @@ def fused(
     activation: Activation,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the sum of each token's experts; see `dynoffload.moe.kernels.function.Fused`."""
+    """Return the weighted sum of each token's experts; see `kernels.function.Fused`."""
     from dynoffload.moe.kernels.function import Fused
 
     up, down = up.to(tokens.dtype), down.to(tokens.dtype)

@@ -1,9 +1,9 @@
-"""Experts on a GPU as one node of autograd.
+"""Experts on a GPU as one autograd node.
 
 `Fused` launches `dynoffload.moe.kernels.products`. No tensor of (L·k, d) exists in forward or
 backward; saved are the first product, (L·k, p·h), and the activation's result, (L·k, h).
-``torch.use_deterministic_algorithms`` fixes the blocks of the kernels, and so the bits
-between processes; within one, bits are the same in each run of a shape once blocks are chosen.
+``torch.use_deterministic_algorithms`` fixes the kernels' block sizes, and so the bits across
+processes. Within one process, a shape has the same bits in each run once block sizes are chosen.
 
 The kernels have run in Triton's interpreter only, not on a GPU.
 """
@@ -20,14 +20,14 @@ import triton.language as tl
 from dynoffload.moe.indices import Routing
 from dynoffload.moe.kernels import products
 
-_TILE = 32  # tokens, of whose multiples the tiles of `combine_kernel` are
+_TILE = 32  # tokens; the tiles of `combine_kernel` are multiples of it
 
 
 def bounds_of(routing: Routing) -> torch.Tensor:
-    """Return where the tokens of each tile of `_TILE` begin in each expert's run.
+    """Return where each tile of `_TILE` tokens begins among the sorted tokens of each expert.
 
     Returns:
-        int32, (tiles + 1, E): a row of one tile is followed by that of the next.
+        int32, (tiles + 1, E), positions in ``expert_token_indices``; a row ends at the next one.
     """
     order, length = routing.expert_token_indices, routing.tokens
     device, offsets = order.device, routing.expert_token_offsets
@@ -35,18 +35,18 @@ def bounds_of(routing: Routing) -> torch.Tensor:
     ends = torch.cat((offsets[1:], offsets.new_tensor([len(order)])))
     of = experts.repeat_interleave(ends - offsets, output_size=len(order))
     tiles = torch.arange(0, length + _TILE, _TILE, device=device).clamp_(max=length)
-    # Tokens of an expert are in order, so pairs of an expert and a token are.
+    # Each expert's tokens are sorted, so (expert, token) pairs are sorted too.
     wanted = tiles.unsqueeze(1) + experts[:-1] * length
     return torch.searchsorted(of * length + order, wanted).int()
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Return what makes a device that to which kernels go."""
+def _device_context(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which kernels are launched on ``device``."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _launch(kernel: Any, grid: Any, *arguments: Any, **settings: Any) -> None:
-    """Launch with the fastest blocks, or with the first where what is fastest must not matter."""
+    """Launch with autotuned block sizes, or with the first if the choice must be deterministic."""
     if products.INTERPRETED or torch.are_deterministic_algorithms_enabled():
         first = kernel.configs[0]
         settings |= first.kwargs
@@ -57,11 +57,11 @@ def _launch(kernel: Any, grid: Any, *arguments: Any, **settings: Any) -> None:
 
 
 def _exactness(dtype: torch.dtype) -> dict[str, Any]:
-    """Return how products of a dtype are summed; TF32 where torch's own products take it."""
+    """Return how products of a dtype are summed; TF32 if torch's own products use it."""
     kinds = {
         torch.float64: tl.float64,
         torch.float32: tl.float32,
-        torch.bfloat16: tl.float32 if products.INTERPRETED else tl.bfloat16,  # it has no such dot
+        torch.bfloat16: tl.float32 if products.INTERPRETED else tl.bfloat16,  # lacks a bf16 dot
         torch.float16: tl.float16,
     }
     loose = torch.get_float32_matmul_precision() != "highest"
@@ -73,7 +73,7 @@ def _exactness(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _placing(dtype: torch.dtype) -> str:
-    """Return how results are placed: in no fewer bits than those of ``dtype``."""
+    """Return the precision for placing results: no less than that of ``dtype``."""
     if dtype in (torch.float32, torch.float64):
         return str(_exactness(dtype)["PRECISION"])
     return "tf32" if dtype == torch.bfloat16 else "tf32x3"
@@ -87,7 +87,7 @@ def _combine(
     bounds: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return (L, n): sums over choices of ``given``, (N, m), by ``weight``, (E, m, n), by gates."""
+    """Return (L, n): sums over choices of gate · ``given``, (N, m), times ``weight``, (E, m, n)."""
     inner, width = weight.shape[1:]
     out = given.new_empty(routing.tokens, width, dtype=dtype)
     _launch(
@@ -120,7 +120,7 @@ def _weights(
     routing: Routing,
     out: torch.Tensor,
 ) -> None:
-    """Fill ``out``, (E, m, n), from ``left``, (N, m), and gathered ``right``, (L, n), by gates."""
+    """Fill ``out``, (E, m, n): ``left``ᵀ, (N, m), times gathered ``right``, (L, n), with gates."""
     height, width = out.shape[1:]
     _launch(
         products.weights_kernel,
@@ -144,7 +144,7 @@ def _weights(
 
 
 class Fused(torch.autograd.Function):
-    """The sum of each token's experts by their gates; see `dynoffload.moe.computation.experts`."""
+    """Sum of each token's experts weighted by gates; see `dynoffload.moe.computation.experts`."""
 
     @staticmethod
     def forward(
@@ -161,13 +161,13 @@ class Fused(torch.autograd.Function):
         """Return (L, d) of ``dtype``.
 
         Args:
-            ctx: autograd's.
-            tokens: (L, d), as are up and down of the dtype in which products are made.
+            ctx: autograd's context.
+            tokens: (L, d); they, up and down have the dtype in which products are computed.
             gates: (L, k).
-            up: (E, p·h, d), or (E, d, p·h) where ``transposed``.
+            up: (E, p·h, d), or (E, d, p·h) if ``transposed``.
             down: (E, d, h), or (E, h, d).
-            routing: not without any choice of an expert.
-            transposed: the form of matrices.
+            routing: with at least one choice of an expert.
+            transposed: the layout of matrices.
             gated: SwiGLU, else SiLU.
             dtype: of the result.
         """
@@ -179,7 +179,7 @@ class Fused(torch.autograd.Function):
         own[routing.token_index_map.reshape(-1)] = gates.reshape(-1)
         first = tokens.new_empty(count, w_up.shape[1])
         between = tokens.new_empty(count, hidden)
-        with _on(tokens.device):
+        with _device_context(tokens.device):
             bounds = bounds_of(routing)
             _launch(
                 products.up_kernel,
@@ -226,7 +226,7 @@ class Fused(torch.autograd.Function):
         )
         d_first = torch.empty_like(first)
         d_tokens = d_gates = d_up = d_down = None
-        with _on(tokens.device):
+        with _device_context(tokens.device):
             _launch(
                 products.back_kernel,
                 lambda meta: (

@@ -1,21 +1,21 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The products of experts on a GPU: rows are gathered as they are read, sums stay with one program.
+"""Triton kernels for experts: rows are gathered when loaded; one program owns each sum.
 
-`up_kernel` gathers tokens inside the first product and makes gate and up of one read of them.
-`combine_kernel` is a second product together with the sum over a token's choices; it is the
-forward's last and the gradient of tokens. `back_kernel` is dY·W3ᵀ with the derivative of the
-activation and of gates; `weights_kernel` is the gradient of matrices.
+`up_kernel` gathers tokens inside the first product and computes gate and up from one load.
+`combine_kernel` fuses a second product with the sum over a token's choices; it ends forward and
+computes the gradient of tokens. `back_kernel` is dY·W3ᵀ with the derivatives of the activation and
+of gates; `weights_kernel` is the gradient of matrices.
 
-[Note: combine]  A program owns a tile of tokens and columns and adds to it in registers, so there
-are no atomics, no (L·k, d) tensor, and one order of sums: through experts in order. As tokens of an
-expert keep their order, those of the tile are one run of each expert's rows (`bounds_of`), which
-`tl.dot` takes dense. The run's results go to their tokens by a product with a matrix of 0 and 1,
-whose cost beside the first is (tokens of a tile) / (inner width). 0 times infinity would spread, so
-results that are not finite are left out there, and make their token's columns NaN at the end.
+[Note: combine]  A program owns a tile of tokens and columns and accumulates it in registers. So
+there are no atomics, no (L·k, d) tensor, and one order of sums: through experts in order. Each
+expert's tokens are sorted, so a tile's tokens are one run of its rows (`bounds_of`), which `tl.dot`
+loads densely. A product with a matrix of 0 and 1 adds the run's results to their tokens; its cost
+relative to the first is (tokens of a tile) / (inner width). As 0 times infinity is NaN, non-finite
+results are left out there, and their token's columns are set to NaN at the end.
 
 Source: MoEBlaze (arXiv 2601.05296), section 3. The kernels have run in Triton's interpreter only,
-not on a GPU. Sums are in float32, or float64 for float64. Which blocks are fastest is measured once
-for each width; another choice sums in another order, so bits are those of the choice.
+not on a GPU. Sums are in float32, or float64 for float64. Block sizes are autotuned once for each
+width; they determine the order of sums, and so the bits.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import triton
 import triton.language as tl
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""The kernels are Python on the host."""
+"""Whether the kernels run as Python on the host."""
 
 SPLIT = 64
-"""Columns of `back_kernel`'s programs, which share a row's sum for its gate."""
+"""Columns per program of `back_kernel`; each program adds one partial sum to a row's gate."""
 
 
 def _configs(*blocks: dict[str, int]) -> list[triton.Config]:
-    """Return what is tried; the first alone where choices shall not depend on time."""
+    """Return the configurations to autotune; only the first in the interpreter."""
     return [
         triton.Config(one, num_warps=4 if stages == 3 else 8, num_stages=stages)
         for one in blocks[: 1 if INTERPRETED else None]
@@ -41,7 +41,7 @@ def _configs(*blocks: dict[str, int]) -> list[triton.Config]:
 
 @triton.jit
 def _rows_of(offsets, experts, pid, EP: tl.constexpr, BM: tl.constexpr):
-    """Return the expert of a tile of rows, its first row and the expert's end; EP or more: none."""
+    """Return a row tile's expert, its first row and the expert's end; an expert >= EP: none."""
     e = tl.arange(0, EP)
     low = tl.load(offsets + e, mask=e < experts, other=0)
     high = tl.load(offsets + e + 1, mask=e < experts, other=0)
@@ -55,7 +55,7 @@ def _rows_of(offsets, experts, pid, EP: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def _product(left, right, onto, AS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr):
-    """Return ``onto + left @ right``, of operands as they are or, for the interpreter, widened."""
+    """Return ``onto + left @ right``, with operands in dtype ``AS``."""
     return tl.dot(left.to(AS), right.to(AS), onto, input_precision=PRECISION, out_dtype=ACC)
 
 
@@ -91,7 +91,7 @@ def up_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """First (N, p·h) and between (N, h), the activation's, of tokens (L, d) by up (E, p·h, d)."""
+    """Fill first (N, p·h), tokens (L, d) by up (E, p·h, d), and between (N, h), its activation."""
     expert, start, stop = _rows_of(offsets, experts, tl.program_id(0), EP, BM)
     if expert >= experts:
         return
@@ -170,7 +170,7 @@ def combine_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Out (L, width): sums over choices of rows given (N, inner) by weight (E, inner, width)."""
+    """Out (L, width): sums over choices of given (N, inner) times weight (E, inner, width)."""
     tile = tl.program_id(0)
     mine = tile * BT + tl.arange(0, BT)
     columns = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -252,7 +252,7 @@ def back_kernel(
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Gradient (N, p·h) of the first product, and shares (h / BN, N) of those of gates."""
+    """Gradient (N, p·h) of the first product, and partial sums (h / BN, N) of gates' gradients."""
     expert, start, stop = _rows_of(offsets, experts, tl.program_id(0), EP, BM)
     if expert >= experts:
         return
@@ -327,7 +327,7 @@ def weights_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Out (E, m, n): of each expert, left (N, m) transposed by gathered right (L, n), by gates."""
+    """Out (E, m, n): per expert, left (N, m) transposed times gathered right (L, n) with gates."""
     blocks = tl.cdiv(height, BM)
     expert = tl.program_id(0) // blocks
     m = (tl.program_id(0) % blocks) * BM + tl.arange(0, BM)

@@ -1,6 +1,6 @@
-"""Mixtures of experts over several processes, in parts whose exchanges hide behind their experts.
+"""Expert-parallel mixture-of-experts layers that overlap exchanges with expert computation.
 
-Source: MPipeMoE (arXiv 2506.22175).
+Batches are split into parts. Source: MPipeMoE (arXiv 2506.22175).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Chooses the number of parts and the strategy of a layer by timing them on a batch.
+"""Chooses a layer's number of parts and strategy by timing them on a batch.
 
-The first batch of a size goes forward and backward several times before its own step: with each
-number of parts, by the strategy of least work that fits, then with each strategy. What is clearly
-slower drops out (successive halving); a rank-sum test decides what is clear, so a noisy machine
-takes more rounds. The choice for a size never changes, so a forward that is run again, as by
-activation checkpointing, is cut as it was.
+The first batch of a size runs forward and backward several times before its own step: first with
+each number of parts, using the fitting strategy with least work, then with each strategy. Clearly
+slower candidates drop out (successive halving). A rank-sum test decides what is clear, so a noisy
+machine needs more rounds. The choice for a size never changes, so a recomputed forward, as with
+activation checkpointing, is split the same way.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from dynoffload.planning.strategies import Strategy
 from dynoffload.units import format_bytes
 
 NUMBERS = (1, 2, 4, 8, 16)
-"""Of parts, of which ``"auto"`` chooses."""
+"""Numbers of parts among which ``"auto"`` chooses."""
 
 ROUNDS = 5
-"""After which the quickest of those that are left is kept."""
+"""Maximum number of rounds; then the fastest remaining candidate is taken."""
 
 MORE = 0.97
-"""Of the time of what does less work, below which what does more is taken."""
+"""A method with more work is taken only if it needs less than this fraction of the time."""
 
-_FAR = 1.3  # times the best one's worse one of two: so far behind two times are enough
-_CHANCE = 1.96  # standard deviations of a rank sum: more is no chance, but for one in twenty
+_DROP_RATIO = 1.3  # after two rounds, of a method's shorter time to the best one's longer time
+_SIGNIFICANT = 1.96  # standard deviations of the rank sum; beyond it is significant at 5 percent
 
 Method = TypeVar("Method", bound=Hashable)
 
 
 class Choice(NamedTuple):
-    """How a batch is cut.
+    """How a batch is processed.
 
     Attributes:
-        parts: n.
-        strategy: for what is overwritten.
+        parts: number of parts, n.
+        strategy: for recovering overwritten rows and middles.
     """
 
     parts: int
@@ -51,11 +51,11 @@ PLAIN = Choice(1, Strategy.NONE)
 
 
 def quickest(methods: Sequence[Method], seconds: Callable[[Method], float]) -> Method:
-    """Return the quickest method; what does more work has to be quicker by `MORE`.
+    """Return the fastest method; one with more work has to be faster by `MORE`.
 
     Args:
-        methods: at least one, those that do less work first.
-        seconds: runs a method once.
+        methods: at least one, ordered by increasing work.
+        seconds: runs a method once, and returns its time.
     """
     times: dict[Method, list[float]] = {one: [] for one in methods}
     left = list(methods)
@@ -75,26 +75,25 @@ def quickest(methods: Sequence[Method], seconds: Callable[[Method], float]) -> M
 
 
 def _behind(times: list[float], first: list[float]) -> bool:
-    """Return whether times are clearly longer than those of the first, of which there are as many.
+    """Return whether times are clearly longer than ``first``, which has the same length.
 
     Source: the rank-sum test of Wilcoxon, and Mann and Whitney.
     """
     count = len(times)
     if count < 3:
-        return count == 2 and min(times) > _FAR * max(first)
+        return count == 2 and min(times) > _DROP_RATIO * max(first)
     longer = sum((one > other) + 0.5 * (one == other) for one in times for other in first)
     deviation = math.sqrt(count**2 * (2 * count + 1) / 12)
-    return longer - count**2 / 2 > _CHANCE * deviation
+    return longer - count**2 / 2 > _SIGNIFICANT * deviation
 
 
 class Chooser:
-    """Chooses once for all sizes within a factor of two; all ranks choose alike.
+    """Chooses once for all sizes within a factor of two; all ranks choose the same.
 
     Args:
-        limit: bytes that the pipeline may hold (`dynoffload.moe.parallel.memory`); None for as
-            many as it takes.
-        numbers: of parts that may be taken.
-        strategies: that may be taken, those of less work first.
+        limit: bytes that the pipeline may use (`dynoffload.moe.parallel.memory`); None: no limit.
+        numbers: of parts, allowed.
+        strategies: allowed, ordered by increasing work.
     """
 
     def __init__(
@@ -113,12 +112,12 @@ class Chooser:
         """Return the choice for a batch.
 
         Args:
-            shape: of the batch of the rank that has most tokens.
+            shape: of the batch on the rank with most tokens.
             seconds: runs a choice once on this batch, and returns the time of the slowest rank.
-            offloads: what offloads may be taken, as on the CPU.
+            offloads: whether offloading strategies are allowed, as on the CPU.
 
         Raises:
-            ConfigError: nothing fits in the limit.
+            ConfigError: no choice fits the limit.
         """
         fitting = self._fitting(shape, offloads)
         upto = 1 << (shape.tokens - 1).bit_length()
@@ -133,7 +132,7 @@ class Chooser:
         return found if found in fitting else fitting[0]  # larger than the one it was chosen for
 
     def _fitting(self, shape: Shape, offloads: bool) -> list[Choice]:
-        """Return what fits in the limit, what does less work first."""
+        """Return the choices that fit the limit, ordered by increasing work."""
         can = [one for one in self._all if offloads or not one.strategy.offloads] or self._all
         if self._limit is None:
             return can

@@ -1,14 +1,13 @@
-"""The experts of one rank over the rows of one part, forward and backward, by hand.
+"""Forward and backward of one rank's experts on the rows of one part, without autograd.
 
-It differs from `dynoffload.moe.computation` in what is saved: the middle, which is the first
-product, in memory that the caller gives. A middle that is computed
-again in backward exists one tile at a time.
+Unlike `dynoffload.moe.computation`, it saves the first product, called the middle, in memory that
+the caller provides. A middle recomputed in backward exists one tile at a time.
 
-[Note: rows]  A row's bits must not depend on the part that it is in. BLAS takes another kernel,
-with another order of sums, for a few rows than for many, and for the last rows of a matrix. So an
-expert's rows are filled up with zeros to a multiple of `ROWS`, with which, on the CPU, all rows of
-a product have the same bits wherever they stand (`tests/test_moe_parallel.py`). Gradients of
-matrices are sums over rows; they differ with the parts by rounding.
+[Note: rows]  A row's bits must not depend on its part. BLAS uses different kernels, with other
+orders of sums, for few rows than for many, and for the last rows of a matrix. So an expert's rows
+are padded with zeros to a multiple of `ROWS`. Then, on the CPU, all rows of a product have the same
+bits at any position (`tests/test_moe_parallel.py`). Gradients of matrices are sums over rows; with
+other parts they differ by rounding.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from dynoffload.moe.activations import Activation
 from dynoffload.moe.parallel.dispatch import Part
 
 ROWS = 8
-"""An expert's rows are filled up to a multiple of this; see [Note: rows]."""
+"""An expert's rows are padded to a multiple of this; see [Note: rows]."""
 
 TILE = 256
-"""Rows of an expert that are gathered at one time, a multiple of `ROWS`."""
+"""Number of an expert's rows gathered at a time, a multiple of `ROWS`."""
 
 
 def _filled(count: int) -> int:
@@ -33,13 +32,13 @@ def _filled(count: int) -> int:
 
 
 def middle_rows(part: Part) -> int:
-    """Return the rows of a part's middle."""
+    """Return the number of rows of a part's middle."""
     starts = part.routing.starts
     return sum(_filled(stop - start) for start, stop in itertools.pairwise(starts))
 
 
 def _experts(part: Part) -> Iterator[tuple[int, slice, slice]]:
-    """Yield each expert that is hit, its pairs, and its rows of the middle."""
+    """Yield each expert with tokens, the range of its pairs, and its rows of the middle."""
     at = 0
     for expert in part.routing.hit():
         own = part.routing.of(expert)
@@ -57,7 +56,7 @@ def _tiles(own: slice, middle: slice) -> Iterator[tuple[slice, slice]]:
 
 
 def _gathered(rows: torch.Tensor, index: torch.Tensor, count: int) -> torch.Tensor:
-    """Return ``rows`` at ``index``, and zeros up to ``count``."""
+    """Return ``rows`` at ``index``, padded with zeros to ``count`` rows."""
     made = rows.new_empty(count, rows.shape[1])
     made[len(index) :].zero_()
     torch.index_select(rows, 0, index, out=made[: len(index)])
@@ -80,17 +79,17 @@ def forward(
     activation: Activation,
     made: Callable[[slice], None] | None = None,
 ) -> None:
-    """Fill ``out``, (R, d), with the sum of each row's experts by their gates, and the middle.
+    """Fill ``out``, (R, d), with the weighted sum of each row's experts, and fill the middle.
 
     Args:
-        part: what the rows are for.
+        part: routing of the rows.
         given: (R, d).
         up: (E/world, p·h, d).
         down: (E/world, d, h).
-        middle: is filled, (`middle_rows`, p·h); None where nobody needs it.
-        out: is overwritten.
+        middle: filled, (`middle_rows`, p·h); None if it is not needed.
+        out: overwritten.
         activation: between the products.
-        made: told of rows of the middle as soon as they are as they stay.
+        made: called with the rows of the middle of each expert as soon as they are final.
     """
     out.zero_()
     for expert, own, rows in _experts(part):
@@ -123,20 +122,20 @@ def backward(
     d_up: torch.Tensor | None,
     d_down: torch.Tensor | None,
 ) -> None:
-    """Make the gradients of a part; those that are None are not made.
+    """Compute the gradients of a part; those passed as None are skipped.
 
     Args:
-        part: what the rows are for.
+        part: routing of the rows.
         given: (R, d).
         up: (E/world, p·h, d).
         down: (E/world, d, h).
-        middle: as forward filled it; None to compute it again.
+        middle: as filled by forward; None to recompute it.
         d_out: gradient of the result, (R, d).
         activation: between the products.
-        d_given: (R, d), is overwritten.
-        d_gates: by pair, (R·k), is overwritten.
-        d_up: of ``up``, is added to.
-        d_down: of ``down``, is added to.
+        d_given: (R, d), overwritten.
+        d_gates: by pair, (R·k), overwritten.
+        d_up: of ``up``, added to.
+        d_down: of ``down``, added to.
     """
     if d_given is not None:
         d_given.zero_()

@@ -1,4 +1,4 @@
-"""Expert parallelism beside data parallelism: `keep_apart` and `clip_grad_norm_`."""
+"""Combines expert parallelism with data parallelism: `keep_apart` and `clip_grad_norm_`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from dynoffload.moe.parallel.layer import SHARDED, ExpertParallel
 
 
 def keep_apart(model: nn.Module) -> list[str]:
-    """Have `DistributedDataParallel` leave the experts of `ExpertParallel` layers to their ranks.
+    """Exclude the experts of `ExpertParallel` layers from `DistributedDataParallel`.
 
-    It is called before ``model`` is wrapped, on all ranks. The wrapper averages gradients over
-    ranks, and those of experts are of the sum of the ranks' losses: divide these by the number of
-    ranks after backward, and all are of the mean.
+    Call it before wrapping ``model``, on all ranks. The wrapper averages gradients over ranks, but
+    those of experts belong to the sum of the ranks' losses. Divide these by the number of ranks
+    after backward, and all gradients are of the mean.
 
     Returns:
-        The names that are left out.
+        The excluded names.
     """
     names = [f"{path}.{name}" if path else name for path, _ in _layers(model) for name in SHARDED]
     known = list(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-    at_root = [f".{name}" for name in names if "." not in name]  # as its reducer spells them
+    at_root = [f".{name}" for name in names if "." not in name]  # as DDP's reducer spells them
     ignore(model, [*known, *names, *at_root])
     return names
 
@@ -36,25 +36,25 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clip the gradients of ``model`` by their norm over all ranks, as `torch.nn.utils` does.
 
-    `torch.nn.utils.clip_grad_norm_` sees this rank's experts alone, so that ranks would scale what
-    is replicated by numbers of their own, and have other weights from then on. All ranks call this
-    together, once the gradients of what is replicated, and of experts that several groups hold, are
-    the same wherever they are.
+    `torch.nn.utils.clip_grad_norm_` sees only this rank's experts, so each rank would scale
+    replicated gradients differently and their weights would diverge. Collective: all ranks call it,
+    after gradients of replicated parameters, and of experts that several groups hold, are equal
+    on all ranks that hold them.
 
     Args:
         model: with `ExpertParallel` layers, or a wrapper around it.
         max_norm: of all gradients together.
         norm_type: p; `inf` for the largest.
-        error_if_nonfinite: raise where the norm is not finite, on all ranks.
+        error_if_nonfinite: whether to raise on all ranks if the norm is not finite.
 
     Returns:
-        The norm before, (), the same on all ranks, in the gradients' widest dtype.
+        The norm before clipping, (), equal on all ranks, in the widest dtype of the parameters.
 
     Raises:
-        RuntimeError: it is not finite, and that was to be an error.
-        ExchangeError: a rank did not come in time.
+        RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set.
+        ExchangeError: a rank did not arrive in time.
     """
-    apart: dict[int, Exchange] = {}  # by experts' parameters
+    apart: dict[int, Exchange] = {}  # by id of experts' parameters
     for _, layer in _layers(model):
         apart.update({id(getattr(layer, name)): layer.exchange for name in SHARDED})
     given = [one for one in model.parameters() if one.grad is not None]
@@ -69,7 +69,7 @@ def clip_grad_norm_(
     joined: torch.Tensor = torch.linalg.vector_norm(
         torch.tensor(norms, dtype=torch.float64), norm_type
     )
-    # The dtype of all parameters, as ranks may lack gradients of other ones.
+    # The widest dtype of all parameters, since ranks may lack gradients of different ones.
     norm = joined.to(max((one.dtype for one in model.parameters()), key=_width))
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
@@ -91,6 +91,6 @@ def _width(dtype: torch.dtype) -> int:
 
 
 def _norm(parameters: list[nn.Parameter], order: float) -> float:
-    """Return the norm of the gradients of parameters, of which each has one."""
+    """Return the norm of the gradients of parameters, all of which have one."""
     norms = [torch.linalg.vector_norm(one.grad, order, dtype=torch.float64) for one in parameters]
     return float(torch.linalg.vector_norm(torch.stack(norms), order)) if norms else 0.0

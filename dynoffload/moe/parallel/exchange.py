@@ -1,10 +1,10 @@
-"""Exchanges of rows between the processes of a group, none of which waits for ever.
+"""Exchanges rows between the processes of a group, with timeouts.
 
-Every process of the group makes the same exchanges in the same order, whatever it has to send. A
-wait that lasts too long, or whose other end is gone, is an `ExchangeError` that names this rank,
-the layer, and what was awaited from whom. On gloo an exchange runs in the backend's own threads; on
-NCCL in its own stream, and waiting makes the current stream wait and not the process, so there the
-group's own timeout ends it. NCCL has never run.
+Every process of the group makes the same exchanges in the same order, even if it has nothing to
+send. A wait that takes too long, or whose peer is gone, raises an `ExchangeError` that names this
+rank, the layer, and what was expected from which ranks. With gloo an exchange runs in the backend's
+threads. With NCCL it runs in its own stream, and waiting blocks the current stream, not the
+process, so the group's own timeout applies. NCCL has never run.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from dynoffload.errors import ConfigError, ExchangeError
 
 
 def _why(error: RuntimeError, waited: float) -> str:
-    """Return in short why an exchange failed; what the backend says at length is the cause."""
-    said = str(error).lower()
-    if "timed out" in said:  # by this wait's timeout, or by the group's own
+    """Return in short why an exchange failed; the backend's full message is the cause."""
+    text = str(error).lower()
+    if "timed out" in text:  # by this wait's timeout, or by the group's own
         return f"not in {waited:.0f} s"
-    if any(word in said for word in ("closed", "reset", "refused", "broken pipe", "not connected")):
+    if any(word in text for word in ("closed", "reset", "refused", "broken pipe", "not connected")):
         return "a connection is closed"
     return "the backend failed"
 
 
 class Pending:
-    """An exchange on its way.
+    """An exchange in progress.
 
     Args:
-        work: of torch.distributed; None once it has arrived.
+        work: of torch.distributed; None if it is complete.
         timeout: seconds.
         what: for the error.
-        held: tensors that must live until it has arrived.
+        held: tensors to keep alive until it is complete.
     """
 
     def __init__(self, work: Any, timeout: float | None, what: str, held: tuple[Any, ...]) -> None:
         self._work, self._timeout, self._what, self._held = work, timeout, what, held
 
     def wait(self) -> None:
-        """Return once the rows are there, and what was sent may be overwritten.
+        """Block until the rows have arrived and the sent ones may be overwritten.
 
         Raises:
-            ExchangeError: they did not come in time, or somebody is gone.
+            ExchangeError: they did not arrive in time, or a rank is gone.
         """
         work, self._work = self._work, None
         if work is None:
@@ -73,8 +73,8 @@ class Exchange:
     """All-to-alls of one layer in one group.
 
     Args:
-        group: of torch.distributed; None for the default one, or for this process alone where
-            nothing is initialised.
+        group: of torch.distributed; None for the default one, or for this process alone if
+            torch.distributed is not initialised.
         timeout: seconds that a wait may last.
         name: of the layer, for errors.
 
@@ -107,17 +107,17 @@ class Exchange:
         """Send rows of ``given`` to all ranks, and fill ``into`` with theirs.
 
         Args:
-            into: (sum of takes, ...), rank by rank.
-            given: (sum of gives, ...), rank by rank.
-            takes: rows from each rank.
-            gives: rows to each rank.
-            what: is awaited, for the error.
+            into: (sum of takes, ...), grouped by rank.
+            given: (sum of gives, ...), grouped by rank.
+            takes: number of rows from each rank.
+            gives: number of rows to each rank.
+            what: is expected, for the error.
         """
         if self.world == 1:
             into.copy_(given)
             return Pending(None, None, what, (into, given))
         origins = [str(rank) for rank, rows in enumerate(takes) if rows and rank != self.rank]
-        told = (
+        message = (
             f"rank {self.rank} of {self.world}, layer {self.name!r}: {what}"
             f"{' from rank ' + ', '.join(origins) if origins else ''}"
         )
@@ -127,39 +127,39 @@ class Exchange:
             )
         except RuntimeError as error:
             raise ExchangeError(
-                f"{told} could not be asked for ({_why(error, self.timeout)}): see whether the "
+                f"{message} could not be asked for ({_why(error, self.timeout)}): see whether the "
                 "other ranks are alive; the group cannot be used any more"
             ) from error
         limit = self.timeout if into.device.type == "cpu" else None
-        return Pending(work, limit, told, (into, given))
+        return Pending(work, limit, message, (into, given))
 
     def numbers(
         self, given: Sequence[Sequence[int]], device: torch.device, what: str
     ) -> list[list[int]]:
-        """Send a row of as many integers to each rank, and return theirs.
+        """Send a row of integers to each rank, and return theirs.
 
         Args:
             given: one row for each rank, all of one length.
-            device: the group's backend takes.
-            what: is awaited, for the error.
+            device: that the group's backend supports.
+            what: is expected, for the error.
         """
         rows = torch.tensor(given, dtype=torch.int64, device=device)
-        found: list[list[int]] = self._swapped(rows, what).tolist()
+        found: list[list[int]] = self._all_to_all(rows, what).tolist()
         return found
 
     def gathered(
         self, given: Sequence[float], device: torch.device, what: str
     ) -> list[list[float]]:
-        """Return the numbers of all ranks, rank by rank."""
+        """Return the numbers of all ranks, one row per rank."""
         rows = torch.tensor([list(given)] * self.world, dtype=torch.float64, device=device)
-        found: list[list[float]] = self._swapped(rows, what).tolist()
+        found: list[list[float]] = self._all_to_all(rows, what).tolist()
         return found
 
     def largest(self, given: Sequence[float], device: torch.device, what: str) -> list[float]:
-        """Return the largest of each number over all ranks, which is the same on all of them."""
+        """Return the maximum of each number over all ranks, the same on all of them."""
         return [max(column) for column in zip(*self.gathered(given, device, what), strict=True)]
 
-    def _swapped(self, rows: torch.Tensor, what: str) -> torch.Tensor:
+    def _all_to_all(self, rows: torch.Tensor, what: str) -> torch.Tensor:
         into, ones = torch.empty_like(rows), [1] * self.world
         self.start(into, rows, ones, ones, what).wait()
         return into

@@ -1,4 +1,4 @@
-"""`ExpertParallel`: `dynoffload.moe.MoE` with its experts spread over the processes of a group."""
+"""`ExpertParallel`: `dynoffload.moe.MoE` with experts distributed over a process group."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ AUTO = "auto"
 
 
 def _is_sharded(layer: nn.Module) -> bool:
-    """Return whether ``fully_shard`` has experts of a layer, itself or by a module around it."""
+    """Return whether ``fully_shard`` manages a layer's experts, directly or by an outer module."""
     from torch.distributed._composable_state import _module_state_mapping
 
     for state in list(_module_state_mapping.values()):
@@ -45,52 +45,52 @@ def _is_sharded(layer: nn.Module) -> bool:
 
 
 SHARDED = ("up", "down")
-"""Parameters of which each rank has those of its own experts."""
+"""Names of the parameters of which each rank holds its own experts' rows."""
 
 
 class ExpertParallel(MoE):
     """A mixture of experts over a process group.
 
-    All ranks of the group make it, call it and go backward through it together, each with tokens of
-    its own, as many as it has, or none. Rank r holds experts r·E/world to (r + 1)·E/world; router
-    and shared expert are on every rank and begin alike. The loss is meant as the sum of the ranks'
-    losses: gradients of experts are those of it, while those of `replicated_parameters` are of the
-    rank's own tokens and are to be summed over ranks, as data parallelism does.
+    All ranks of the group create it, call it and run its backward together, each with its own
+    tokens, any number or none. Rank r holds experts r·E/world to (r + 1)·E/world; router and shared
+    expert are replicated, with equal initial values. The loss is the sum of the ranks' losses:
+    gradients of experts belong to that sum. Those of `replicated_parameters` are of the rank's own
+    tokens only; sum them over ranks, as data parallelism does.
 
     Args:
         width: d, of tokens.
         hidden: h, of an expert.
         experts: E, of all ranks.
-        k: experts of each token.
-        group: of torch.distributed; the default one if None, or this process alone where nothing is
-            initialised.
+        k: number of experts per token.
+        group: of torch.distributed; None: the default one, or this process alone if
+            torch.distributed is not initialised.
         activation: ``"swiglu"`` or ``"silu"``.
-        shared: hidden width of the expert that every token takes beside; 0 for none.
-        normalize: gates of a token are scaled to a sum of 1; by default where k > 1, as `MoE` does.
-        parts: n, into which a batch is cut; the same on all ranks. ``"auto"``: the
-            quickest of 1, 2, 4, 8 and 16.
-        strategy: how what reuse overwrites is had again: ``"none"``, ``"S1"`` to ``"S4"``
-            (`dynoffload.planning.strategies.Strategy`); the same on all ranks. ``"auto"``: the
-            quickest that fits in ``memory``.
-        memory: that buffers and what is kept may take where something is ``"auto"``: bytes, or
-            such as ``"2GiB"``; for loads that are alike. None for as much as it takes.
-            What is ``"auto"`` is chosen at the first batch of a size that is trained on, which
-            goes forward and backward some 20 to 50 times for that, outside of `offload()`.
+        shared: hidden width of an additional expert for every token; 0 for none.
+        normalize: whether gates of a token are scaled to a sum of 1; by default if k > 1, as `MoE`.
+        parts: n, into which a batch is split; equal on all ranks. ``"auto"``: the fastest of 1, 2,
+            4, 8 and 16.
+        strategy: how values overwritten by buffer reuse are recovered: ``"none"``, ``"S1"`` to
+            ``"S4"`` (`dynoffload.planning.strategies.Strategy`); equal on all ranks. ``"auto"``:
+            the fastest that fits in ``memory``.
+        memory: limit of buffers and saved tensors when something is ``"auto"``: bytes, or a text
+            such as ``"2GiB"``; assumes balanced loads. None: no limit. ``"auto"`` is decided at the
+            first training batch of a size, which runs forward and backward some 20 to 50 times
+            and must come outside of `offload()`.
         timeout: seconds that a rank waits for the others.
         name: of the layer, for errors.
-        spill_dir: where offloaded parts lie, on the CPU; by default the system's for temporary
+        spill_dir: directory for offloaded parts, on the CPU; by default the system's for temporary
             files.
-        device: where parameters are made.
-        dtype: of parameters; the router computes in float32 at least.
+        device: of the parameters.
+        dtype: of the parameters; the router computes in float32 at least.
 
     Attributes:
         up: (E/world, p·h, d).
         down: (E/world, d, h).
-        choice: parts and strategy: as given, or of the last batch that was trained on.
+        choice: parts and strategy, as given or as of the last training batch.
 
     Raises:
-        ConfigError: sizes that cannot be, or experts that cannot be spread evenly.
-        ExchangeError: from calls: a rank did not come in time, or is gone.
+        ConfigError: a size is invalid, or experts cannot be distributed evenly.
+        ExchangeError: from calls: a rank did not arrive in time, or is gone.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class ExpertParallel(MoE):
     def set_pipeline(
         self, parts: int | str, strategy: str, memory: int | str | None = None
     ) -> None:
-        """Cut batches otherwise from now on; all ranks do so alike.
+        """Change how batches are split; all ranks must do so alike.
 
         Args:
             parts: see the class.
@@ -147,7 +147,7 @@ class ExpertParallel(MoE):
             memory: see the class.
 
         Raises:
-            ConfigError: they cannot be.
+            ConfigError: a value is invalid.
         """
         if isinstance(parts, str) and parts != AUTO:
             raise ConfigError(f"parts={parts!r} is neither a number nor {AUTO!r}")
@@ -171,9 +171,9 @@ class ExpertParallel(MoE):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw weights anew, by rank 0's random numbers: what is replicated, alike on all ranks.
+        """Draw new weights, seeded by rank 0; replicated parameters are equal on all ranks.
 
-        All ranks do so together. On the meta device there is nothing to draw.
+        Collective: all ranks call it. On the meta device it does nothing.
         """
         if self.router.is_meta:
             return
@@ -193,17 +193,17 @@ class ExpertParallel(MoE):
 
     @property
     def has_part_of_experts(self) -> bool:
-        """Whether other ranks have other experts; sessions and checkpoints ask for it."""
+        """Whether other ranks hold other experts; read by sessions and checkpoints."""
         return self.exchange.world > 1
 
     def rows_of_experts(self) -> Iterator[Rows]:
-        """Yield the parameters of which other ranks have other rows; checkpoints ask for them."""
+        """Yield the parameters of which other ranks hold other rows; called by checkpoints."""
         for parameter in (self.up, self.down):
             held = len(parameter)
             yield Rows(parameter, self.exchange.rank * held, self.exchange.world * held)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles choose anew, and have a tier of their own."""
+        """Return the state without the tier: copies and pickles choose again, with their own."""
         return {**self.__dict__, "_tier": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -219,15 +219,15 @@ class ExpertParallel(MoE):
         return f"{super().extra_repr()}, {where}, parts={parts}, {strategy.value}{chosen}"
 
     def replicated_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters that are on every rank, whose gradients are to be summed."""
+        """Yield the parameters replicated on every rank, whose gradients are to be summed."""
         for name, parameter in self.named_parameters():
             if name not in SHARDED:
                 yield parameter
 
     def loads(self, routing: Routing) -> torch.Tensor:
-        """Return how many tokens of all ranks each expert had, (E,), the same on all of them.
+        """Return the number of tokens of all ranks for each expert, (E,), equal on all ranks.
 
-        All ranks of the group call it, and so `balance`, together. Other groups with copies of the
+        Collective, as is `balance`: all ranks of the group call it. Other groups with copies of the
         experts count their own tokens: broadcast ``choice_bias`` from one of them.
         """
         own = super().loads(routing)
@@ -235,26 +235,25 @@ class ExpertParallel(MoE):
         return torch.tensor(each, dtype=own.dtype, device=own.device).sum(0)
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the slices of this rank's experts, of a tensor with those of all, (E, ...)."""
+        """Return this rank's slices of a tensor for all experts, (E, ...)."""
         held = len(self.up)
         return whole[self.exchange.rank * held : (self.exchange.rank + 1) * held]
 
     def load_whole(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load the state of a `MoE` with the same options: this rank's experts of it.
+        """Load the state of a `MoE` with the same options; of its experts, this rank's only.
 
         Raises:
-            RuntimeError: it is of another layer, as of `torch.nn.Module.load_state_dict`.
+            RuntimeError: it is of another layer, as from `torch.nn.Module.load_state_dict`.
         """
         self.load_state_dict(
             {name: self.own(one) if name in SHARDED else one for name, one in state.items()}
         )
 
     def _check(self) -> None:
-        """Refuse what would train other experts than were asked for, or end in the midst of an
-        exchange.
+        """Check configurations that would train wrong experts, or fail during an exchange.
 
         Raises:
-            ConfigError: ranks cut batches otherwise, or a wrapper takes experts for replicas.
+            ConfigError: ranks split batches differently, or a wrapper treats experts as replicas.
         """
         wrapper = DistributedDataParallel._active_ddp_module
         wrapped = () if wrapper is None or self.exchange.world == 1 else wrapper._module_parameters
@@ -321,11 +320,11 @@ class ExpertParallel(MoE):
         up: torch.Tensor,
         down: torch.Tensor,
     ) -> Choice:
-        """Return how a batch is cut; all ranks call this together."""
+        """Return how to split a batch; collective."""
         needs = any(one.requires_grad for one in (tokens, gates, up, down))
         given = [float(len(tokens)), float(needs)]
         size, trains = self.exchange.largest(given, tokens.device, "sizes of batches")
-        if not size or not trains:  # nothing that could be cut, or no backward to time
+        if not size or not trains:  # nothing to split, or no backward to time
             return self.choice if size else PLAIN
         on_cpu = tokens.device.type == "cpu"
         own = [tokens.detach().requires_grad_(), gates.detach().requires_grad_()]
@@ -350,7 +349,7 @@ class ExpertParallel(MoE):
             passed = [time.perf_counter() - start]
             return self.exchange.largest(passed, tokens.device, "times of a trial")[0]
 
-        # What trials save for backward is nobody's to keep, count or make again.
+        # Outer hooks must not see the tensors that trials save for backward.
         with torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one):
             shape = self._shape(int(size), tokens.element_size())
             return chooser.choose(shape, seconds, offloads=on_cpu)
@@ -358,7 +357,7 @@ class ExpertParallel(MoE):
     def _call(
         self, choice: Choice, tokens: torch.Tensor, chosen: torch.Tensor, gates: torch.Tensor
     ) -> Call:
-        """Agree with the other ranks on what goes where."""
+        """Exchange the dispatch plan with the other ranks, and return the call."""
         grads = torch.is_grad_enabled()
         sent = dispatch(
             self.exchange,

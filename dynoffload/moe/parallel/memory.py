@@ -1,4 +1,4 @@
-"""Bytes that the pipeline of a layer holds at most, by counting; source: MPipeMoE (arXiv
+"""Estimates the peak bytes of a layer's pipeline by counting; source: MPipeMoE (arXiv
 2506.22175)."""
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from dynoffload.planning.strategies import Strategy
 
 @dataclass(frozen=True)
 class Shape:
-    """A batch of one rank, where experts and ranks have like loads.
+    """Sizes of one rank's batch, assuming balanced loads of experts and ranks.
 
     Attributes:
-        tokens: L, of the rank that has most.
-        rows: that it takes, and sends.
-        pairs: of a row and an expert.
+        tokens: L, of the rank with most.
+        rows: number that it receives, and sends.
+        pairs: number of (row, expert) pairs.
         width: d.
         hidden: h.
-        first: p, columns of the first product for one of the second.
-        itemsize: bytes of a number.
+        first: p, columns of the first product for each of the second.
+        itemsize: bytes per element.
     """
 
     tokens: int
@@ -35,9 +35,9 @@ class Shape:
 def shape_of(
     tokens: int, k: int, experts: int, world: int, width: int, hidden: int, first: int, size: int
 ) -> Shape:
-    """Return the shape of a batch whose tokens choose experts alike.
+    """Return the sizes of a batch whose tokens choose experts uniformly.
 
-    Of k different experts of E, none is on a given rank with a chance of
+    The probability that none of k different experts of E is on a given rank is
     ``C(E - E/world, k) / C(E, k)``.
     """
     away = 1.0
@@ -49,9 +49,9 @@ def shape_of(
 
 
 def memory(strategy: Strategy, parts: int, shape: Shape) -> int:
-    """Return the bytes that the pipeline holds at most, in backward.
+    """Return the peak bytes of the pipeline, which occur in backward.
 
-    Counted are buffers, what is kept, the gradient of tokens, and tiles; not parameters, their
+    Included are buffers, saved tensors, the gradient of tokens, and tiles; not parameters, their
     gradients, the layer's own input and result, the router, or index structures.
     """
     rows = shape.rows * shape.width
@@ -61,8 +61,8 @@ def memory(strategy: Strategy, parts: int, shape: Shape) -> int:
         3 * shape.width + (5 * shape.first - 1) * shape.hidden
     )
     if not strategy.reuses:
-        # Kept rows; gradients of results and rows of this part, of results of the next, of rows of
-        # the last; what goes out and comes home.
+        # Saved rows; gradients of results and rows of this part, of results of the next, of rows of
+        # the previous; send and receive buffers.
         held = rows + middle + {1: 2, 2: 4}.get(parts, 6) * rows / parts
     else:
         away = {1: 3, 2: 5}.get(parts, 6)

@@ -1,18 +1,18 @@
-"""The parts of a batch through dispatch, experts and combination, one part beside the next.
+"""Pipelines the parts of a batch through dispatch, experts and combination.
 
-`pipelined` is one node of autograd over all parts. While the experts work on a part, the rows of
-the next are dispatched and those of the last come back, by the backend's own threads or stream.
+`pipelined` is one autograd node over all parts. While the experts process a part, the rows of the
+next are dispatched and those of the previous return, by the backend's own threads or stream.
 
 Source: MPipeMoE (arXiv 2506.22175).
 
-[Note: memory]  A part's rows and middle are kept for backward, as autograd keeps tensors, or are
-had again as the strategy says. All else lives until its exchange was waited for: so of each kind
-there are at most two, whatever the number of parts. Of what is copied below, one part's copies are
-waited for before the next part's begin.
+[Note: memory]  A part's rows and middle are saved for backward, as by autograd, or recovered as the
+strategy defines. All other buffers live until their exchange is waited for. So there are at most
+two of each kind, for any number of parts. Copies to the tier of one part are complete before those
+of the next part begin.
 
-[Note: order]  All ranks start the same exchanges in the same order: in forward S0, then for each
-part p: S(p+1), R(p); in backward, if rows are sent again, each part's before its gradients. Whether
-gradients of tokens or gates go home is what any rank needs, which is agreed with the counts.
+[Note: order]  All ranks start the same exchanges in the same order: in forward S(0), then for each
+part p: S(p+1), R(p), where S sends and R returns rows; in backward, if rows are sent again, each
+part's before its gradients. Gradients of tokens or gates are returned if any rank needs them.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from dynoffload.planning.strategies import Strategy
 
 @dataclass(eq=False)
 class Call:
-    """What forward and backward of one call share.
+    """State shared by forward and backward of one call.
 
     Attributes:
         exchange: of the layer.
-        sent: what goes where.
+        sent: the dispatch plan.
         activation: of the experts.
-        strategy: for what is not kept.
-        tier: takes what is offloaded; None where the strategy offloads nothing.
-        rows: of each part, that were offloaded.
-        middles: of each part, in pieces by expert, that were offloaded.
+        strategy: for values that are not saved.
+        tier: stores offloaded tensors; None if the strategy offloads nothing.
+        rows: offloaded rows of each part.
+        middles: offloaded middle of each part, in pieces by expert.
     """
 
     exchange: Exchange
@@ -56,34 +56,34 @@ class Call:
     middles: list[list[tuple[slice, Stored]]] = field(default_factory=list)
 
     def lower(self, tensor: torch.Tensor) -> Stored:
-        """Begin to copy what is to be offloaded."""
+        """Start to offload a tensor."""
         if self.tier is None:
             raise ConfigError(f"{self.strategy.value} offloads, and there is no tier to offload to")
         return self.tier.store(tensor)
 
     def lower_middle(self, middle: torch.Tensor, rows: slice) -> None:
-        """Begin to copy an expert's rows of the last part's middle."""
+        """Start to offload an expert's rows of the last part's middle."""
         self.middles[-1].append((rows, self.lower(middle[rows])))
 
     def out(self, given: torch.Tensor, part: int) -> _Arriving:
-        """Start to dispatch the rows of ``given`` that a part sends."""
+        """Start to dispatch the rows of ``given`` that belong to a part."""
         one = self.sent.parts[part]
         rows, into = given.index_select(0, one.index), given.new_empty(one.taken, given.shape[1])
-        told = f"rows of part {part + 1} of {len(self.sent.parts)}"
-        return _Arriving(self.exchange.start(into, rows, one.takes, one.gives, told), into)
+        what = f"rows of part {part + 1} of {len(self.sent.parts)}"
+        return _Arriving(self.exchange.start(into, rows, one.takes, one.gives, what), into)
 
     def back(self, given: torch.Tensor, part: int, into: torch.Tensor) -> _Return:
-        """Start to send the results of a part home, where they are added to their tokens."""
+        """Start to return the results of a part, to be added to their tokens."""
         one = self.sent.parts[part]
         rows = given.new_empty(one.sent, given.shape[1])
-        told = f"results of part {part + 1} of {len(self.sent.parts)}"
-        pending = self.exchange.start(rows, given, one.gives, one.takes, told)
+        what = f"results of part {part + 1} of {len(self.sent.parts)}"
+        pending = self.exchange.start(rows, given, one.gives, one.takes, what)
         return _Return(pending, rows, one, into)
 
 
 @dataclass(eq=False)
 class _Arriving:
-    """Rows on their way here."""
+    """Rows being received."""
 
     pending: Pending | Copy | None
     rows: torch.Tensor
@@ -96,7 +96,7 @@ class _Arriving:
 
 @dataclass(eq=False)
 class _Return:
-    """Results on their way home."""
+    """Results being returned to their tokens' ranks."""
 
     pending: Pending
     rows: torch.Tensor
@@ -104,7 +104,7 @@ class _Return:
     into: torch.Tensor
 
     def wait(self) -> None:
-        """Add them to their tokens, rank by rank, so that sums have one order."""
+        """Add the results to their tokens, rank by rank, so that sums have a fixed order."""
         self.pending.wait()
         at = 0
         for count in self.part.gives:
@@ -115,7 +115,7 @@ class _Return:
 
 
 class _Pipelined(torch.autograd.Function):
-    """See the module."""
+    """Autograd node of `pipelined`; see the module."""
 
     @staticmethod
     def forward(
@@ -180,7 +180,7 @@ class _Pipelined(torch.autograd.Function):
             d_rows = d_out.new_zeros(sum(sent.takes), gates_shape[1])
 
         def begin(number: int) -> tuple[_Arriving, _Arriving]:
-            """Begin to have a part's rows again, and to dispatch the gradients of its results."""
+            """Start to recover a part's rows, and to dispatch the gradients of its results."""
             if not strategy.reuses:
                 rows = _Arriving(None, rest[2 * number])
             elif strategy.sends_again:
@@ -191,7 +191,7 @@ class _Pipelined(torch.autograd.Function):
             return rows, call.out(d_out, number)
 
         def load(number: int) -> tuple[torch.Tensor | None, list[Copy]]:
-            """Begin to have a part's middle again, unless it is computed."""
+            """Start to load a part's middle, unless it is recomputed."""
             if strategy.computes_again:
                 return None, []
             if not strategy.reuses:
@@ -225,7 +225,7 @@ class _Pipelined(torch.autograd.Function):
             del d_given
         if leaving is not None:
             leaving.wait()
-        d_gates = _gates_home(call, d_rows, gates_shape) if d_rows is not None else None
+        d_gates = _return_gate_gradients(call, d_rows, gates_shape) if d_rows is not None else None
         needs = ctx.needs_input_grad
         return (
             d_tokens if needs[0] else None,
@@ -238,17 +238,17 @@ class _Pipelined(torch.autograd.Function):
 
 
 def _wait_for_copies(call: Call) -> None:
-    """Wait for what the last part has begun to copy below."""
+    """Wait until the last part's copies to the tier are complete."""
     for stored in (*call.rows[-1:], *(one for _, one in (call.middles or [[]])[-1])):
         stored.wait()
 
 
-def _gates_home(call: Call, d_rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return the gradients of this rank's gates, (L, k), of which each rank made some."""
+def _return_gate_gradients(call: Call, d_rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Return the gradients of this rank's gates, (L, k), after collecting them from all ranks."""
     sent = call.sent
     found = d_rows.new_empty(len(sent.index), shape[1])
-    told = "gradients of gates"
-    call.exchange.start(found, d_rows, sent.gives, sent.takes, told).wait()
+    what = "gradients of gates"
+    call.exchange.start(found, d_rows, sent.gives, sent.takes, what).wait()
     made = d_rows.new_zeros(shape)
     row, column = sent.mine.nonzero().unbind(1)
     made[sent.index[row], column] = found[row, column]
@@ -262,18 +262,18 @@ def pipelined(
     down: torch.Tensor,
     call: Call,
 ) -> torch.Tensor:
-    """Return the sum of each token's experts, wherever they are, by their gates.
+    """Return the weighted sum of each token's experts, on whichever rank they are.
 
     Args:
         tokens: of this rank, (L, d).
-        gates: (L, k), of the dtype of ``tokens``.
+        gates: (L, k), in the dtype of ``tokens``.
         up: of this rank's experts, (E/world, p·h, d).
         down: (E/world, d, h).
-        call: what goes where, and how.
+        call: the dispatch plan and settings.
 
     Raises:
-        ExchangeError: another rank did not come in time, or is gone.
-        SpillError: what was offloaded cannot be written or read.
+        ExchangeError: another rank did not arrive in time, or is gone.
+        SpillError: offloaded tensors cannot be written or read.
     """
     keeps = torch.is_grad_enabled() and any(one.requires_grad for one in (tokens, gates, up, down))
     return _Pipelined.apply(tokens, gates, up, down, call, keeps)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,7 +1,7 @@
-"""Where a part's rows and middle go between forward and backward: a file, by a thread of its own.
+"""Stores a part's rows and middle between forward and backward in a file, by a separate thread.
 
-The file has no name and is private, as every spill file of dynoffload; its pages may be in the
-system's page cache, which is no memory of the process and can be taken from it at any time.
+The file is unnamed and private, like every spill file. Its pages may be in the system's page cache,
+which does not count as process memory and can be reclaimed at any time.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from dynoffload.errors import SpillError
 from dynoffload.memory.spill import SpillFile, default_spill_dir, transfer
 from dynoffload.planning.extents import Extents
 
-_MOST = 1 << 62  # bytes of a file
+_MAX_FILE_BYTES = 1 << 62  # maximum bytes of a file
 
 
 class Copy:
-    """A copy on its way; what is read keeps its room until then."""
+    """A copy in progress; a tensor being read keeps its space in the file until then."""
 
     def __init__(self, tier: FileTier, copying: Future[None], held: object = None) -> None:
         self._tier, self._copying, self._held = tier, copying, held
 
     def wait(self) -> None:
-        """Return once it is made, and what was written may be overwritten.
+        """Block until it is complete, and the memory of a written tensor may be overwritten.
 
         Raises:
             SpillError: it failed, or takes too long.
@@ -44,30 +44,30 @@ class Copy:
 
 
 class Stored(Copy):
-    """A tensor in the file; its room is free again once nobody has this."""
+    """A tensor in the file; its space is freed when the last reference to this is gone."""
 
     def __init__(self, tier: FileTier, copying: Future[None], offset: int, size: int) -> None:
         super().__init__(tier, copying)
         self._offset = offset
-        # May be called in the midst of anything, as the garbage collector runs.
+        # May be called at any point, when the garbage collector runs.
         weakref.finalize(self, tier.freed.append, (offset, size))
 
     def load(self, into: torch.Tensor) -> Copy:
-        """Begin to fill ``into``."""
+        """Start to read the tensor into ``into``."""
         return Copy(self._tier, self._tier.copy(into, self._offset, reads=True), self)
 
 
 class FileTier:
-    """A private file on a disk, and the thread that copies, in the order of what is asked for.
+    """A private file on a disk, and a thread that copies in the order of requests.
 
-    Both end after the last copy, once nobody has the tier.
+    Both end after the last copy, once there are no references to the tier.
 
     Args:
-        directory: where the file lies; by default the system's for temporary files.
+        directory: of the file; by default the system's for temporary files.
         timeout: seconds that a copy may take.
 
     Attributes:
-        freed: room that nobody has any more, free from the next `store` on.
+        freed: unused space, available from the next `store` on.
 
     Raises:
         SpillError: the directory is missing, in memory, not writable or full.
@@ -78,12 +78,12 @@ class FileTier:
         purpose = "offloaded parts of batches"
         self._file = SpillFile(self.directory, 0, direct=False, purpose=purpose)
         weakref.finalize(self._file, os.close, self._file.fd)
-        self._room = Extents(_MOST)
+        self._room = Extents(_MAX_FILE_BYTES)
         self.freed: deque[tuple[int, int]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dynoffload-parts")
 
     def store(self, tensor: torch.Tensor) -> Stored:
-        """Begin to copy ``tensor``, which is contiguous."""
+        """Start to copy ``tensor``, which is contiguous, to the file."""
         while self.freed:
             self._room.give(*self.freed.popleft())
         size = max(tensor.nbytes, 1)
@@ -107,6 +107,6 @@ def _copy(file: SpillFile, given: list[torch.Tensor], offset: int, reads: bool) 
     try:
         transfer(file.fd, given.pop(), offset, reads=reads)
     except OSError as error:
-        told = file.unreadable if reads else file.unwritable
-        message = told("a part of a batch", str(error.strerror))
+        describe = file.unreadable if reads else file.unwritable
+        message = describe("a part of a batch", str(error.strerror))
         raise SpillError(error.errno, message) from error
