@@ -45,7 +45,7 @@ class Spans:
         )
 
     def rate(self, edges: Floats) -> Floats:
-        """Return bytes per second in each bin of ``edges`` [m + 1]; each span has a constant rate."""
+        """Return bytes per second in each bin of ``edges`` [m + 1]; a span has a constant rate."""
         length = np.maximum(self.end - self.start, 1e-9)  # avoids division by zero
         total = [self.nbytes @ np.clip((at - self.start) / length, 0.0, 1.0) for at in edges]
         return np.diff(np.array(total)) / np.diff(edges)
