@@ -1,8 +1,8 @@
 """DTR: a block that stays within its budget by dropping activations and recomputing them.
 
 As published, parameters, gradients and optimizer state stay in memory; a budget that does not hold
-them is refused. The budget counts them and every tensor that an operator returns in the block's
-thread. Temporaries of operators and of the optimizer's step are headroom. Only tensors that
+them is refused. It counts the model's tensors and every tensor that an operator returns in the
+block's thread. Temporaries of operators and of the optimizer's step are headroom. Only tensors that
 autograd saves in forward, without other references, are dropped.
 
 [Note: writes]  In-place operators are not recorded; the storage they wrote becomes a root (see
@@ -208,7 +208,7 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # Saved tensors
 
     def pack(self, tensor: Tensor) -> Handle | Tensor:
-        """Replace a tensor that autograd saves by a handle, or return it if it cannot be recorded."""
+        """Return a handle for a saved tensor, or the detached tensor if it cannot be recorded."""
         with self._own():
             if not _is_simple(tensor) or is_of_a_subclass(tensor):
                 return tensor.detach()
