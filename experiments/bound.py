@@ -145,8 +145,8 @@ def _fewest_dropped(
             ending[interval.stop].append(interval)
             heappush(farthest, (-interval.stop, interval))
         in_use = pinned[position] if position < length else ()
-        beside = sum(sizes[region] for region in in_use if covered.get(region, 0) <= position)
-        while (excess := total + beside - capacity) > 0:
+        extra = sum(sizes[region] for region in in_use if covered.get(region, 0) <= position)
+        while (excess := total + extra - capacity) > 0:
             interval = farthest[0][1]
             cut = min(excess, kept[interval])
             kept[interval] -= cut

@@ -39,8 +39,8 @@ LEAST_S = 10.0
 """Minimum time limit of a step, however short a plain one is."""
 SLOWEST = 60.0
 """Time limit of a step, in multiples of a plain one."""
-_SAID = 400
-_STARVED = ", as the kernel does where what it may reclaim in a memory group is less than is wanted"
+_MESSAGE_CHARS = 400
+_OOM_WHY = ", as the kernel does where what it may reclaim in a memory group is less than is wanted"
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Contestant:
             self._worker = stack.enter_context(worker(self.name, way.spec, self._group, START_S))
             self._state = self._worker.ask("state")
         except (WorkerError, LimitError) as error:
-            self._leave(error)
+            self._drop_out(error)
 
     def step(self, *, measured: bool = True) -> object:
         """Make a step, unless it has dropped out."""
@@ -155,22 +155,22 @@ class Contestant:
             return None
         self._worker.patience = self._patience()
         before = swapped_bytes() if self._way.swap_bytes else (0, 0)
-        told = [json.dumps(self._way.orders[len(self._worker.steps)])] if self._way.orders else []
+        args = [json.dumps(self._way.orders[len(self._worker.steps)])] if self._way.orders else []
         try:
-            made = self._worker.step(*told, measured=measured)
+            made = self._worker.step(*args, measured=measured)
         except WorkerError as error:
-            self._leave(error)
+            self._drop_out(error)
             return None
         if self._way.swap_bytes and measured:
             after = swapped_bytes()
             self._swapped.append((after[0] - before[0], after[1] - before[1]))
         return made
 
-    def _leave(self, error: Exception) -> None:
+    def _drop_out(self, error: Exception) -> None:
         lines = str(error).strip().splitlines()
-        self.why = lines[-1].removeprefix(f"{self.name!r} failed: ")[-_SAID:]
+        self.why = lines[-1].removeprefix(f"{self.name!r} failed: ")[-_MESSAGE_CHARS:]
         if self._way.swap_bytes and "was killed by signal 9" in self.why:
-            self.why += _STARVED
+            self.why += _OOM_WHY
 
     def result(self, plain: Worker) -> Side:
         """Return its result, compared with ``plain``."""

@@ -154,21 +154,21 @@ def measure(network: Subject, samples: int) -> _Measured:
 def three_figures() -> CostModel:
     """Return a cost model of this machine as from its data sheet.
 
-    The peak is that of one large product in single precision, the bandwidth that of one large
-    addition in place (each the best of a few), the overhead that of adding one element (median).
+    The peak comes from a large product in single precision, the bandwidth from a large addition
+    in place; each is the best of a few. The overhead is the median of adding one element.
     """
     left, right, made = (torch.rand(_EDGE, _EDGE) for _ in range(3))
     one, other = torch.rand(_LONG), torch.rand(_LONG)
-    little = torch.rand(1)
+    scalar = torch.rand(1)
     traces: list[Trace] = []
     layer = torch.nn.Identity()
     with torch.no_grad():
         product = _best(lambda: torch.mm(left, right, out=made))
         addition = _best(lambda: one.add_(other))
     with Recorder(layer, on_step=traces.append, clock=_clock):
-        value = layer(little.requires_grad_())
+        value = layer(scalar.requires_grad_())
         for _ in range(50):
-            value = value + little
+            value = value + scalar
         value.sum().backward()
     calls = [op.seconds for op in traces[-1].operators if op.name == "aten.add.Tensor"]
     return CostModel(

@@ -112,7 +112,7 @@ class Demo(Experiment[Params]):
         title = f"MoE {own.preset}, {own.tokens} tokens a step"
         Console().print(comparison_table(rows, title=title, budget=budget))
         took = time.perf_counter() - begin
-        for line in _told(rows, log, budget, own.steps):
+        for line in _outcome(rows, log, budget, own.steps):
             _say(line)
         _say(
             f"Look at {files.page} in a browser, at {files.perfetto} in ui.perfetto.dev, and at "
@@ -147,7 +147,7 @@ def _trained(
     return [one["loss"] for one in made], [one["seconds"] for one in made], log
 
 
-def _told(rows: Sequence[ComparisonRow], log: RunLog, budget: int, steps: int) -> Iterator[str]:
+def _outcome(rows: Sequence[ComparisonRow], log: RunLog, budget: int, steps: int) -> Iterator[str]:
     """Yield one sentence on memory and losses, and one on step times."""
     plain, *paged = rows
     times = {row.name: format_seconds(row.step_s) for row in rows}

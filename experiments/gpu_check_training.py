@@ -190,7 +190,7 @@ class _Training:
         allowed = budget_of(model, optimizer, ACCELERATOR, config)
         beside = held + max(0, expected.took - allowed.whole)  # see [Note: beside]
         budget = allowed.budget + _TEMPORARY.get(case.network, 0) + beside
-        pilot = None if case.lies is None else _liar(model, case.lies)
+        pilot = None if case.lies is None else _wrong_pilot(model, case.lies)
         with (
             late(case.seed if case.kind is Kind.RACES else None) as made,
             dynoffload.offload(
@@ -328,7 +328,7 @@ def _peak_bytes(device: torch.device) -> int:
     return peak
 
 
-def _liar(model: nn.Module, seed: int) -> LyingPilot:
+def _wrong_pilot(model: nn.Module, seed: int) -> LyingPilot:
     chance = random.Random(seed)
     return LyingPilot(model, [[chance.randrange(-2, 40) for _ in range(20)] for _ in range(5)])
 

@@ -27,7 +27,7 @@ from dynoffload.memory.limits import resident_bytes
 from dynoffload.units import GiB, MiB
 
 MEASURED, NO_ROOM, NOT_MEASURED = "measured", "does not fit", "not measured"
-_SAID = 160
+_MESSAGE_CHARS = 160
 _AHEAD = 4  # copies enqueued before the first is waited for
 
 
@@ -45,13 +45,13 @@ def measure(task: Task) -> dict[str, Any]:
     try:
         return {"state": MEASURED, "why": "", **_trained(task)}
     except (torch.OutOfMemoryError, BudgetError, MemoryError) as error:
-        return {"state": NO_ROOM, "why": _said(error)}
+        return {"state": NO_ROOM, "why": _message(error)}
     except (DynOffloadError, RuntimeError, NotImplementedError) as error:
-        return {"state": NOT_MEASURED, "why": _said(error)}
+        return {"state": NOT_MEASURED, "why": _message(error)}
 
 
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip()[:_SAID]}"
+def _message(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip()[:_MESSAGE_CHARS]}"
 
 
 def _trained(task: Task) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class Try:
 
 @dataclass(frozen=True)
 class Params:
-    """What is asked of every way."""
+    """Memory, sizes and limits of every method."""
 
     memory: str = option("512MiB", "that a process may take beyond what it takes without a network")
     share: float = option(0.5, "of that, as the budget of ways that count bytes")

@@ -1,4 +1,4 @@
-"""Experts of one layer: time and memory beside transformers' and a reference with routed buffers.
+"""Experts of one layer: time and memory against transformers' and a routed-buffer reference.
 
 The seven configurations of MoEBlaze (arXiv 2601.05296, section 6), full size on an accelerator and
 scaled down on a CPU. All methods get the same tokens and routing, and alternate in every round.

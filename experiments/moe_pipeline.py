@@ -1,4 +1,4 @@
-"""Experts over processes on slow links: parts and strategies beside the layer in one part.
+"""Experts over processes on slow links: parts and strategies against the layer in one part.
 
 2 and 4 gloo processes whose exchanges are slowed to a link's rate; layers with the proportions of
 GPT-S, BERT-L and GPT-XL, scaled down. Measures every number of parts and strategy, the layer's own

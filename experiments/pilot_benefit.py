@@ -114,7 +114,7 @@ class PilotBenefit(Experiment[Params]):
             footprint, _ = learned(spec, own.samples, self.report, Path(pilot))
             held_out: dict[str, Any] = {"split": "held-out", "data_seed": 1}
             spec = replace(spec, threads=threads, spill_dir=where, **held_out)
-            orders, losses = self._looked_ahead(spec, turns.steps)
+            orders, losses = self._plain_orders(spec, turns.steps)
             budget = int(share * footprint)
             ways = {
                 key: Way(
@@ -145,7 +145,7 @@ class PilotBenefit(Experiment[Params]):
             },
         }
 
-    def _looked_ahead(self, spec: Spec, steps: int) -> tuple[list[list[str]], list[str]]:
+    def _plain_orders(self, spec: Spec, steps: int) -> tuple[list[list[str]], list[str]]:
         """Return the modules visited by each step of a plain run, and its losses; the run is not
         timed."""
         orders = []
@@ -163,13 +163,13 @@ class PilotBenefit(Experiment[Params]):
         runs = [
             {**row, "run": key, **row["runs"][key]} for row in rows for key in ("plain", *POLICIES)
         ]
-        beside = [{**row, **every[row["case"]]} for row in rows]
+        with_ratios = [{**row, **every[row["case"]]} for row in rows]
         parts: list[Table | str] = [
-            table("the pilot against the others", _RATIOS, beside),
+            table("the pilot against the others", _RATIOS, with_ratios),
             table("runs", _RUNS, runs, words=("run", "losses")),
         ]
         for key, (most, title) in ASKED.items():
-            known = [row for row in beside if row[key] is not None]
+            known = [row for row in with_ratios if row[key] is not None]
             missed = [row["title"] for row in known if row[key] > most]
             where = f"; missed: {', '.join(missed)}" if missed else ""
             parts.append(f"{title} ≤ {most:g}: {len(known) - len(missed)} of {len(known)}{where}")

@@ -76,8 +76,8 @@ def _scored(
     predict: Callable[[Example], Sequence[int]], recording: Recording, varying: frozenset[int]
 ) -> Scores:
     """Return the held-out scores of a predictor that is called on all steps in order."""
-    told = [predict(example) for example in recording.examples]
-    held = iter([told[step] for step in recording.held_out])
+    predictions = [predict(example) for example in recording.examples]
+    held = iter([predictions[step] for step in recording.held_out])
     return score(lambda _: next(held), recording.scored, varying)
 
 

@@ -253,9 +253,9 @@ def _real(
     found, plain, paces = [], [], []
     tiers, moves = _tiers(spill), measure_moves(spill or default_spill_dir())
     for _ in range(runs):
-        beside = _child(simulated_run.timed, Task(setting.network, steps, spill_dir=spill))
-        plain.append(beside["times"])
-        paces.append(beside["pace_s"])
+        reference = _child(simulated_run.timed, Task(setting.network, steps, spill_dir=spill))
+        plain.append(reference["times"])
+        paces.append(reference["pace_s"])
         found.append(_child(simulated_run.budgeted, task))
     return Real(
         tuple(one["steps"] for one in found),

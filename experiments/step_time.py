@@ -1,4 +1,4 @@
-"""Time per training step over budgets, for every policy, beside plain PyTorch.
+"""Time per training step over budgets, for every policy, compared with plain PyTorch.
 
 Dynamic networks train under shares of their training footprint. Each policy runs in its own process
 and takes turns with plain training, on the same samples. A budget under which a policy cannot run
@@ -262,17 +262,17 @@ def standing(row: Mapping[str, Any]) -> tuple[list[str], float | None]:
 def reasons(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return why policies cannot run, and other notes. Budgets whose reasons differ only in their
     numbers share a line."""
-    told: dict[tuple[str, str, str], tuple[str, list[str]]] = {}
+    grouped: dict[tuple[str, str, str], tuple[str, list[str]]] = {}
     for row in rows:
         for key, policy in row["policies"].items():
             side = policy["measured"]
             why = side and (side["why"] or side["note"])
             if why:
                 about = row["network"], POLICIES[key][0], _NUMBER.sub("", why)
-                told.setdefault(about, (why, []))[1].append(row["budget"])
+                grouped.setdefault(about, (why, []))[1].append(row["budget"])
     return [
         f"{network}, {', '.join(budgets)}: {title}: {why}"
-        for (network, title, _), (why, budgets) in told.items()
+        for (network, title, _), (why, budgets) in grouped.items()
     ]
 
 

@@ -1,4 +1,4 @@
-"""Tiles of a linear layer: their bits and time beside the whole, and a weight past the budget.
+"""Tiles of a linear layer: their bits and time against the whole, and a weight above the budget.
 
 For single layers: at which numbers of rows the tiled output and gradients differ from the whole's,
 and the error of the input's gradient. For a small network with one large layer: the step time
@@ -125,13 +125,13 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _rows(key: str) -> Callable[[Mapping[str, Any]], str]:
-    def told(row: Mapping[str, Any]) -> str:
+    def text(row: Mapping[str, Any]) -> str:
         found: list[int] = row["rows_that_differ"][key]
         if not found:
             return "same"
         return "all" if found == list(ROWS) else ", ".join(map(str, found))
 
-    return told
+    return text
 
 
 _BITS: dict[str, Callable[[Mapping[str, Any]], str]] = {

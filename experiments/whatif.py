@@ -55,7 +55,7 @@ CXL memory over PCIe 5.0 x16, and one NVMe drive; rounded typical figures, none 
 
 @dataclass(frozen=True)
 class Params:
-    """What is asked."""
+    """The traces, the machine and the limits."""
 
     traces: Path | None = option(
         None, "a directory of `dynoffload profile`; without it a mixture of experts is recorded"
@@ -123,7 +123,7 @@ class WhatIf(Experiment[Params]):
 
     def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
         found, rows = result["summary"], result["rows"]
-        whole, compute = format_bytes(found["step_bytes"]), _whole(rows[0])["compute_s"]
+        whole, compute = format_bytes(found["step_bytes"]), _planned_in_memory(rows[0])["compute_s"]
         parts: list[Table | str] = [
             Table(row["case"], _heads(), list(_cells(row)), ()) for row in rows
         ]
@@ -267,7 +267,7 @@ def _cells(tier: Mapping[str, Any]) -> Iterator[list[str]]:
 def answers(name: str, tier: Mapping[str, Any], tolerance: float) -> list[str]:
     """Return the answers for one tier, as sentences."""
     hidden = f"no more than {tolerance:.0%} of a step waits"
-    least, left = tier["least_budget_bytes"], _whole(tier)["exposed"]
+    least, left = tier["least_budget_bytes"], _planned_in_memory(tier)["exposed"]
     said = [
         f"budget: from {format_bytes(least)} on {hidden}"
         if least is not None
@@ -293,7 +293,7 @@ def answers(name: str, tier: Mapping[str, Any], tolerance: float) -> list[str]:
     return said
 
 
-def _whole(tier: Mapping[str, Any]) -> Mapping[str, Any]:
+def _planned_in_memory(tier: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the planned result with everything in memory, which is always feasible."""
     planned: Mapping[str, Any] = tier["budgets"][0]["planned"]
     return planned

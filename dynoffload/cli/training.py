@@ -132,7 +132,7 @@ def run(
     )
     code: object = 1
     try:
-        with log_lines(), _wrapped(wrap), _left_at_the_end():
+        with log_lines(), _wrapped(wrap), _leaving_open_blocks():
             run_script(script, arguments or [])
         code = 0
     except SystemExit as end:
@@ -182,7 +182,7 @@ def profile(
     code: object = None
     set_defaults(profile_dir=out, profile_steps=steps)
     try:
-        with log_lines(), _wrapped(wrap), _left_at_the_end():
+        with log_lines(), _wrapped(wrap), _leaving_open_blocks():
             run_script(script, arguments or [])
     except ProfilingDone:
         pass
@@ -222,7 +222,7 @@ def _wrapped(wanted: bool) -> contextlib.AbstractContextManager[Wrap | None]:
 
 
 @contextlib.contextmanager
-def _left_at_the_end() -> Iterator[None]:
+def _leaving_open_blocks() -> Iterator[None]:
     """Leave the blocks that a script has left open, as the exit of its own process would."""
     from dynoffload.runtime.block import leave_all
 

@@ -105,7 +105,7 @@ def measure_tiers(
         raise ConfigError(f"seconds={seconds} must be positive")
     directory = Path(spill_dir)
     size = _usable_size(directory, file_bytes)
-    tell = progress or (lambda name, share: None)
+    report = progress or (lambda name, share: None)
     rows: list[Measurement] = []
     with _spill_file(directory, size) as file:
         descriptor, direct = file.fd, file.direct
@@ -118,12 +118,12 @@ def measure_tiers(
         ]
         _fill(descriptor, size)
         for done, (direction, threads) in enumerate(plan):
-            tell(f"{direction.value}, {threads} thread" + ("s" if threads > 1 else ""), done / 7)
+            report(f"{direction.value}, {threads} thread" + ("s" if threads > 1 else ""), done / 7)
             bps = _file_bandwidth(descriptor, size, direction, threads, seconds, direct)
             rows.append(Measurement(direction, threads, CHUNK, bps))
     cores = len(os.sched_getaffinity(0))
     for done, threads in enumerate(sorted({1, min(cores, _MOST_THREADS)}), len(plan)):
-        tell(f"memory, {threads} thread" + ("s" if threads > 1 else ""), done / 7)
+        report(f"memory, {threads} thread" + ("s" if threads > 1 else ""), done / 7)
         bps = _memory_bandwidth(threads, seconds)
         rows.append(Measurement(Direction.MEMORY, threads, _COPY_BYTES // threads, bps))
     best = {
@@ -178,7 +178,7 @@ def _fill(descriptor: int, size: int) -> None:
     """Write the whole file: allocated but unwritten blocks read as zeros without disk access."""
     piece = _buffer(CHUNK, 0)
     for offset in range(0, size, CHUNK):
-        _whole(os.pwrite(descriptor, piece, offset))
+        _require_chunk(os.pwrite(descriptor, piece, offset))
     os.fsync(descriptor)
 
 
@@ -196,10 +196,10 @@ def _file_bandwidth(
             offset = (index * share + turn % share) * CHUNK
             piece = pieces[turn % _BUFFERS]
             if writes:
-                return _whole(os.pwrite(descriptor, piece, offset))
+                return _require_chunk(os.pwrite(descriptor, piece, offset))
             if not direct:
                 os.posix_fadvise(descriptor, offset, CHUNK, os.POSIX_FADV_DONTNEED)
-            return _whole(os.preadv(descriptor, [piece], offset))
+            return _require_chunk(os.preadv(descriptor, [piece], offset))
 
         def finish() -> None:
             if writes and not direct:
@@ -248,7 +248,7 @@ def _bandwidth(
         return sum(pool.map(work, range(threads)))
 
 
-def _whole(count: int) -> int:
+def _require_chunk(count: int) -> int:
     if count != CHUNK:
         raise SpillError(
             f"the spill file moved {count} of {CHUNK} bytes; the disk is full or failing"

@@ -108,7 +108,7 @@ def _page(log: RunLog) -> str:
             figures.step_caption(step),
             Markup(figures.timeline_figure(columns, step.step)),
         )
-        for title, step in _telling_steps(log, columns)
+        for title, step in _notable_steps(log, columns)
     ]
     return environment.get_template("report.html.j2").render(
         log=log,
@@ -120,13 +120,13 @@ def _page(log: RunLog) -> str:
         timelines=timelines,
         phases=summary.phase_costs(columns),
         regions=summary.region_costs(log),
-        alignments=[_aligned(title, log, blocks) for title, blocks in _telling_blocks(log)],
+        alignments=[_aligned(title, log, blocks) for title, blocks in _notable_blocks(log)],
         rows=_step_rows(log.steps),
         left_out=max(0, len(log.steps) - MAX_STEP_ROWS),
     )
 
 
-def _telling_steps(log: RunLog, columns: Columns) -> Iterator[tuple[str, StepStats]]:
+def _notable_steps(log: RunLog, columns: Columns) -> Iterator[tuple[str, StepStats]]:
     """Yield the step of median time, and the one that stalled longest, after warm-up."""
     known = [s for s in log.steps[summary.warmup_of(log.steps) :] if s.step in columns.steps]
     if not known:
@@ -138,7 +138,7 @@ def _telling_steps(log: RunLog, columns: Columns) -> Iterator[tuple[str, StepSta
         yield "The step that waited longest", worst
 
 
-def _telling_blocks(log: RunLog) -> Iterator[tuple[str, StepBlocks]]:
+def _notable_blocks(log: RunLog) -> Iterator[tuple[str, StepBlocks]]:
     """Yield the typical, the worst predicted, and the last step that had a prediction."""
     predicted = [blocks for blocks in log.blocks if blocks.predicted is not None]
     if not predicted:

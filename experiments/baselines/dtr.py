@@ -92,11 +92,11 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self.counts:
             self._before_write(written)
             return func(*args, **kwargs)
-        makes, key = _makes(func), (func, *_described((*args, *kwargs.items())))
-        need = self._need(func, args, kwargs, key) if makes else 0
+        allocates, key = _allocates(func), (func, *_signature((*args, *kwargs.items())))
+        need = self._need(func, args, kwargs, key) if allocates else 0
         self._making.room(need)
         operator = None
-        if self.records and makes and not written:
+        if self.records and allocates and not written:
             operator = self._begin(func, args, kwargs, need)
         self._before_write(written)
         began = time.perf_counter()
@@ -107,7 +107,7 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._after_write(written)  # even after a failure: the write may be partial
         if operator is not None:
             operator.seconds = ended - began
-        made = self._count(result, operator, ended) if makes or written else 0
+        made = self._count(result, operator, ended) if allocates or written else 0
         if made > need:
             self._sizes[key] = made
             if operator is not None:
@@ -123,7 +123,7 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.dynamic_output_shape in func.tags or func is torch.ops.aten.index.Tensor:
             return int(args[0].nbytes)
         if key not in self._sizes:
-            self._sizes[key] = _asked(func, args, kwargs)
+            self._sizes[key] = _meta_bytes(func, args, kwargs)
         return self._sizes[key]
 
     def _begin(
@@ -231,7 +231,7 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @functools.cache
-def _makes(func: Any) -> bool:
+def _allocates(func: Any) -> bool:
     """Return whether an overload can return newly allocated memory."""
     returns = [one for one in func._schema.returns if "Tensor" in str(one.type)]
     return any(one.alias_info is None for one in returns)
@@ -250,19 +250,19 @@ def _is_simple(tensor: Tensor) -> bool:
     return is_plain(tensor, _CPU) and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _described(values: Any) -> tuple[Any, ...]:
+def _signature(values: Any) -> tuple[Any, ...]:
     found: list[Any] = []
     for value in values:
         if isinstance(value, Tensor):
             found.append((value.dtype, value.size(), value.stride()))
         elif isinstance(value, list | tuple):
-            found.append(_described(value))
+            found.append(_signature(value))
         else:
             found.append((type(value), str(value)))
     return tuple(found)
 
 
-def _asked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def _meta_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Return the bytes that the meta kernel allocates, 0 without one."""
     given: set[int] = set()
 

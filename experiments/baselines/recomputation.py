@@ -9,8 +9,8 @@ recorded.
 [Note: who holds what]  Autograd's handles hold a `Saved`, which holds the storage, or nothing once
 it is dropped. An operator holds the records of its inputs, which hold storages only of roots.
 
-[Note: the same bits]  An operator is called again with the same overload below autograd and
-autocast, inputs of the same bits and strides, and the generator in its original state.
+[Note: the same bits]  A repeated call uses the same overload below autograd and autocast, inputs of
+the same bits and strides, and the generator in its original state.
 """
 
 from __future__ import annotations
@@ -156,11 +156,11 @@ class Operator:
             return one.over(storages[one.record])
 
         args, kwargs = (replaced(given, view, View) for given in (self.args, self.kwargs))
-        with self._drawing():
+        with self._original_random_state():
             return list(tensors_of(self.func(*args, **kwargs)))
 
     @contextlib.contextmanager
-    def _drawing(self) -> Iterator[None]:
+    def _original_random_state(self) -> Iterator[None]:
         """Restore the generator's recorded state for the call, and its current state afterwards."""
         if self.state is None:
             yield
@@ -282,8 +282,8 @@ class Making:
         ledger.settle()
         if ledger.live + need <= self._budget:
             return
-        candidates = [saved.record for saved in list(self.savers) if self._may_go(saved)]
-        for record in _in_order(candidates, time.perf_counter()):
+        candidates = [saved.record for saved in list(self.savers) if self._is_droppable(saved)]
+        for record in _in_drop_order(candidates, time.perf_counter()):
             record.put(None)
             ledger.settle()
             if ledger.live + need <= self._budget:
@@ -293,7 +293,7 @@ class Making:
             f"cannot be dropped, and the budget is {format_bytes(self._budget)}: raise it"
         )
 
-    def _may_go(self, saved: Saved) -> bool:
+    def _is_droppable(self, saved: Saved) -> bool:
         storage, record = saved.storage, saved.record
         return (
             storage is not None
@@ -315,7 +315,7 @@ class Making:
             return storage
         try:
             with torch.autocast("cpu", enabled=False), torch.no_grad():
-                return self._make(wanted)
+                return self._recompute(wanted)
         finally:
             self._locked = set()
 
@@ -327,7 +327,7 @@ class Making:
                 made.operator = None
         record.users.clear()
 
-    def _make(self, wanted: Record) -> UntypedStorage:
+    def _recompute(self, wanted: Record) -> UntypedStorage:
         """Recompute ``wanted`` and its dropped inputs. Iterative, as a chain may be as long as the
         network is deep. Intermediate results may be dropped once their consumer is computed."""
         held: dict[Record, dict[Record, Any]] = {wanted: {}}  # being computed -> inputs held for it
@@ -335,15 +335,15 @@ class Making:
             record = next(reversed(held))
             own, operator = held[record], record.operator
             assert operator is not None, "a root is never dropped"
-            there = {one: one.here() for one in operator.inputs if one not in own}
-            missing = next((one for one, storage in there.items() if storage is None), None)
+            storages = {one: one.here() for one in operator.inputs if one not in own}
+            missing = next((one for one, storage in storages.items() if storage is None), None)
             if missing is not None:  # inputs are locked only once all exist; until then droppable
                 held[missing] = {}
                 continue
-            own.update(there)
+            own.update(storages)
             self._locked = {*held, *(one for each in held.values() for one in each)}
             storage = self._call(operator, own)[record]
-            del held[record], own, there
+            del held[record], own, storages
             if not held:
                 return storage
             held[next(reversed(held))][record] = storage
@@ -372,7 +372,7 @@ class Making:
         return made
 
 
-def _in_order(records: Iterable[Record], now: float) -> Iterator[Record]:
+def _in_drop_order(records: Iterable[Record], now: float) -> Iterator[Record]:
     """Yield ``records`` in the order to drop them, lowest score first.
 
     The caller drops each record before it asks for the next. Dropping only raises the scores of the

@@ -93,8 +93,8 @@ class EsmFold(nn.Module):
         out = self.net(query, num_recycles=sample.cycles - 1)
         distances: Tensor = out.distogram_logits
         apart = F.cross_entropy(distances.flatten(0, 2), sample.distances.flatten())
-        told = F.cross_entropy(out.lm_logits.flatten(0, 1), query.flatten())
-        return FoldOutput(apart + told + 1e-3 * out.positions.square().mean(), distances)
+        residues = F.cross_entropy(out.lm_logits.flatten(0, 1), query.flatten())
+        return FoldOutput(apart + residues + 1e-3 * out.positions.square().mean(), distances)
 
     def sample_features(self, sample: Alignments) -> InputFeatures:
         """Describe a sample by its shape and its number of trunk runs."""

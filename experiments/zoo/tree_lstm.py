@@ -1,9 +1,9 @@
 """A Child-Sum Tree-LSTM: one call of a cell per node of the sample's tree.
 
 The network of Tai, Socher and Manning (2015, arXiv 1503.00075, equations 2 to 8) from the leaves
-up, without Python recursion or batching, so that each node's call has shapes that depend on its
-arity. All nodes share one cell or, in syntactically untied form, each uses one of several by its
-kind (after Socher et al., 2013, "Parsing with Compositional Vector Grammars").
+up, without Python recursion or batching. The shapes of a node's call depend on its arity. All nodes
+share one cell or, in syntactically untied form, each uses one of several by its kind (after Socher
+et al., 2013, "Parsing with Compositional Vector Grammars").
 """
 
 from __future__ import annotations

@@ -85,23 +85,23 @@ class UnrolledGAN(nn.Module):
         """
         real = batch.images.flatten(1)
         made = torch.sigmoid(self.generator(noise[:, : self.noise]))
-        told_real, told_made = self.discriminator(real), self.discriminator(made.detach())
-        discriminator = _telling(told_real, told_made)
+        real_logits, made_logits = self.discriminator(real), self.discriminator(made.detach())
+        discriminator = _gan_loss(real_logits, made_logits)
         weights = {name: one.detach() for name, one in self.discriminator.named_parameters()}
         for one in weights.values():
             one.requires_grad_()
         for _ in range(unrolled):
-            loss = _telling(self._judged(weights, real), self._judged(weights, made))
-            slopes = torch.autograd.grad(loss, tuple(weights.values()), create_graph=True)
+            loss = _gan_loss(self._discriminate(weights, real), self._discriminate(weights, made))
+            gradients = torch.autograd.grad(loss, tuple(weights.values()), create_graph=True)
             weights = {
-                name: one - self.rate * slope
-                for (name, one), slope in zip(weights.items(), slopes, strict=True)
+                name: one - self.rate * gradient
+                for (name, one), gradient in zip(weights.items(), gradients, strict=True)
             }
-        judged = self._judged(weights, made)
+        judged = self._discriminate(weights, made)
         generator = F.binary_cross_entropy_with_logits(judged, torch.ones_like(judged))
         return GANOutput(discriminator + generator, made.detach())
 
-    def _judged(self, weights: dict[str, Tensor], images: Tensor) -> Tensor:
+    def _discriminate(self, weights: dict[str, Tensor], images: Tensor) -> Tensor:
         judged: Tensor = functional_call(self.discriminator, weights, (images,))
         return judged
 
@@ -113,7 +113,7 @@ class UnrolledGAN(nn.Module):
         )
 
 
-def _telling(real: Tensor, made: Tensor) -> Tensor:
+def _gan_loss(real: Tensor, made: Tensor) -> Tensor:
     """Return the loss of discriminating real images from generated ones."""
     return F.binary_cross_entropy_with_logits(
         real, torch.ones_like(real)
