@@ -49,7 +49,7 @@ _clock = time.thread_time
 
 @dataclass(frozen=True)
 class Params:
-    """What is measured."""
+    """Options of the experiment."""
 
     networks: tuple[str, ...] = option((), "names; all by default, two at the least")
     samples: int = option(4, "of each network, to fit to; as many again are held out")

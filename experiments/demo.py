@@ -36,7 +36,7 @@ _WARMUP = 2  # the same as on the report page
 
 @dataclass(frozen=True)
 class Params:
-    """What is trained."""
+    """Options of the experiment."""
 
     preset: str = option("small", "sizes of the MoE language model")
     tokens: int = option(128, "per step")

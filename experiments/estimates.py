@@ -48,7 +48,7 @@ _TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Params:
-    """What is compared."""
+    """Options of the experiment."""
 
     shares: tuple[float, ...] = option(
         (0.5, 0.25), "of parameters, gradients and optimizer state, that are the budgets"

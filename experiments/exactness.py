@@ -49,7 +49,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Params:
-    """What is trained."""
+    """Options of the experiment."""
 
     architectures: tuple[str, ...] = option((), "names; all by default")
     rounds: int = option(

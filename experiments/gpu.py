@@ -53,7 +53,7 @@ PRESETS: dict[str, dict[str, Spec]] = {
 
 @dataclass(frozen=True)
 class Params:
-    """What is measured."""
+    """Options of the experiment."""
 
     networks: tuple[str, ...] = option(
         ("moe", "evoformer", "moe:8192", "moe:32768"),

@@ -29,7 +29,7 @@ _LAST = 10  # final steps over which the loss is averaged
 
 @dataclass(frozen=True)
 class Params:
-    """What is trained."""
+    """Options of the experiment."""
 
     preset: str = option("tiny", "sizes of the language model, which is in bfloat16")
     steps: int = option(200, "of each training")

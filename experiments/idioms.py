@@ -25,7 +25,7 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Params:
-    """What is trained."""
+    """Options of the experiment."""
 
     architectures: tuple[str, ...] = option((), "names; all by default")
     steps: int = option(2, "optimizer steps of each, on samples of their own")

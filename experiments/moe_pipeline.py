@@ -46,7 +46,7 @@ _FINAL = 3  # factor of steps for remeasuring the chosen and the best combinatio
 
 @dataclass(frozen=True)
 class Params:
-    """Layers, links and what is timed."""
+    """Layers, links, and numbers of steps."""
 
     sizes: tuple[str, ...] = option(tuple(SIZES), "layers")
     factor: int = option(8, "by which widths are smaller")

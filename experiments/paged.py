@@ -75,7 +75,7 @@ ROWS = tuple(row for row in VARIANTS if row != DTR)
 
 @dataclass(frozen=True)
 class Params:
-    """What is trained, and within what."""
+    """Options of the experiment."""
 
     rows: tuple[str, ...] = option(ROWS, f"ways under the budget: {', '.join(VARIANTS)}")
     preset: str = option("base", "sizes of the mixture of experts")

@@ -59,7 +59,7 @@ _SHADES = {"last_order": "fault", "most_frequent": "rss"}
 
 @dataclass(frozen=True)
 class Params:
-    """What is scored."""
+    """Options of the experiment."""
 
     only: tuple[str, ...] = option((), "networks, by key; all by default")
     seeds: int = option(3, "how many, from 0")

@@ -58,7 +58,7 @@ _SHADES = dict(zip(POLICIES, ("fault", "evict", "rss", "plan", "optimizer"), str
 
 @dataclass(frozen=True)
 class Params:
-    """What is compared."""
+    """Options of the experiment."""
 
     only: tuple[str, ...] = option((), "networks, by key; all by default")
     size: str = option("small", "preset of the networks: tiny or small")

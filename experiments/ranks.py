@@ -216,7 +216,7 @@ def carry_out(task: Task) -> Row:
 
 @dataclass(frozen=True)
 class Params:
-    """What is trained, and how it is spread."""
+    """Options of the experiment."""
 
     ways: tuple[str, ...] = option(tuple(WAYS), "in which models are spread over ranks")
     networks: tuple[str, ...] = option(tuple(NETWORKS), "that are trained")

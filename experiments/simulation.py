@@ -51,7 +51,7 @@ _PILOTED = frozenset(one.network for one in SETTINGS if one.policy == "pilot")
 
 @dataclass(frozen=True)
 class Params:
-    """What is run."""
+    """Options of the experiment."""
 
     steps: int = option(_MOST_STEPS, "of each run, at most 10: later ones may be trials")
     warmup: int = option(4, "of them, those that do not count")

@@ -2,7 +2,7 @@
 
 [Note: the fit]  For each setting and phase, real minus simulated seconds are explained by counts of
 the runtime's operations with costs that are not negative (non-negative least squares): each of
-`COSTS`, faults, and seconds of compute concurrent with transfers. Part of the overhead is hidden
+`COSTS`, faults, and seconds of work concurrent with transfers. Part of the overhead is hidden
 behind transfers, so simulation and fit are repeated several times; each round moves halfway to the
 new costs. The kernel's time for moving pages is measured, and the runtime's overhead is scaled to
 one pace (`probe_overhead`). A transfer's latency is the median time that on-demand fetches took
@@ -28,7 +28,7 @@ from dynoffload.simulation.recorded import Network, Recorded
 from dynoffload.simulation.training import Training
 
 _ROUNDS = 8
-_BESIDES = 2  # faults, and compute concurrent with transfers
+_BESIDES = 2  # faults, and work concurrent with transfers
 PHASES = ("forward_s", "backward_s", "optimizer_s")
 """Times of a real step, in the order of `Training.phases`."""
 

@@ -68,7 +68,7 @@ _NUMBER = re.compile(r"\d[\d.]*( [KMG]?i?B)?")
 
 @dataclass(frozen=True)
 class Params:
-    """What is compared."""
+    """Options of the experiment."""
 
     network: tuple[str, ...] = option(tuple(PRESETS["small"]), "networks of the zoo")
     preset: str = option("small", "of all of them: tiny or small")

@@ -40,7 +40,7 @@ _WAYS = ("whole", "tiled", "budget")
 
 @dataclass(frozen=True)
 class Params:
-    """What is measured."""
+    """Options of the experiment."""
 
     width: int = option(2048, "features into the large layer")
     features: int = option(16384, "out of it; its weight takes 4 bytes times both")

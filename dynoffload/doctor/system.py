@@ -26,7 +26,7 @@ class FileSystem:
 
 @dataclass(frozen=True)
 class System:
-    """What the system allows this process; memory in bytes.
+    """System limits of this process; memory in bytes.
 
     Attributes:
         kernel: name and release.
@@ -53,7 +53,7 @@ class System:
 
 
 def inspect() -> System:
-    """Return what the system allows this process."""
+    """Return the system limits of this process."""
     from dynoffload.memory.pager import in_user_mode, probe  # imports torch
 
     memory, refusal = psutil.virtual_memory(), probe()
