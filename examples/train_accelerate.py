@@ -3,7 +3,7 @@
     python examples/train_accelerate.py --budget 80MB
     dynoffload run --wrap --budget 80MB examples/train_accelerate.py
 
-``offload()`` takes what ``prepare`` returns, the wrapped optimizer too.
+``offload()`` takes the objects that ``prepare`` returns, the wrapped optimizer included.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dynoffload.experiments import zoo
 
 
 def arguments() -> argparse.Namespace:
-    """Return what the command line says."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--preset", default="small", choices=sorted(zoo.presets("moe")))
     parser.add_argument("--steps", type=int, default=20)

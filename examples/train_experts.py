@@ -1,10 +1,10 @@
-"""Fine-tune a mixture of experts of transformers whose experts are computed by dynoffload.
+"""Fine-tune a transformers mixture of experts with dynoffload's expert kernels.
 
     python examples/train_experts.py --budget 80MB
     dynoffload run --wrap --budget 80MB examples/train_experts.py
 
-The router is frozen, as fine-tuning often does. ``--model`` is a directory that ``save_pretrained``
-has written; without it an OLMoE with random weights is made.
+The router is frozen, as is common in fine-tuning. ``--model`` is a directory written by
+``save_pretrained``; without it an OLMoE with random weights is made.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dynoffload.datasets.text import VOCABULARY, batches
 
 
 def arguments() -> argparse.Namespace:
-    """Return what the command line says."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=Path, help="a directory of save_pretrained")
     parser.add_argument("--hidden", type=int, default=256, help="width, where none is given")

@@ -3,7 +3,7 @@
     python examples/train_lightning.py --budget 80MB
     dynoffload run --wrap --budget 80MB examples/train_lightning.py
 
-One more callback; accumulation, clipping, precision and checkpoints are Lightning's own.
+Offloading is one more callback; accumulation, clipping, precision and checkpoints are Lightning's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dynoffload.integrations.lightning import OffloadCallback
 
 
 class Language(lightning.LightningModule):
-    """The language model and how it is trained."""
+    """The language model, its loss and its optimizer."""
 
     def __init__(self, preset: str) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Language(lightning.LightningModule):
 
 
 def arguments() -> argparse.Namespace:
-    """Return what the command line says."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--preset", default="small", choices=sorted(zoo.presets("moe")))
     parser.add_argument("--steps", type=int, default=20)

@@ -4,8 +4,8 @@
     dynoffload run --wrap --budget 80MB examples/train_plain.py
     dynoffload profile --wrap -o traces/ --steps 20 examples/train_plain.py
 
-Accumulation, clipping, a schedule, autocast, evaluation and a checkpoint. Without ``--budget`` the
-loop is plain PyTorch; the second command offloads it from outside.
+It has accumulation, clipping, a schedule, autocast, evaluation and a checkpoint. Without
+``--budget`` the loop is plain PyTorch; the second command offloads it without changes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dynoffload.experiments import zoo
 
 
 def arguments() -> argparse.Namespace:
-    """Return what the command line says."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--preset", default="small", choices=sorted(zoo.presets("moe")))
     parser.add_argument("--steps", type=int, default=20)

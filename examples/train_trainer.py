@@ -1,9 +1,9 @@
-"""Train a Mixtral with random weights by transformers' Trainer.
+"""Train a Mixtral with random weights with transformers' Trainer.
 
     python examples/train_trainer.py --budget 80MB
     dynoffload run --wrap --budget 80MB examples/train_trainer.py
 
-One more callback; the text is Python's own source, a byte is a token.
+Offloading is one more callback; the text is Python's own source, one byte per token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dynoffload.integrations.transformers import OffloadCallback
 
 
 def arguments() -> argparse.Namespace:
-    """Return what the command line says."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--hidden", type=int, default=256, help="width of the network")
     parser.add_argument("--steps", type=int, default=20)
@@ -36,7 +36,7 @@ def rows(split: str, count: int, tokens: int) -> list[dict[str, Tensor]]:
 
 
 def main() -> None:
-    """Train and print what the Trainer logged."""
+    """Train and print the Trainer's log."""
     args = arguments()
     set_seed(0)
     config = MixtralConfig(

@@ -5,7 +5,7 @@
     dynoffload pilot train traces/ -o trees.pilot
     dynoffload run --budget 16MB --pilot trees.pilot examples/train_trees.py
 
-The cell runs once per node, so that each tree is another program.
+The cell runs once per node, so each tree executes a different program.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dynoffload.experiments import zoo
 
 
 def arguments() -> argparse.Namespace:
-    """Return what the command line says."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--preset", default="small", choices=sorted(zoo.presets("tree")))
     parser.add_argument("--steps", type=int, default=60)
@@ -39,7 +39,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
     samples = trees("train", max_nodes=args.max_nodes, seed=args.seed)
 
-    # What this call leaves open, `dynoffload run` and `dynoffload profile` set.
+    # `dynoffload run` and `dynoffload profile` set the arguments that this call leaves out.
     with dynoffload.offload(model, optimizer, budget=args.budget):
         for step, tree in enumerate(islice(samples, args.steps), start=1):
             start = time.perf_counter()

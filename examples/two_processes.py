@@ -1,10 +1,10 @@
-"""Train a mixture-of-experts language model in two processes, each under a budget of its own.
+"""Train a mixture-of-experts language model in two processes, each under its own budget.
 
     torchrun --nproc-per-node 2 examples/two_processes.py --budget 200MB
     torchrun --nproc-per-node 2 -m dynoffload run --budget 200MB examples/two_processes.py --offload
 
-The model is wrapped in `DistributedDataParallel` before the block, and the wrapped one is passed to
-it. Without ``--budget`` and ``--offload`` this is plain PyTorch.
+The model is wrapped in `DistributedDataParallel` first; the wrapped model is passed to `offload`.
+Without ``--budget`` and ``--offload`` this is plain PyTorch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dynoffload.experiments import zoo
 
 
 def arguments() -> argparse.Namespace:
-    """Return what the command line says."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--preset", default="small", choices=sorted(zoo.presets("moe")))
     parser.add_argument("--steps", type=int, default=20)

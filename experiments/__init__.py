@@ -1,4 +1,4 @@
-"""The experiments: measurements behind the published numbers, each by its name.
+"""The experiments: the measurements behind the published numbers, by name.
 
 An experiment is a class; see `dynoffload.experiments.harness`.
 """
@@ -47,14 +47,14 @@ BENCH: dict[str, str] = {
     "resident": "step-time --network moe,tree --budgets 2 --policies repeat --steps 40 --warmup 12",
     "moe-pipeline-4": "moe-pipeline --ranks 4 --mbit 200",
 }
-"""What ``dynoffload experiment all`` runs: name of the result -> words, if more than the name."""
+"""Runs of ``dynoffload experiment all``: name of the result -> arguments; "" is just the name."""
 
 
 def load(name: str) -> Any:
     """Return the class of the experiment ``name``.
 
     Raises:
-        ConfigError: if there is none of this name.
+        ConfigError: if there is no such experiment.
     """
     if name not in EXPERIMENTS:
         raise ConfigError(f"no experiment is named {name!r}: there are {', '.join(EXPERIMENTS)}")
@@ -73,14 +73,14 @@ def summary(name: str) -> str:
 
 
 def make_room(path: Path, option: str) -> None:
-    """Make the folder of what an experiment writes, before anything is measured.
+    """Create the folder of an experiment's output file, before anything is measured.
 
     Args:
-        path: of the file.
-        option: that names it, for the error.
+        path: the output file.
+        option: its command-line option, for the error.
 
     Raises:
-        ConfigError: the folder cannot be made, or the file not be written.
+        ConfigError: the folder cannot be created, or the file cannot be written.
     """
     remedy = f"name another file for {option}"
     try:
@@ -96,7 +96,7 @@ def make_room(path: Path, option: str) -> None:
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
-    """Write ``result`` to ``path`` as JSON, whole or not at all.
+    """Write ``result`` to ``path`` as JSON, atomically.
 
     Raises:
         ValueError: if a number is NaN or infinite, which JSON does not have.

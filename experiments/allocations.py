@@ -1,6 +1,6 @@
-"""The bytes of tensors that operators make, followed while they live.
+"""Counts the bytes of tensors that operators allocate, while they live.
 
-What an operator allocates inside itself and frees again is not seen, nor what the allocator keeps.
+Temporaries inside an operator are not seen, nor is memory that the allocator caches.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts storages, from when an operator returns a tensor of them to when they die.
+    """Counts storages, from when an operator returns them until they are freed.
 
     Attributes:
-        bytes: that live, of those made since it was entered.
-        peak: the most that lived at one time.
+        bytes: live bytes of storages allocated since the mode was entered.
+        peak: maximum of ``bytes``.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator, and count what it returns."""
+        """Run an operator, and count the new storages of its results."""
         given = {
             one.untyped_storage()._cdata
             for one in tree_leaves((args, kwargs))

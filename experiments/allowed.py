@@ -1,4 +1,4 @@
-"""What budget a case of exactness is trained within: a share of all, or the least accepted."""
+"""The budget of an exactness case: a share of its state, or the least accepted."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from dynoffload.runtime.sizing import sizing_of
 from dynoffload.units import format_bytes, parse_bytes
 
 CONFIG: dict[str, Any] = {"page_bytes": 4096, "min_paged_bytes": 1024, "step_aside": False}
-"""Options that page networks of a few hundred kilobytes, and never stop."""
+"""Options that page networks of a few hundred kilobytes, and never switch to resident mode."""
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """What a case is trained within.
+    """Sizes and budget of a case.
 
     Attributes:
         whole: bytes of parameters, gradients and optimizer state.
         budget: in bytes.
-        above_share: why it is above both a quarter of the whole and three times the largest
-            parameter, or "" if it is not.
+        above_share: why the budget exceeds both a quarter of the whole and three times the largest
+            parameter, or "" if it does not.
     """
 
     whole: int
@@ -35,14 +35,14 @@ class Allowed:
 def budget_of(
     model: Any, optimizer: Any, backend: str = "auto", config: Mapping[str, Any] | None = None
 ) -> Allowed:
-    """Return a quarter of parameters, gradients and optimizer state, or three times the largest
-    parameter, or the least that is accepted, whichever is most.
+    """Return the largest of a quarter of parameters, gradients and optimizer state, three times
+    the largest parameter, and the least budget that is accepted.
 
     Args:
         model: to be trained.
         optimizer: of its parameters.
         backend: see `OffloadConfig`.
-        config: options that differ from those of this experiment.
+        config: options that override `CONFIG`.
     """
     options = OffloadConfig.of({**CONFIG, "backend": backend, **(config or {})})
     sizes = [p.numel() * p.element_size() for p in model.parameters()]

@@ -1,8 +1,8 @@
-"""Architectures of transformers in tiny random configurations, each with inputs to train on.
+"""Architectures of transformers in tiny random configurations, each with training inputs.
 
-`ARCHITECTURES` has some fifty networks of every kind that the library has: dense, mixture of
-experts, encoder-decoder, state space, vision, speech, protein folding. Nothing is loaded from
-anywhere, and nothing of use is learned.
+`ARCHITECTURES` has some fifty networks of every kind in the library: dense, mixture of experts,
+encoder-decoder, state space, vision, speech, protein folding. Weights and inputs are random; no
+file is loaded.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def _own_loss(output: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Architecture:
-    """How to build one network and its samples.
+    """Builds one network and its samples.
 
     Attributes:
-        family: what kind of network it is.
-        model: name of the class in transformers, whose configuration"s name begins like it.
-        inputs: returns the arguments of a forward, drawn from a generator.
+        family: kind of network.
+        model: name of the class in transformers; its configuration class has the same prefix.
+        inputs: draws the arguments of one forward from a generator.
         options: of the configuration.
-        loss: returns the loss of the output; what the network itself returns by default.
-        checkpoints: whether checkpointing, when it is turned on, recomputes anything.
+        loss: returns the loss of the output; by default ``output.loss``.
+        checkpoints: whether activation checkpointing recomputes anything when enabled.
     """
 
     family: str
@@ -46,7 +46,7 @@ class Architecture:
     checkpoints: bool = True
 
     def build(self) -> nn.Module:
-        """Return the network in training mode, with weights drawn from torch"s generator."""
+        """Return the network in training mode, with weights from torch's default generator."""
         import transformers
 
         config = re.sub(r"(For\w+|LMHeadModel|MTModel|Model)$", "Config", self.model)
@@ -60,7 +60,7 @@ class Architecture:
 
 
 def experts_of(model: Any) -> str:
-    """Return the implementation by which a network"s fused experts run, "" if it has none."""
+    """Return the implementation of a network's fused experts, "" if it has none."""
     fused = any(
         hasattr(type(module).forward, "__wrapped__")
         and any(p.dim() == 3 for p in module.parameters(recurse=False))
@@ -159,7 +159,7 @@ _ENCODER = {
 }
 _DECODER = {**_ENCODER, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
 _FUSED: dict[str, Any] = {"intermediate_size": 64, "moe_intermediate_size": 64}
-"""A slice of an expert is whole pages of 4 KiB by these, in half precision too."""
+"""With these sizes an expert's slice is a multiple of 4 KiB, in half precision too."""
 
 _PICTURE = {
     "hidden_size": 32,
@@ -265,7 +265,7 @@ def _of(
     loss: Callable[[Any], Tensor] = _own_loss,
     checkpoints: bool = True,
 ) -> Architecture:
-    """Return an architecture; later options go before earlier ones."""
+    """Return an architecture; later options override earlier ones."""
     merged = {name: value for one in options for name, value in one.items()}
     return Architecture(family, model, inputs, merged, loss, checkpoints)
 

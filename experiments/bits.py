@@ -1,4 +1,4 @@
-"""Comparison of two states of training, bit for bit: -0 is not +0, and a NaN equals itself."""
+"""Bitwise comparison of two training states: -0 differs from +0, and a NaN equals itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 
 def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return copies of parameters, gradients, buffers, optimizer state and random numbers."""
+    """Return copies of parameters, gradients, buffers, optimizer state and generator states."""
     return {
         "parameters": {name: p.detach().clone() for name, p in model.named_parameters()},
         "gradients": {
@@ -25,8 +25,8 @@ def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def random_state() -> dict[str, Tensor]:
-    """Return the states of the generators that torch draws from unless it is told another: the
-    host's, and the current accelerator's where there is one."""
+    """Return the states of torch's default generators: the host's, and the current accelerator's
+    if there is one."""
     found = {"host": torch.get_rng_state()}
     here = torch.accelerator.current_accelerator(check_available=True)
     if here is not None:
@@ -35,7 +35,7 @@ def random_state() -> dict[str, Tensor]:
 
 
 def first_difference(found: Any, expected: Any, what: str = "") -> str:
-    """Return where two nests of tensors and plain values first differ, "" if nowhere."""
+    """Return where two nested structures of tensors and values first differ, "" if nowhere."""
     if isinstance(expected, Tensor):
         if not isinstance(found, Tensor):
             return f"{what} is no tensor"

@@ -1,24 +1,23 @@
-"""The bound: no plan under a budget runs a step faster.
+"""Lower bound: no plan under a budget can run a step faster.
 
-For each phase of a step, the fewest bytes that any plan must read and write in it, and from them
-the least time. It takes each phase by itself and a region as divisible to the byte, so no plan need
+For each phase of a step, computes the fewest bytes that any plan must read and write, and from them
+the least time. It treats phases independently and regions as divisible to the byte, so no plan need
 reach it.
 
-[Note: the fewest bytes of one phase]  Whatever a plan did before, at most the capacity is resident
-as the phase begins; let the plan choose that freely. Between two uses of a region, the second of
-which reads it, each byte stays resident or is read again; each modified byte stays until it is
-overwritten, freed or the phase is over, or is written once. Both are intervals of which as many as
-possible are kept in the room that the regions in use leave. Dropping the one that ends last
-whenever too many overlap is optimal (Faigle and Nawijn 1995; for paging Belady's rule, 1966). The
-two minima need not belong to one plan.
+[Note: the fewest bytes of one phase]  At most the capacity is resident as the phase begins; the
+plan may choose that content freely. Between two uses of a region, the second of which reads it,
+each byte stays resident or is read again. Each modified byte stays until it is overwritten or freed
+or the phase ends, or is written once. Both are intervals, of which as many as possible are kept in
+the room that the regions in use leave. Dropping the one that ends last whenever too many overlap is
+optimal (Faigle and Nawijn 1995; for paging Belady's rule, 1966). The two minima need not belong to
+one plan.
 
-[Note: the phases]  A parameter's update may wait until its next use, so forward and optimizer are
-one phase, and backward is the other; as three phases the figure would be no bound. For plans that
-update in backward only the sum over the phases binds, which is `StepBound.spread_s`.
+[Note: the phases]  A parameter's update may be deferred to its next use, so forward and optimizer
+are one phase, and backward is the other; with three phases the result would not be a bound. For
+plans that update in backward, only the sum over the phases is a bound: `StepBound.spread_s`.
 
-[Note: one link or two]  Where both directions at once were measured to move no more than turns
-would have, the link is shared, and a phase takes at least its reads and its writes one after the
-other.
+[Note: one link or two]  If simultaneous reads and writes were measured to be no faster than
+alternating ones, the link is shared. A phase then takes at least its reads plus its writes.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from dynoffload.planning.schedule import Use, infeasible
 from dynoffload.simulation.machine import Link
 
 STATES_OF_ADAMW = 2
-"""Tensors of a parameter's size that AdamW keeps for it."""
+"""Tensors of a parameter's size in AdamW's state."""
 
 
 @dataclass(frozen=True)
 class PhaseBound:
-    """What one phase costs at least.
+    """Minimum cost of one phase.
 
     Attributes:
         compute_s: seconds of the uses themselves.
@@ -52,14 +51,14 @@ class PhaseBound:
     def seconds(self, read_bw: float, write_bw: float, *, shared_link: bool = False) -> float:
         """Return the least time of the phase at these bandwidths, in bytes per second.
 
-        Reads and writes are taken to overlap; with ``shared_link`` they take turns.
+        Reads and writes overlap; with ``shared_link`` they alternate.
         """
         reads, writes = self.bytes_in / read_bw, self.bytes_out / write_bw
         return max(self.compute_s, reads + writes if shared_link else max(reads, writes))
 
 
 def phase_bound(uses: Sequence[Use], sizes: Sequence[int], capacity: int) -> PhaseBound:
-    """Return what the phase that consists of ``uses`` costs at least.
+    """Return the minimum cost of the phase that consists of ``uses``.
 
     Raises:
         BudgetError: if the regions of one use are together larger than ``capacity``.
@@ -85,7 +84,7 @@ class _Interval(NamedTuple):
 
 
 def _read_gaps(uses: Sequence[Use], pinned: Sequence[frozenset[int]]) -> list[_Interval]:
-    """Return the gaps that end in a read, from the start of the phase for a first use."""
+    """Return the gaps that end in a read; those of first uses begin with the phase."""
     gaps = []
     last: dict[int, int] = {}
     for position, use in enumerate(uses):
@@ -97,7 +96,7 @@ def _read_gaps(uses: Sequence[Use], pinned: Sequence[frozenset[int]]) -> list[_I
 
 
 def _unsaved_spans(uses: Sequence[Use], pinned: Sequence[frozenset[int]]) -> list[_Interval]:
-    """Return where modified bytes must either stay resident or have been written."""
+    """Return the spans over which modified bytes must stay resident or be written."""
     spans = []
     modified: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -114,7 +113,7 @@ def _unsaved_spans(uses: Sequence[Use], pinned: Sequence[frozenset[int]]) -> lis
             made = modified.pop(region, None)
             if made is not None:
                 spans.append(_Interval(region, made + 1, last[region]))
-    end = len(uses) + 1  # to the end of the phase and over it
+    end = len(uses) + 1  # to the end of the phase and beyond
     spans += [_Interval(region, made + 1, end) for region, made in modified.items()]
     return spans
 
@@ -125,7 +124,7 @@ def _fewest_dropped(
     sizes: Sequence[int],
     capacity: int,
 ) -> int:
-    """Return the fewest bytes of ``intervals`` that cannot be kept beside what is in use."""
+    """Return the fewest bytes of ``intervals`` that do not fit next to the regions in use."""
     length = len(pinned)
     starting: list[list[_Interval]] = [[] for _ in range(length + 1)]
     for interval in intervals:
@@ -146,8 +145,8 @@ def _fewest_dropped(
             ending[interval.stop].append(interval)
             heappush(farthest, (-interval.stop, interval))
         in_use = pinned[position] if position < length else ()
-        beside = sum(sizes[region] for region in in_use if covered.get(region, 0) <= position)
-        while (excess := total + beside - capacity) > 0:
+        extra = sum(sizes[region] for region in in_use if covered.get(region, 0) <= position)
+        while (excess := total + extra - capacity) > 0:
             interval = farthest[0][1]
             cut = min(excess, kept[interval])
             kept[interval] -= cut
@@ -160,7 +159,7 @@ def _fewest_dropped(
 
 @dataclass(frozen=True)
 class StepVisit:
-    """One call of a module that owns parameters: their names, and the bytes saved for backward."""
+    """One call of a module with parameters: their names, and the bytes it saves for backward."""
 
     parameters: tuple[str, ...]
     saved_bytes: int
@@ -183,12 +182,12 @@ class StepString:
 
 @dataclass(frozen=True)
 class StepBound:
-    """The least time of a step, and what it is made of.
+    """The least time of a step, and its parts.
 
     Attributes:
-        seconds: on the link as it is.
-        overlapped_s: were reads and writes to overlap freely; never larger.
-        spread_s: were traffic free to lie in either phase; never larger.
+        seconds: with the link as measured.
+        overlapped_s: if reads and writes overlapped freely; never larger.
+        spread_s: if traffic could move freely between the phases; never larger.
         forward: forward with the optimizer's updates.
         backward: backward.
     """
@@ -204,7 +203,7 @@ def step_string(
     visits: Sequence[StepVisit],
     parameter_bytes: Mapping[str, int],
 ) -> StepString:
-    """Return the string of a step that made ``visits``, in a training that repeats such steps.
+    """Return the string of a step that made ``visits``, where all steps are like it.
 
     Args:
         visits: in forward order.

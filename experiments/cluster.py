@@ -1,8 +1,8 @@
 """A 1T-parameter mixture of experts on 256 ranks: all-to-alls, uneven experts, layers in parts.
 
-Steps of `dynoffload.simulation.moe_steps` under even and skewed routing, in parts and under each
-strategy; single layers over the share that communication takes of them; and the published formula
-of memory. Nothing is measured: networks and devices are written down.
+Simulates steps with `dynoffload.simulation.moe_steps` under even and skewed routing, for several
+part counts and strategies; single layers by the share of time spent in communication; and the
+published memory formula. Nothing is measured: networks and devices are specified.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ LAYERS: dict[str, tuple[int, int]] = {
     "BERT-L": (1024, 4096),
     "GPT-XL": (2048, 8192),
 }
-"""Published layers: width and inner width of an expert."""
+"""Published layers: model width and an expert's inner width."""
 PUBLISHED_SPEEDUP = (1.55, 1.66)
-"""Means against FasterMoE (Zhang et al., 2023)."""
+"""Mean speedups over FasterMoE (Zhang et al., 2023)."""
 PUBLISHED_MEMORY: dict[str, float] = {"2": 0.23, "4": 0.34, "8": 0.38}
 """Share of memory that n parts save (ibid.)."""
 SHARES = tuple(n / 10 for n in range(1, 10))
 TOKENS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 MEMORY_TOKENS = (4096, 8192, 16384, 32768)
 DEVICE = Accelerator("assumed", 312e12, 2039e9, SharedLink(25 * GB), SharedLink(25 * GB))
-"""Of single layers; ours, as the paper's machine is not described to us. Half precision."""
+"""Device of the single layers; assumed, as the paper's is not described. Half precision."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Params:
 
 
 class Clusters(Experiment[Params]):
-    """A case is a batch of the 1T network on a network, a layer, or a view of layers."""
+    """A case is one batch of the 1T network on one cluster, one layer, or a sweep over layers."""
 
     parameters = Params
 
@@ -128,12 +128,12 @@ class Clusters(Experiment[Params]):
 
 
 def gathered(rows: Sequence[Row], key: str) -> list[Any]:
-    """Return what cases of one kind have found, one after the other."""
+    """Return the concatenated results of all cases of one kind."""
     return [one for row in rows for one in row.get(key, ())]
 
 
 def _steps_of(options: Params, network: str, sequences: int) -> Row:
-    """Return the steps of one network and batch, by even and by skewed routing."""
+    """Return the steps of one network and batch, with even and with skewed routing."""
     shard = replace(SETTING, batch=replace(SETTING.batch, sequences=sequences))
     device, count = DESIGNS[4], shard.division.devices
     rate = device.network.share
@@ -164,7 +164,7 @@ def _steps_of(options: Params, network: str, sequences: int) -> Row:
 
 
 def _busiest(routing: Routing) -> float:
-    """Return the rows of the rank that gets most, over the mean."""
+    """Return the maximum over the mean of the rows that ranks receive."""
     received = routing.sent().sum(axis=0)
     return float(received.max() / received.mean())
 
@@ -192,7 +192,7 @@ def _step(
 def _of_layer(
     name: str, options: Params, network: float, tokens: int, parts: int, strategy: Strategy
 ) -> Cost:
-    """Return both passes of a layer whose ranks send ``network`` bytes a second."""
+    """Return both passes of a layer on ranks that send ``network`` bytes per second."""
     ranks, experts = options.ranks, options.experts
     routing = Routing.even(ranks, experts, tokens, math.gcd(ranks, experts)).part(parts)
     cluster = Cluster.flat(ranks, network, options.latency_us * 1e-6)
@@ -201,11 +201,11 @@ def _of_layer(
 
 
 def _layer(options: Params, name: str) -> list[dict[str, Any]]:
-    """Return speeds of a layer in parts, by the share of it that the link takes in one part."""
+    """Return speedups of a layer in parts, by the link's share of time with one part."""
     rows = []
     free = _of_layer(name, replace(options, latency_us=0), 1e30, options.tokens, 1, Strategy.NONE)
     unit = _of_layer(name, replace(options, latency_us=0), GB, options.tokens, 1, Strategy.NONE)
-    idle = 4 * options.latency_us * 1e-6  # of the exchanges of both passes
+    idle = 4 * options.latency_us * 1e-6  # latency of the exchanges of both passes
     for share in SHARES:
         seconds = free.compute_s * share / (1 - share) - idle
         if seconds <= 0:
@@ -228,7 +228,7 @@ def _layer_of(options: Params, name: str) -> Row:
 
 
 def _best_parts(options: Params) -> list[dict[str, Any]]:
-    """Return the best n of the largest layer by its batch, at half of it on the link."""
+    """Return the best n of the largest layer by batch, with the link at half of its time."""
     half = next(row for row in _layer(options, "GPT-XL") if row["share"] == 0.5)
     found = []
     for tokens in TOKENS:
@@ -244,7 +244,7 @@ def _best_parts(options: Params) -> list[dict[str, Any]]:
 
 
 def _memory(options: Params) -> list[dict[str, Any]]:
-    """Return the share of memory that n parts save, by the formula: of states (parameters of the
+    """Return the share of memory that n parts save, by the formula, of states (parameters of the
     gate and of one expert, gradients and two moments), activations and buffers."""
     found = []
     for name, (width, inner) in LAYERS.items():
@@ -257,7 +257,7 @@ def _memory(options: Params) -> list[dict[str, Any]]:
 
 
 def _published(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return what can be set beside the paper's numbers."""
+    """Return the numbers that compare with the paper's."""
     shown = [row for row in gathered(rows, "layer") if 0.2 - 1e-9 <= row["share"] <= 0.8 + 1e-9]
     best = [max(n for table in row["speedup"].values() for n in table.values()) for row in shown]
     memory = gathered(rows, "memory")
@@ -292,7 +292,7 @@ def _best(case: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _fastest(row: Mapping[str, Any]) -> str:
-    """Return the best speed with shared buffers, and how it is had."""
+    """Return the best speedup with shared buffers, with its n and strategy."""
     shared = [
         (speeds[parts], parts, strategy)
         for strategy, speeds in row["speedup"].items()

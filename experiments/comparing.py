@@ -1,4 +1,4 @@
-"""What pages and figures of experiments share: tables, their place in a page, diagonals."""
+"""Shared by pages and figures of experiments: tables, their place in a page, diagonals."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
-"""Marks of a page between which the table stands."""
+"""Marks around a table in a page."""
 
-_WIDTH = 160  # of tables, where the output is no terminal
+_WIDTH = 160  # of tables, if the output is not a terminal
 _MARKS = re.compile(f"(<!-- table(?:: (.+?))? -->).*?{END}", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text, for a terminal and for a page.
+    """Cells as text, for a terminal or a page.
 
     Attributes:
-        title: over it.
-        columns: their heads.
+        title: shown above it.
+        columns: column headers.
         rows: cells.
-        words: columns, by number, that are words; all others are numbers.
+        words: indices of the text columns; all others are numbers.
     """
 
     title: str
@@ -44,7 +44,7 @@ class Table:
 
 
 def show(*parts: Table | str) -> None:
-    """Print tables and lines; a narrow terminal breaks words, but cuts none off."""
+    """Print tables and lines; a narrow terminal wraps cells but does not truncate them."""
     from rich.console import Console
     from rich.table import Column
     from rich.table import Table as Rich
@@ -67,13 +67,12 @@ def show(*parts: Table | str) -> None:
 
 
 def fill_page(page: Path, parts: Sequence[Table | str]) -> None:
-    """Write what stands between the marks of a page anew.
+    """Rewrite a page between its marks.
 
-    A table goes between marks that name its title, or, with all other tables and lines, between
-    those that name none.
+    Marks that name a title get that table; marks without a title get all other tables and lines.
 
     Raises:
-        ConfigError: the page has no marks, or marks of a table that there is not.
+        ConfigError: the page has no marks, or names a table that does not exist.
     """
     named = {title for title in marks_of(page) if title}
     tables = {part.title: part for part in parts if isinstance(part, Table)}
@@ -114,12 +113,12 @@ def marks_of(page: Path) -> list[str]:
 
 
 def marked(error: float, most: float) -> str:
-    """Return a relative error as text; one beyond ``most`` is a miss."""
+    """Return a relative error as text; above ``most`` it is marked a miss."""
     return f"{error:+.1%}{' miss' if abs(error) > most else ''}"
 
 
 def judged(name: str, errors: Sequence[float], most: float) -> str:
-    """Return what came of relative errors that were asked to be at most ``most``."""
+    """Return a summary of relative errors against the target of at most ``most``."""
     sizes = [abs(error) for error in errors] or [0.0]
     worst, within = max(sizes), sum(size <= most for size in sizes)
     return (
@@ -131,13 +130,13 @@ def judged(name: str, errors: Sequence[float], most: float) -> str:
 def draw_diagonal(
     axes: Axes, color: Mapping[str, str], values: Sequence[float], most: float
 ) -> None:
-    """Draw where two numbers are equal, and the band in which they differ by at most ``most``.
+    """Draw the diagonal, and the band in which two numbers differ by at most ``most``.
 
     Args:
         axes: both become logarithmic.
         color: the canvas's colours.
-        values: all that is shown, of both kinds.
-        most: relative.
+        values: all plotted values, of both axes.
+        most: relative difference.
     """
     ends = 0.8 * min(values), 1.25 * max(values)
     axes.plot(ends, ends, color=color["muted"], linewidth=1)

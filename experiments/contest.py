@@ -1,7 +1,7 @@
-"""Plain training and ways to train under a budget, in turns: who is how fast, and who cannot run.
+"""Compares plain training and methods under a budget by taking steps in turns.
 
-A way that refuses a budget or a step, whose process dies, or whose step takes more than `SLOWEST`
-times a plain one leaves the turns. What it said is its result; the others go on.
+A method drops out if it refuses the budget or a step, if its process dies, or if its step takes
+more than `SLOWEST` times a plain one. The error is then its result; the others continue.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from dynoffload.experiments.workers import (
 from dynoffload.memory.spill import default_spill_dir
 
 START_S = 600.0
-"""To come to the block; a plain step has as long."""
+"""Time limit until the block is entered, and of a plain step."""
 LEAST_S = 10.0
-"""That a step may take, however short a plain one is."""
+"""Minimum time limit of a step, however short a plain one is."""
 SLOWEST = 60.0
-"""Times what a plain step takes, that a step may take."""
-_SAID = 400
-_STARVED = ", as the kernel does where what it may reclaim in a memory group is less than is wanted"
+"""Time limit of a step, in multiples of a plain one."""
+_MESSAGE_CHARS = 400
+_OOM_WHY = ", as the kernel does where what it may reclaim in a memory group is less than is wanted"
 
 
 @dataclass(frozen=True)
 class Turns:
-    """How steps are made.
+    """Number and order of steps.
 
     Attributes:
-        rounds: turns of each.
-        warmup: first steps of each, which do not count.
-        per_turn: steps of a turn that count, ...
-        lead: ... after so many that do not.
+        rounds: turns of each method.
+        warmup: first steps of each method, which are not measured.
+        per_turn: measured steps per turn.
+        lead: unmeasured steps before them in each turn.
     """
 
     rounds: int
@@ -61,20 +61,20 @@ class Turns:
 
     @property
     def steps(self) -> int:
-        """All that each makes."""
+        """All steps of one method."""
         return self.warmup + self.rounds * (self.lead + self.per_turn)
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way of training.
+    """A method of training.
 
     Attributes:
         spec: what its process runs.
         limit: bytes of its memory group; None for no group.
-        swap_bytes: of a swap file, which lets the system page the group. Swapped bytes are those of
-            all processes.
-        orders: what each step visits, for a clairvoyant.
+        swap_bytes: of a swap file, to which the system pages the group. Swapped bytes are counted
+            over all processes.
+        orders: the visits of each step, for a method with perfect predictions.
     """
 
     spec: Spec
@@ -85,21 +85,21 @@ class Way:
 
 @dataclass(frozen=True)
 class Side:
-    """What a way did under a budget.
+    """Result of a method under a budget.
 
     Attributes:
-        why: it has no time; "" if it has.
-        steps_s: seconds of the steps that count.
+        why: the reason why it has no time; "" if it has.
+        steps_s: seconds of the measured steps.
         bytes_in: read from the tier below, per step.
-        bytes_out: written to it.
-        note: what is to be known of it.
-        losses_equal: whether losses are those of plain training, bit by bit, as far as it came;
+        bytes_out: written to it, per step.
+        note: a remark for the reader.
+        losses_equal: whether its losses equal plain training's bit for bit, as far as it ran;
             None if it made no step.
-        sizing: how the runtime divided the budget; None if it refused it, or did not.
-        stall_s: of a step, that compute waited for bytes; None if nothing counts it.
-        peak_fast_bytes: most bytes of the budget that were taken; None if nothing counts them.
-        group_peak_bytes: most that its memory group was charged with; None without one.
-        group_before_bytes: the same, before it entered the block.
+        sizing: how the runtime divided the budget; None if it refused it, or does not divide it.
+        stall_s: median stall of a step; None if not measured.
+        peak_fast_bytes: most bytes of the budget in use; None if not measured.
+        group_peak_bytes: peak bytes charged to its memory group; None without one.
+        group_before_bytes: bytes charged before it entered the block.
     """
 
     why: str = ""
@@ -116,7 +116,7 @@ class Side:
 
     @property
     def seconds(self) -> float | None:
-        """The median of a step."""
+        """The median step time."""
         return median(self.steps_s) if self.steps_s and not self.why else None
 
 
@@ -124,8 +124,8 @@ class Contestant:
     """A worker that may drop out.
 
     Attributes:
-        name: of the way.
-        why: it dropped out, "" while it has not.
+        name: of the method.
+        why: why it dropped out, "" if it has not.
     """
 
     def __init__(self, name: str, way: Way, patience: Callable[[], float]) -> None:
@@ -133,7 +133,7 @@ class Contestant:
         self._state: dict[str, Any] = {}
         self._worker: Worker | None = None
         self._group: MemoryGroup | None = None
-        self._swapped: list[tuple[int, int]] = []  # bytes in and out of each step that counts
+        self._swapped: list[tuple[int, int]] = []  # bytes in and out of each measured step
 
     def start(self, stack: ExitStack) -> None:
         """Start it in ``stack``."""
@@ -147,7 +147,7 @@ class Contestant:
             self._worker = stack.enter_context(worker(self.name, way.spec, self._group, START_S))
             self._state = self._worker.ask("state")
         except (WorkerError, LimitError) as error:
-            self._leave(error)
+            self._drop_out(error)
 
     def step(self, *, measured: bool = True) -> object:
         """Make a step, unless it has dropped out."""
@@ -155,25 +155,25 @@ class Contestant:
             return None
         self._worker.patience = self._patience()
         before = swapped_bytes() if self._way.swap_bytes else (0, 0)
-        told = [json.dumps(self._way.orders[len(self._worker.steps)])] if self._way.orders else []
+        args = [json.dumps(self._way.orders[len(self._worker.steps)])] if self._way.orders else []
         try:
-            made = self._worker.step(*told, measured=measured)
+            made = self._worker.step(*args, measured=measured)
         except WorkerError as error:
-            self._leave(error)
+            self._drop_out(error)
             return None
         if self._way.swap_bytes and measured:
             after = swapped_bytes()
             self._swapped.append((after[0] - before[0], after[1] - before[1]))
         return made
 
-    def _leave(self, error: Exception) -> None:
+    def _drop_out(self, error: Exception) -> None:
         lines = str(error).strip().splitlines()
-        self.why = lines[-1].removeprefix(f"{self.name!r} failed: ")[-_SAID:]
+        self.why = lines[-1].removeprefix(f"{self.name!r} failed: ")[-_MESSAGE_CHARS:]
         if self._way.swap_bytes and "was killed by signal 9" in self.why:
-            self.why += _STARVED
+            self.why += _OOM_WHY
 
     def result(self, plain: Worker) -> Side:
-        """Return what it did, beside ``plain``."""
+        """Return its result, compared with ``plain``."""
         own = self._worker
         equal = losses_equal(plain, own) if own is not None and own.steps else None
         sizing = self._state.get("sizing") if self._state.get("paging") else None
@@ -199,7 +199,7 @@ class Contestant:
 
     @property
     def steps(self) -> list[Step]:
-        """The steps that count."""
+        """The measured steps."""
         return [] if self._worker is None else self._worker.measured
 
     @property
@@ -209,14 +209,14 @@ class Contestant:
 
 
 class Found(NamedTuple):
-    """What came of the turns.
+    """Results of all turns.
 
     Attributes:
-        plain: the plain steps that count.
+        plain: the measured plain steps.
         plain_losses: of all plain steps.
-        steps: those of each way.
-        sides: what each way did.
-        described: what `Trainer.describe` says of a step.
+        steps: the measured steps of each method.
+        sides: result of each method.
+        described: `Trainer.describe` of a plain step.
     """
 
     plain: list[Step]
@@ -234,14 +234,14 @@ def measure(
     *,
     describe: bool = False,
 ) -> Found:
-    """Let plain training and ``ways`` take turns.
+    """Make plain training and ``ways`` take turns.
 
     Args:
         spec: what plain training runs.
         ways: by name.
-        turns: how many steps, in which order.
-        on_step: called with who made a step.
-        describe: all make one step before the others, and plain training describes it.
+        turns: number and order of steps.
+        on_step: called with the name of the method that made a step.
+        describe: all make one extra step first, and plain training describes its step.
 
     Raises:
         WorkerError: plain training failed.

@@ -1,10 +1,10 @@
-"""Whether a cost model, fitted to some steps, tells what other steps take: its residual.
+"""How well a cost model, fitted to some steps, predicts the times of other steps.
 
 Networks of the zoo and of transformers are trained under the recorder. A cost model
-(`dynoffload.profiler.costs`) is fitted to every other step. Measured is what it misses on the steps
-between, on networks that it was not fitted to, and when it is written from three figures as from a
-data sheet. Times are those in which torch's one thread had a core: a machine that others use too
-tells the same.
+(`dynoffload.profiler.costs`) is fitted to every other step. Errors are measured on the steps
+between, on networks that it was not fitted to, and for a model built from three figures, like those
+of a data sheet. Times are CPU times of torch's one thread, so other load on the machine does not
+change them.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ if TYPE_CHECKING:
 
 _SEED = 0
 _EDGE, _LONG = 1024, 1 << 25  # elements of the large product's edge, and of the large addition
-_REPEATS = 7  # of each of the three figures
+_REPEATS = 7  # measurements of each of the three figures
 REGIMES = {
     "samples": "held-out samples",
     "networks": "held-out networks",
     "three_figures": "three figures, nothing fitted",
 }
-"""Key of the JSON -> what it is."""
+"""Key of the JSON -> label."""
 _DOTS = 12.0
 _clock = time.thread_time
 
 
 @dataclass(frozen=True)
 class Params:
-    """What is measured."""
+    """Options of the experiment."""
 
     networks: tuple[str, ...] = option((), "names; all by default, two at the least")
     samples: int = option(4, "of each network, to fit to; as many again are held out")
@@ -66,7 +66,7 @@ class Params:
 
 @dataclass
 class _Measured:
-    """Traces of one network, and what the same steps took without a recorder."""
+    """Traces of one network, and the times of the same steps without a recorder."""
 
     fitted: list[Trace] = field(default_factory=list)
     held: list[Trace] = field(default_factory=list)
@@ -123,10 +123,10 @@ class Costs(Experiment[Params]):
 
 
 def measure(network: Subject, samples: int) -> _Measured:
-    """Train for some steps; every other one is to be fitted to, the ones between are held out.
+    """Train for some steps; odd ones are for fitting, even ones are held out.
 
-    The first step makes what later ones find, such as the optimizer's state; it is left out. Held
-    out samples are also trained on without a recorder, before it.
+    The first step allocates what later ones reuse, such as the optimizer's state; it is excluded.
+    Before each recorded held-out step, the same sample is trained on without a recorder.
     """
     torch.manual_seed(_SEED)
     model = network.build()
@@ -152,23 +152,23 @@ def measure(network: Subject, samples: int) -> _Measured:
 
 
 def three_figures() -> CostModel:
-    """Return a cost model of this machine as its data sheet would give it.
+    """Return a cost model of this machine as from its data sheet.
 
-    The peak is that of one large product in single precision, the bandwidth that of one large
-    addition in place, the overhead that of an addition of one element; each the best of a few.
+    The peak comes from a large product in single precision, the bandwidth from a large addition
+    in place; each is the best of a few. The overhead is the median of adding one element.
     """
     left, right, made = (torch.rand(_EDGE, _EDGE) for _ in range(3))
     one, other = torch.rand(_LONG), torch.rand(_LONG)
-    little = torch.rand(1)
+    scalar = torch.rand(1)
     traces: list[Trace] = []
     layer = torch.nn.Identity()
     with torch.no_grad():
         product = _best(lambda: torch.mm(left, right, out=made))
         addition = _best(lambda: one.add_(other))
     with Recorder(layer, on_step=traces.append, clock=_clock):
-        value = layer(little.requires_grad_())
+        value = layer(scalar.requires_grad_())
         for _ in range(50):
-            value = value + little
+            value = value + scalar
         value.sum().backward()
     calls = [op.seconds for op in traces[-1].operators if op.name == "aten.add.Tensor"]
     return CostModel(
@@ -193,10 +193,10 @@ class Errors:
     """The relative error |predicted / measured - 1| of several times.
 
     Attributes:
-        median: half of them err no more; of operators, half of the time is in such.
-        p90: nine in ten.
-        bias: predicted over measured, of all together, less 1.
-        seconds: measured, of all together.
+        median: of steps, half have at most this error; of operators, half of the time.
+        p90: the same for nine in ten.
+        bias: total predicted over total measured, less 1.
+        seconds: total measured.
     """
 
     median: float
@@ -206,7 +206,7 @@ class Errors:
 
 
 def errors(pairs: Sequence[tuple[float, float]], *, by_time: bool = False) -> Errors:
-    """Return the errors of pairs of predicted and measured seconds, each counted once or by its
+    """Return the errors of (predicted, measured) pairs in seconds, weighted equally or by measured
     time."""
     predicted, measured = np.array(pairs, np.float64).T
     relative = np.abs(predicted / measured - 1)
@@ -222,8 +222,8 @@ def errors(pairs: Sequence[tuple[float, float]], *, by_time: bool = False) -> Er
 
 
 def residual(pairs: Iterable[tuple[CostModel, Trace]]) -> dict[str, Errors]:
-    """Return what models miss of whole steps and of operators, each on a trace that it was not
-    fitted to."""
+    """Return the errors of models on whole steps and on operators; each model was not fitted to
+    its trace."""
     steps: list[tuple[float, float]] = []
     operators: list[tuple[float, float]] = []
     for model, trace in pairs:
@@ -312,8 +312,8 @@ def _tables(rows: Sequence[Row], found: Mapping[str, Any]) -> Iterator[Table]:
 
 
 def _draw(axes: Axes, color: Mapping[str, str], steps: Sequence[Sequence[Any]]) -> None:
-    """Draw predicted against measured seconds of steps, where both are equal, and where one is
-    twice the other."""
+    """Draw predicted against measured step seconds, the diagonal, and the lines of a factor of
+    two."""
     measured = [step[1] for step in steps]
     held, apart = ([step[column] for step in steps] for column in (2, 3))
     looks: dict[str, Any] = {"facecolors": "none", "edgecolors": color["fault"], "zorder": 2}

@@ -1,9 +1,9 @@
 """See it work: profile, train a pilot, train under one eighth of the memory, compare.
 
-The whole way in two to three minutes, with a language model of routed experts on real source text:
-record steps, learn a pilot from them, then train the same steps plain and under one eighth of what
-they take, on demand, by the last order and by the pilot; one table, one report. It is no benchmark:
-the runs follow one another in one process.
+Takes two to three minutes, with a language model of routed experts on real source text. Records
+steps and trains a pilot on them. Then trains the same steps with plain PyTorch, and under an eighth
+of their memory: on demand, by the last order, and by the pilot. Prints one table and writes one
+report. It is no benchmark: the runs follow one another in one process.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from dynoffload.telemetry import RunLog
 
 SHARE = 8
-"""The budget is one part in so many of the footprint."""
-_WARMUP = 2  # as the report page leaves out
+"""The budget is the footprint divided by this."""
+_WARMUP = 2  # the same as on the report page
 
 
 @dataclass(frozen=True)
 class Params:
-    """What is trained."""
+    """Options of the experiment."""
 
     preset: str = option("small", "sizes of the MoE language model")
     tokens: int = option(128, "per step")
@@ -53,11 +53,11 @@ WAYS: dict[str, tuple[str, str]] = {
     "repeat-last": ("repeat", "under the budget, with prefetch by the order of the step before"),
     "pilot": ("pilot", "under the budget, with prefetch by the pilot"),
 }
-"""Name of a training -> the policy of its block, and its words in the report."""
+"""Name of a training -> the policy of its block, and its description in the report."""
 
 
 class Demo(Experiment[Params]):
-    """The one case is all of it."""
+    """The only case is the whole demo."""
 
     parameters = Params
     resumes = False
@@ -112,7 +112,7 @@ class Demo(Experiment[Params]):
         title = f"MoE {own.preset}, {own.tokens} tokens a step"
         Console().print(comparison_table(rows, title=title, budget=budget))
         took = time.perf_counter() - begin
-        for line in _told(rows, log, budget, own.steps):
+        for line in _outcome(rows, log, budget, own.steps):
             _say(line)
         _say(
             f"Look at {files.page} in a browser, at {files.perfetto} in ui.perfetto.dev, and at "
@@ -136,7 +136,7 @@ class Demo(Experiment[Params]):
 def _trained(
     name: str, spec: Spec, steps: int, report: Report
 ) -> tuple[list[str], list[float], RunLog | None]:
-    """Train; return the losses, the seconds, and the log of the block if there is one."""
+    """Train; return the losses, the seconds, and the log of the block, if any."""
     gc.collect()
     trainer, made = Trainer(spec), []
     with trainer.training():
@@ -147,8 +147,8 @@ def _trained(
     return [one["loss"] for one in made], [one["seconds"] for one in made], log
 
 
-def _told(rows: Sequence[ComparisonRow], log: RunLog, budget: int, steps: int) -> Iterator[str]:
-    """Yield what was trained in how much, and at what price: a sentence each."""
+def _outcome(rows: Sequence[ComparisonRow], log: RunLog, budget: int, steps: int) -> Iterator[str]:
+    """Yield one sentence on memory and losses, and one on step times."""
     plain, *paged = rows
     times = {row.name: format_seconds(row.step_s) for row in rows}
     peak = max(row.peak_fast_bytes or 0 for row in paged)

@@ -1,9 +1,8 @@
-"""Estimates beside real trainings: peaks and step time, network by network.
+"""Compares estimates with real trainings: peaks and step time, network by network.
 
 Networks of the zoo and of transformers are estimated by `dynoffload.estimation`, and trained under
-the same budgets. Nothing is fitted to them; what `dynoffload.experiments.simulation` fits, it fits
-to others. Processes compute with one thread, so that transfers have a core of their own where there
-are two.
+the same budgets. The calibration of `dynoffload.experiments.simulation` was fitted to other
+networks. Processes compute with one thread, which leaves a core for transfers where there are two.
 """
 
 from __future__ import annotations
@@ -30,26 +29,26 @@ NETWORKS = (
     *("moe", "tree", "evoformer", "esmfold"),
     *("t5", "mixtral", "gpt2", "bert", "llama", "vit"),
 )
-"""Four of the zoo, six of transformers; none of them is fitted to."""
+"""Four of the zoo, six of transformers; the calibration includes none of them."""
 KINDS_FITTED = frozenset(one.network.removesuffix(" (fit)") for one in FIT)
-"""Of whose kind another network, of other sizes, is among those that the runtime's own work is
-fitted on."""
+"""Networks whose architecture is in the calibration of the runtime's overhead, with other
+sizes."""
 PEAK_WORST, STEP_WORST = 0.10, 0.20
-"""Relative errors that are asked for."""
+"""Target maximum relative errors."""
 _ERRORS = {
     "step_error": ("step time", STEP_WORST),
     "fast_error": ("fast memory", PEAK_WORST),
     "file_error": ("spill file", PEAK_WORST),
 }
 _CONFIG = {"policy": "repeat"}
-_MOST_STEPS = 10  # from the eleventh on a session may try steps without prefetch
-_SAMPLES = 6  # as many as an estimate looks at
+_MOST_STEPS = 10  # from the eleventh step on, a session may try steps without prefetch
+_SAMPLES = 6  # as many as an estimate uses
 _TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
 class Params:
-    """What is compared."""
+    """Options of the experiment."""
 
     shares: tuple[float, ...] = option(
         (0.5, 0.25), "of parameters, gradients and optimizer state, that are the budgets"
@@ -123,7 +122,7 @@ class Estimates(Experiment[Params]):
                 axes.legend(frameon=False, loc="upper left")
 
 
-# In processes of their own
+# Run in child processes
 
 
 def footprint(network: str) -> int:
@@ -139,7 +138,7 @@ def footprint(network: str) -> int:
 def estimated(
     network: str, budget: int, calibration: Path | None, spill_dir: Path | None
 ) -> tuple[dict[str, Any], float]:
-    """Return the estimate, and the seconds that it took."""
+    """Return the estimate, and the seconds it took."""
     from dynoffload.estimation import estimates
     from dynoffload.experiments.networks import NETWORKS
     from dynoffload.experiments.simulated_run import adamw
@@ -162,7 +161,7 @@ def estimated(
 def trained(
     network: str, budget: int, steps: int, warmup: int, spill_dir: Path | None
 ) -> dict[str, Any]:
-    """Train under a budget; return a step's seconds, and the peaks."""
+    """Train under a budget; return step times and peaks."""
     import dynoffload
     from dynoffload.experiments.networks import NETWORKS
     from dynoffload.experiments.simulated_run import adamw
@@ -205,9 +204,9 @@ def compared(
     real: Sequence[Mapping[str, Any]],
     seconds: float,
 ) -> Row:
-    """Return one budget's numbers, estimated and real, and how far they are apart.
+    """Return one budget's estimated and real numbers, and their relative errors.
 
-    A budget that one side calls too small and the other does not is wrong by all of it.
+    If only one side refuses the budget, every error is 100%.
     """
     refused = bool(real[0]["refused"])
     base = {
@@ -234,7 +233,7 @@ def compared(
 
 
 def said(rows: Sequence[Row]) -> list[str]:
-    """Return whether what was asked for holds, over all but those where both sides refuse."""
+    """Report whether the targets hold, excluding budgets that both sides refuse."""
     counted = [one for one in rows if one["real"] or not one["agrees"]]
     unseen = [one for one in counted if one["network"] not in KINDS_FITTED]
     lines = [

@@ -1,11 +1,11 @@
 """Whether training under a share of the memory gives the bits of plain PyTorch.
 
-Some fifty architectures of transformers times rotating training loops, each trained plainly and
-inside a block, and compared: losses, parameters, gradients, buffers, optimizer state, random
-numbers, after every step or, so that updates wait from step to step, at the end. The share is a
-quarter of parameters, gradients and optimizer state, or three times the largest parameter; a case
-that is accepted under no such budget is counted apart, and named with the reason. A process that
-dies or hangs is a failed case, and the rest goes on.
+Trains some fifty architectures of transformers with rotating training loops, each plainly and
+inside a block. Compares losses, parameters, gradients, buffers, optimizer state and random numbers:
+after every step, or only at the end, so that updates stay deferred between steps. The budget is a
+quarter of parameters, gradients and optimizer state, or three times the largest parameter. A case
+that needs more is counted apart, with the reason. A process that dies or hangs is a failed case,
+and the others continue.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _PATIENCE = 660.0  # seconds for one case and the start of its process
 
 @dataclass(frozen=True)
 class Case:
-    """One architecture trained by one loop.
+    """One architecture trained with one loop.
 
     Attributes:
         architecture: a key of `ARCHITECTURES`.
         loop: how it is trained.
         backend: ``"auto"`` or ``"mapped"``.
-        looks: compare all state after every step, which makes the updates that wait; else losses
-            alone until the end.
-        experts: implementation of fused experts, as transformers names it, or "" for its choice.
+        looks: compare all state after every step, which flushes deferred updates; otherwise only
+            losses until the end.
+        experts: implementation of fused experts, by transformers' name, or "" for its default.
     """
 
     architecture: str
@@ -49,7 +49,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Params:
-    """What is trained."""
+    """Options of the experiment."""
 
     architectures: tuple[str, ...] = option((), "names; all by default")
     rounds: int = option(
@@ -67,7 +67,7 @@ class Params:
 
 
 class Exactness(Experiment[Params]):
-    """A case is an architecture trained by one loop; cases share a process until it fails."""
+    """A case is an architecture trained with one loop; cases share a process until it fails."""
 
     parameters = Params
 
@@ -136,7 +136,7 @@ def _names(rows: Sequence[Row]) -> list[str]:
 
 
 def _of(rows: Sequence[Row], name: str) -> Row:
-    """Return the numbers of an architecture."""
+    """Return the totals of an architecture."""
     mine = [row for row in rows if row["architecture"] == name]
     budgets = [row for row in mine if "budget" in row]
     least = min(budgets, key=lambda row: row["budget"], default=None)
@@ -161,7 +161,7 @@ _COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 
 def cases_of(names: Sequence[str], rounds: int, steps: int) -> list[Case]:
-    """Return the cases of architectures, round by round."""
+    """Return the cases of all architectures, round by round."""
     rotating = loops(rounds * len(names))
     return [
         Case(
@@ -185,10 +185,7 @@ def _backends(rounds: int) -> list[str]:
 
 
 def train_case(case: Case, spill_dir: Path | None = None) -> dict[str, Any]:
-    """Train one case in this process and return what was found.
-
-    The budget is that of `budget_of`.
-    """
+    """Train one case in this process under `budget_of`'s budget and return the results."""
     import copy
 
     import torch
@@ -230,12 +227,12 @@ def train_case(case: Case, spill_dir: Path | None = None) -> dict[str, Any]:
             difference = first_difference(found, wanted, f"step {step}")
             if difference:
                 break
-        next(expected, None)  # its gradients are zeroed, too
+        next(expected, None)  # zeroes the reference's gradients, too
         stats = session.stats
         backend = session.backend
     if not difference:
         difference = first_difference(state_of(model, optimizer), state_of(reference, its), "after")
-    peak = int(stats["peak_fast_bytes"].max()) if len(stats) else 0  # every step was skipped
+    peak = int(stats["peak_fast_bytes"].max()) if len(stats) else 0  # empty if all were skipped
     if peak > budget:
         difference = difference or f"{peak} bytes in fast memory are more than {budget}"
     if loop.checkpointing and not recomputed.calls:
@@ -255,7 +252,7 @@ def train_case(case: Case, spill_dir: Path | None = None) -> dict[str, Any]:
 
 
 class _Recomputed:
-    """Counts the modules of a network that run forward in the midst of backward."""
+    """Counts module forwards that run during backward, i.e. recomputation."""
 
     def __init__(self, model: Any) -> None:
         self.calls = 0

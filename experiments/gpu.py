@@ -1,14 +1,14 @@
-"""Training on an accelerator under a cap of its memory: time, capacity and exactness against peers.
+"""Training on an accelerator under a memory cap: time, capacity and exactness against alternatives.
 
-Every row is a process of its own whose allocator is capped alike. It has never run on a GPU so far:
-what it does was tested over an emulated one, and no number of it is published.
+Every row is measured in its own process; all allocators have the same cap. It has never run on a
+GPU so far: it was tested on an emulated one, and none of its numbers are published.
 
-[Note: caps]  A cap is what `set_per_process_memory_fraction` lets the allocator take, cached blocks
-included; ``1`` is what plain training took at most. Ways that count bytes get the first budget of
-`HEADROOM` with which they run: what the allocator keeps in pieces is not theirs.
+[Note: caps]  A cap limits the allocator by `set_per_process_memory_fraction`, cached blocks
+included; ``1`` is plain training's peak. Methods that count bytes use the first budget of
+`HEADROOM` with which they run, since the allocator's fragmentation is not in their count.
 
-[Note: bound]  A step takes no less than plain training's in memory, nor than its copies by the
-rates measured with both directions at once, in the direction that takes longer.
+[Note: bound]  A step takes at least as long as plain training's step in memory. It also takes at
+least as long as its copies in the slower direction, at the rates measured with both at once.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from dynoffload.units import format_bytes, format_seconds, parse_bytes
 
 LINK, CAPACITY = "link", "capacity"
 HEADROOM = (0.9, 0.75, 0.5)
-"""Shares of a cap that ways which count bytes are given, one after the other until one runs."""
-_FILE_AT = "1/8"  # the cap at which the way with a file below is measured
+"""Budgets for methods that count bytes, as shares of a cap; tried in order until one runs."""
+_FILE_AT = "1/8"  # the only cap at which the method with a spill file is measured
 _MOST_LAYERS = 4096
 _FOLDS = {"rows": 1, "min_length": 64, "max_length": 96, "min_depth": 16, "max_depth": 32}
 PRESETS: dict[str, dict[str, Spec]] = {
@@ -48,12 +48,12 @@ PRESETS: dict[str, dict[str, Spec]] = {
         ("base", 1024, {"hidden": 512, "heads": 8, "experts": 8, "width": 1024}),
     )
 }
-"""What ``--preset`` stands for: networks by name, and the one whose layers are counted."""
+"""``--preset`` -> networks by name, and the one whose layers are counted."""
 
 
 @dataclass(frozen=True)
 class Params:
-    """What is measured."""
+    """Options of the experiment."""
 
     networks: tuple[str, ...] = option(
         ("moe", "evoformer", "moe:8192", "moe:32768"),
@@ -94,12 +94,12 @@ class Params:
 
 @dataclass(frozen=True)
 class Case:
-    """A way at a cap, or the largest network by a way, or the link.
+    """A method at a cap, or the largest network with a method, or the link.
 
     Attributes:
         part: a network of `Params`, `CAPACITY` or `LINK`.
         way: a key of `WAYS`.
-        share: of what plain training takes; "" for plain training itself, without a cap.
+        share: of plain training's peak; "" for plain training itself, without a cap.
     """
 
     part: str
@@ -108,7 +108,7 @@ class Case:
 
 
 class Gpu(Experiment[Params]):
-    """Plain training of a network says what all its caps are shares of."""
+    """A case is a `Case`; caps are shares of the plain training's peak on the same network."""
 
     parameters = Params
 
@@ -160,7 +160,7 @@ class Gpu(Experiment[Params]):
             return {"state": NOT_MEASURED, "why": str(error)}
 
     def _at(self, case: Case, task: Task) -> Row:
-        """Return the row of a way at a cap; what had no room at a larger one is not tried."""
+        """Return the row of a method at a cap; skipped if it did not fit a larger cap."""
         mine = [row for row in self.rows if row["part"] == case.part]
         plain = next(row for row in mine if row["way"] == PLAIN)
         if plain["state"] != MEASURED:
@@ -169,7 +169,7 @@ class Gpu(Experiment[Params]):
             if row["way"] == case.way and row["state"] == NO_ROOM:
                 return {"state": NO_ROOM, "why": f"it has no room under {row['share']}"}
         whole = plain["peak_reserved"] or 16 * plain["parameters"]
-        host = 4 * plain["parameters"]  # a quarter of what AdamW makes it take
+        host = 4 * plain["parameters"]  # a quarter of its training state with AdamW
         task = replace(task, cap_bytes=int(Fraction(case.share) * whole))
         found = self._within(replace(task, host_bytes=host if case.way == FILES else 0))
         if found["state"] == MEASURED:
@@ -177,7 +177,7 @@ class Gpu(Experiment[Params]):
         return found
 
     def _within(self, task: Task) -> Row:
-        """Return the row of a task with the first budget of [Note: caps] that runs."""
+        """Return the row of a task with the first budget that runs; see [Note: caps]."""
         found: Row = {}
         for share in HEADROOM if task.way in COUNTED else (0.0,):
             spec = replace(task.spec, budget=int(share * task.cap_bytes))
@@ -187,7 +187,7 @@ class Gpu(Experiment[Params]):
         return found
 
     def _largest(self, task: Task) -> Row:
-        """Return the row of the most layers that fit, of powers of two."""
+        """Return the row of the most layers that fit, among powers of two."""
         params = self.params
         task = replace(
             task,
@@ -233,8 +233,8 @@ class Gpu(Experiment[Params]):
 
 
 def _compared(row: Row, plain: Row, link: Row) -> Row:
-    """Return a row's time, and parameters, over plain training's, and its time over the least; see
-    [Note: bound]."""
+    """Return a row's time and parameters relative to plain training's, and its time relative to
+    the bound; see [Note: bound]."""
     if row["state"] != MEASURED or plain["state"] != MEASURED:
         return {}
     found = {"times": row["seconds"] / plain["seconds"]}

@@ -1,13 +1,13 @@
 """Whether training on this machine's accelerator gives the bits of plain PyTorch there.
 
-``make gpu-check``: a program that needs no more than torch and this checkout. Networks of the zoo
-and of transformers are trained plainly, again, and paged: in host memory and with a file below, by
-many loops, by pilots that lie, and over queues that are late at random and memory that is poisoned.
-It has never run on a GPU so far; its cases have on the emulated accelerator of the tests.
+``make gpu-check``: needs only torch and this checkout. Networks of the zoo and of transformers are
+trained twice plainly, and once paged: in host memory and with a spill file, with many loops, with
+pilots that predict wrongly, on randomly delayed streams and in poisoned memory. It has never run on
+a GPU so far; its cases have, on the emulated accelerator of the tests.
 
-Cases share a process; one that dies or hangs has failed, and the rest goes on. Results are written
-after each case. The program ends with 0 if none has failed and at least one case of each kind was
-exact, with 1 if not, and with 2 where there is no accelerator.
+Cases share a process; if it dies or hangs, the case has failed, and the others continue. Results
+are written after each case. Exit code 0: none failed and at least one case of each kind was exact;
+1: otherwise; 2: there is no accelerator.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def accelerator() -> torch.device:
 
 
 def about(device: torch.device) -> dict[str, Any]:
-    """Return what is known of a device and its software."""
+    """Return a description of a device and its software."""
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -77,10 +77,10 @@ def check(
     """Run cases one after the other and return their rows.
 
     Args:
-        ask: runs one; see `train_case`. What has no verdict has failed.
+        ask: runs a case; see `train_case`. A result without a verdict counts as failed.
         chosen: the cases.
-        seconds: after which no other is begun.
-        tell: told each row.
+        seconds: no further case starts after this time.
+        tell: called with each row.
     """
     began = time.perf_counter()
     rows = []
@@ -102,14 +102,14 @@ def check(
 
 
 def passed(rows: Sequence[dict[str, Any]]) -> bool:
-    """Return whether none has failed, and of each kind of case there are, one at least is exact."""
+    """Return whether no case has failed, and at least one of each kind is exact."""
     exact = {row["kind"] for row in rows if row["verdict"] == Verdict.EXACT.value}
     failed = any(row["verdict"] == Verdict.FAILED.value for row in rows)
     return bool(rows) and exact == {row["kind"] for row in rows} and not failed
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the checks; return what the process ends with."""
+    """Run the checks; return the exit code."""
     parser = argparse.ArgumentParser("gpu-check", description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=Path, help="where the rows so far are written")
     parser.add_argument("--spill-dir", help="where files below host memory lie")
@@ -153,8 +153,8 @@ def _run(device: torch.device, options: argparse.Namespace) -> int:
 
 
 class Cases(ExitStack):
-    """A process that trains cases, replaced if it fails: an accelerator that met an error in a
-    kernel fails whatever comes after."""
+    """A process that trains cases, replaced after a failure: once a kernel has failed on an
+    accelerator, everything after it fails."""
 
     def __init__(self, device: torch.device, spill_dir: str | None, patience: float) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class Cases(ExitStack):
         self.process: Process | None = None
 
     def train(self, case: Case) -> dict[str, Any]:
-        """Return a case's row, or ``why`` alone if there is none."""
+        """Return a case's row, or only ``why`` if there is none."""
         if self.process is None:
             process = Process("a case", patience=self._patience, environment=QUIET)
             self.process = self.enter_context(process)

@@ -10,7 +10,7 @@ from dynoffload.experiments.loops import Loop
 
 
 class Kind(Enum):
-    """What a case is to show; each has to be shown once."""
+    """What a case demonstrates; each kind needs at least one exact case."""
 
     HOST = "host memory"
     FILE = "a file below host memory"
@@ -22,17 +22,17 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Case:
-    """One network, trained by one loop in one way.
+    """One network, trained with one loop and one set of options.
 
     Attributes:
         network: a network of the zoo, or ``transformers:`` and an architecture of
             `dynoffload.experiments.architectures`.
         loop: how it is trained.
-        kind: what it is to show. `Kind.COUNTED` takes a larger network and compares losses alone
+        kind: what it demonstrates. `Kind.COUNTED` takes a larger network and compares only losses
             until the end, as copies for comparing would count.
-        files: half of what is kept is in a file below host memory.
-        seed: of late queues, for `Kind.RACES`.
-        lies: seed of a pilot that lies, or None for none.
+        files: half of the training state is in a spill file below host memory.
+        seed: of the stream delays, for `Kind.RACES`.
+        lies: seed of a pilot that predicts wrongly, or None for none.
         starts_there: the model is on the accelerator before the block begins, not on the CPU.
     """
 
@@ -45,7 +45,7 @@ class Case:
     starts_there: bool = False
 
     def describe(self) -> str:
-        """Return it in a few words."""
+        """Return a short description."""
         ways = [
             self.kind.value,
             f"late queues {self.seed}" if self.kind is Kind.RACES else "",
@@ -73,10 +73,10 @@ _LATE = ("moe", "evoformer", "transformers:mixtral", "early-lstm")
 
 
 def cases(steps: int = 4) -> list[Case]:
-    """Return all cases, the most telling ones first, for whoever has not the time for all.
+    """Return all cases, the most informative first, in case time runs out.
 
     Args:
-        steps: of each.
+        steps: of each case.
     """
     plain, fused = Loop("AdamW foreach"), Loop("AdamW fused")
     races = [

@@ -1,12 +1,11 @@
-"""Training one case of `dynoffload.experiments.gpu_check`.
+"""Training of one case of `dynoffload.experiments.gpu_check`.
 
-It is trained plainly, again, and by this library, and all state is compared bit by bit. Plain
-training runs twice as not every operator of every accelerator is deterministic: a case that does
-not equal itself counts neither as exact nor as failed.
+Each case is trained twice in plain PyTorch and once offloaded; all state is compared bit by bit.
+If the two baselines differ, the case is not deterministic: neither exact nor failed.
 
-[Note: beside]  A budget on an accelerator caps all that its allocator gives, also workspaces of
-libraries and the copies that comparing takes. So what is still held as the block begins comes on
-top, and what the second plain training took beyond that and beside what it keeps.
+[Note: beside]  A budget on an accelerator limits all memory that its allocator provides, including
+library workspaces and the copies for comparison. So two amounts are added to the case's budget: the
+bytes allocated before the block, and the second baseline's peak above its training state.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ from dynoffload.runtime import target
 from dynoffload.units import MiB
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-"""Must say ``:4096:8`` before the process multiplies a matrix on CUDA, for the same bits again."""
+"""Must be ``:4096:8`` before the first CUDA matrix product, for reproducible bits."""
 SCRATCH = 8 * MiB
-"""Bytes of each copy that makes others late: 0.2 ms of a link of 50 GB/s."""
-_TEMPORARY = {"evoformer": MiB}  # bytes of activations that a sample needs beside its share
+"""Bytes of each delaying copy: 0.2 ms on a link of 50 GB/s."""
+_TEMPORARY = {"evoformer": MiB}  # bytes of activations that a sample needs above its share
 _CPU = torch.device("cpu")
 _LR, _CLIP = 1e-3, 0.5  # of the optimizer on the host
 
 
 class Verdict(Enum):
-    """What came of a case."""
+    """Outcome of a case."""
 
     EXACT = "exact"
     FAILED = "FAILED"
@@ -57,18 +56,18 @@ class Verdict(Enum):
 
 
 def environment() -> dict[str, str]:
-    """Return the variables that must be set before a process of cases begins."""
+    """Return the environment variables to set before a process of cases starts."""
     return {WORKSPACE: os.environ.get(WORKSPACE, ":4096:8")}
 
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """Ask torch for algorithms that give the same bits again, where it has them."""
+    """Make torch use deterministic algorithms, where it has them."""
     settings: Any = torch.utils.deterministic
     before = torch.get_deterministic_debug_mode()
     filling = settings.fill_uninitialized_memory
     torch.set_deterministic_debug_mode("warn")
-    # Else torch would fill what is only allocated, in plain training too, and hide who reads that.
+    # Filling uninitialized memory, in plain training too, would mask reads of it.
     settings.fill_uninitialized_memory = False
     try:
         yield
@@ -81,7 +80,7 @@ Loss = Callable[[nn.Module, int], Tensor]
 
 
 def _subject(case: Case, device: torch.device) -> tuple[Callable[[], nn.Module], Loss]:
-    """Return what builds the network of a case, and its loss on a sample by number."""
+    """Return a function that builds a case's network, and its loss on a sample by number."""
     name = case.network.removeprefix("transformers:")
     if name != case.network:
         from dynoffload.experiments.architectures import ARCHITECTURES
@@ -107,13 +106,13 @@ def _subject(case: Case, device: torch.device) -> tuple[Callable[[], nn.Module],
 
 @dataclass(frozen=True)
 class _Run:
-    """What one training left.
+    """Result of one training run.
 
     Attributes:
-        steps: losses and norms of each step, and what it has changed by then.
-        end: what it had changed when it was over.
-        took: the most bytes that the accelerator's allocator had given beyond those that were held
-            before; 0 where it does not count.
+        steps: losses, gradient norms and state after each step.
+        end: state after training.
+        took: peak bytes of the accelerator's allocator above those allocated before; 0 where it
+            does not count.
     """
 
     steps: Sequence[dict[str, Any]]
@@ -121,7 +120,7 @@ class _Run:
     took: int = 0
 
     def difference(self, expected: _Run) -> str:
-        """Return where it first differs from another, "" if nowhere."""
+        """Return the first difference from another run, "" if there is none."""
         for number, (one, other) in enumerate(zip(self.steps, expected.steps, strict=True)):
             found = first_difference(one, other, f"step {number}")
             if found:
@@ -130,13 +129,13 @@ class _Run:
 
 
 class _Training:
-    """One case on one device: how it is trained plainly, and by this library.
+    """One case on one device: trains it in plain PyTorch and with this library.
 
     Args:
         case: what to train.
         device: where the accelerator's tensors are.
-        spill_dir: where the file lies.
-        named: what sessions are told as their device, if it is another name.
+        spill_dir: of the spill file.
+        named: device name to pass to sessions, if it differs.
     """
 
     def __init__(
@@ -163,7 +162,7 @@ class _Training:
             yield {"losses": moved(losses, _CPU), **moved(state, _CPU)}
 
     def plainly(self) -> _Run:
-        """Train by plain PyTorch."""
+        """Train in plain PyTorch."""
         if self.case.kind is Kind.HOST_OPTIMIZER:
             return self._by_definition()
         held = _held_bytes(self.device)
@@ -175,7 +174,7 @@ class _Training:
         return _Run(steps, moved(state_of(model, optimizer), _CPU), took)
 
     def ours(self, expected: _Run) -> dict[str, Any]:
-        """Train by this library; return ``why`` it is not as expected, and numbers."""
+        """Train with this library; return ``why`` the run is not as expected, and statistics."""
         if self.case.kind is Kind.HOST_OPTIMIZER:
             return {"why": self._on_the_host().difference(expected)}
         import dynoffload
@@ -191,7 +190,7 @@ class _Training:
         allowed = budget_of(model, optimizer, ACCELERATOR, config)
         beside = held + max(0, expected.took - allowed.whole)  # see [Note: beside]
         budget = allowed.budget + _TEMPORARY.get(case.network, 0) + beside
-        pilot = None if case.lies is None else _liar(model, case.lies)
+        pilot = None if case.lies is None else _wrong_pilot(model, case.lies)
         with (
             late(case.seed if case.kind is Kind.RACES else None) as made,
             dynoffload.offload(
@@ -220,7 +219,7 @@ class _Training:
         run = _Run(steps, moved(state_of(model, optimizer), _CPU))
         return {"why": run.difference(expected) or shortcoming(case, found), **found}
 
-    # The optimizer on the host, and the lines of plain PyTorch that define it
+    # The host optimizer, and its definition in plain PyTorch
 
     def _losses(self, model: nn.Module) -> Iterator[Tensor]:
         for number in range(self.case.loop.steps):
@@ -256,7 +255,7 @@ class _Training:
             model.parameters(),
             AdamW,
             lr=_LR,
-            tile_bytes="64KiB",  # several a step
+            tile_bytes="64KiB",  # several tiles per step
             spill_dir=(self.spill_dir or "/var/tmp") if self.case.files else None,
         )
         losses = []
@@ -277,10 +276,10 @@ def train_case(
     """Train one case in this process; for the arguments see `_Training`.
 
     Returns:
-        ``verdict``, a value of `Verdict`; ``why``, "" for an exact case; and of what was paged its
-        ``backend``, ``budget``, ``peak_fast_bytes``, ``peak_allocated`` (by the allocator after the
-        first step, operators' temporaries included; 0 where it does not count), ``bytes_in``,
-        ``bytes_out``, ``delays``, and how often a lying pilot was ``asked``.
+        ``verdict``, a value of `Verdict`; ``why``, "" for an exact case; and for paged cases
+        ``backend``, ``budget``, ``peak_fast_bytes``, ``peak_allocated`` (the allocator's after the
+        first step, with operators' temporaries; 0 where it does not count), ``bytes_in``,
+        ``bytes_out``, ``delays``, and ``asked``: calls of a wrong pilot.
     """
     with deterministic():
         try:
@@ -299,7 +298,7 @@ def train_case(
 
 
 def shortcoming(case: Case, found: dict[str, Any]) -> str:
-    """Return in what a training failed that has the right bits, "" if in nothing."""
+    """Return why a bit-exact run still fails its check, or ""."""
     budget = found["budget"]
     if found["peak_fast_bytes"] > budget:
         return f"{found['peak_fast_bytes']} bytes of regions are more than the budget of {budget}"
@@ -315,13 +314,13 @@ def shortcoming(case: Case, found: dict[str, Any]) -> str:
 
 
 def _held_bytes(device: torch.device) -> int:
-    """Return the bytes that the allocator has given and that no garbage holds."""
+    """Return the allocated bytes after garbage collection."""
     gc.collect()
     return 0 if device.type == "cpu" else int(torch.accelerator.memory_allocated(device))
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """Return the most bytes that the allocator had given since the last call."""
+    """Return the peak allocated bytes since the last call, and reset the peak."""
     if device.type == "cpu":
         return 0
     peak = int(torch.accelerator.max_memory_allocated(device))
@@ -329,15 +328,15 @@ def _peak_bytes(device: torch.device) -> int:
     return peak
 
 
-def _liar(model: nn.Module, seed: int) -> LyingPilot:
+def _wrong_pilot(model: nn.Module, seed: int) -> LyingPilot:
     chance = random.Random(seed)
     return LyingPilot(model, [[chance.randrange(-2, 40) for _ in range(20)] for _ in range(5)])
 
 
 @contextlib.contextmanager
 def late(seed: int | None) -> Iterator[list[Late]]:
-    """Have sessions that begin in this block on queues that are late, and yield those; None: on
-    the accelerator's as they are."""
+    """Make sessions that begin in this block use randomly delayed streams, and yield those;
+    ``seed=None`` leaves the streams unchanged."""
     made: list[Late] = []
     if seed is None:
         yield made

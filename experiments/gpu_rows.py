@@ -1,10 +1,9 @@
-"""What one process of `dynoffload.experiments.gpu` measures: a task, or the link.
+"""Measurements of one process of `dynoffload.experiments.gpu`: a task, or the link.
 
-`measure` caps the accelerator's allocator and trains a task. A step is timed from its call until
-the queue on which torch computes has come to its end, for all ways alike; copies that go on beside
-that, for the next step, are not waited for. Host memory that is charged is the growth of the
-process's resident set since before the block. A step of a tiny network comes first, so that what
-the accelerator's libraries load is not counted.
+`measure` caps the accelerator's allocator and trains a task. A step's time ends, for all methods,
+when the stream on which torch computes is idle; copies for the next step may still run. Charged
+host memory is the growth of the process's resident set since before the block. A step of a tiny
+network comes first, so that loading the accelerator's libraries is not counted.
 """
 
 from __future__ import annotations
@@ -28,31 +27,31 @@ from dynoffload.memory.limits import resident_bytes
 from dynoffload.units import GiB, MiB
 
 MEASURED, NO_ROOM, NOT_MEASURED = "measured", "does not fit", "not measured"
-_SAID = 160
-_AHEAD = 4  # copies that are given before the first is waited for
+_MESSAGE_CHARS = 160
+_AHEAD = 4  # copies enqueued before the first is waited for
 
 
 def measure(task: Task) -> dict[str, Any]:
-    """Train a task and return what was found; its block is not left.
+    """Train a task and return the results; its block is never left.
 
     Returns:
-        ``state`` (one of `MEASURED`, `NO_ROOM`, `NOT_MEASURED`), ``why`` it is not measured, and
-        the numbers if it is: ``steps_s``, ``seconds`` (their median), ``losses`` of all steps as
-        `float.hex` writes them, ``parameters``, ``peak_allocated`` (after the first step) and
-        ``peak_reserved`` bytes of the allocator (0 where it does not count), and of this library's
-        sessions ``bytes_in``, ``bytes_out``, ``stall_s`` (medians), ``peak_fast_bytes``,
+        ``state`` (one of `MEASURED`, `NO_ROOM`, `NOT_MEASURED`) and ``why`` it is not measured. If
+        it is: ``steps_s``, ``seconds`` (their median), ``losses`` of all steps in `float.hex`
+        format, ``parameters``, ``peak_allocated`` (after the first step) and ``peak_reserved``
+        bytes of the allocator (0 where it does not count). For this library's sessions also
+        ``bytes_in``, ``bytes_out``, ``stall_s`` (medians), ``peak_fast_bytes``,
         ``pinned_bytes`` and ``charged_bytes`` of the host, and ``backend``.
     """
     try:
         return {"state": MEASURED, "why": "", **_trained(task)}
     except (torch.OutOfMemoryError, BudgetError, MemoryError) as error:
-        return {"state": NO_ROOM, "why": _said(error)}
+        return {"state": NO_ROOM, "why": _message(error)}
     except (DynOffloadError, RuntimeError, NotImplementedError) as error:
-        return {"state": NOT_MEASURED, "why": _said(error)}
+        return {"state": NOT_MEASURED, "why": _message(error)}
 
 
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip()[:_SAID]}"
+def _message(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip()[:_MESSAGE_CHARS]}"
 
 
 def _trained(task: Task) -> dict[str, Any]:
@@ -95,7 +94,7 @@ def _trained(task: Task) -> dict[str, Any]:
         for key in ("bytes_in", "bytes_out", "stall_s"):
             found[key] = finite(float(median(getattr(one, key) for one in every[task.warmup :])))
         found["peak_fast_bytes"] = max(one.peak_fast_bytes for one in every)
-        # A session begins the allocator's count anew in each step.
+        # A session resets the allocator's peak in each step.
         found["peak_allocated"] = max(one.peak_allocated_bytes for one in every[1:])
         found["backend"] = ready.session.backend
         if ready.session.paging:
@@ -105,7 +104,7 @@ def _trained(task: Task) -> dict[str, Any]:
 
 
 def place_of(task: Task) -> torch.device:
-    """Return where the tensors of a task's accelerator are."""
+    """Return the device of a task's accelerator tensors."""
     return torch.device(task.device)
 
 
@@ -115,8 +114,8 @@ def _wait(device: torch.device) -> None:
 
 
 def _cap(device: torch.device, nbytes: int) -> None:
-    """Let the accelerator's allocator take no more than ``nbytes``, or 0 for no cap, and count its
-    peaks from now on."""
+    """Limit the accelerator's allocator to ``nbytes`` (0: no limit), and reset its peak
+    counters."""
     if device.type == "cpu":
         return
     torch.accelerator.synchronize(device)
@@ -131,17 +130,17 @@ def _cap(device: torch.device, nbytes: int) -> None:
 def measure_link(
     device: str, seconds: float = 1.0, chunk: int = 32 * MiB, memory_bytes: int = GiB
 ) -> dict[str, Any]:
-    """Copy between an accelerator and host memory, through the streams that a session has.
+    """Measure copies between an accelerator and host memory, through a session's streams.
 
     Args:
         device: the accelerator.
-        seconds: that each measurement takes at least.
+        seconds: minimum duration of each measurement.
         chunk: bytes of a copy.
-        memory_bytes: of the host, from and to which is copied.
+        memory_bytes: size of the host memory copied from and to.
 
     Returns:
         ``in_bps`` and ``out_bps`` of one direction alone, ``both_in_bps`` and ``both_out_bps`` of
-        both at once, and whether the host's memory is ``pinned``.
+        both at once, and whether the host memory is ``pinned``.
     """
     streams = torch_streams.open_streams(torch.device(device))
     memory = streams.host(memory_bytes)
@@ -152,10 +151,10 @@ def measure_link(
     given, events = streams.now(), list[StreamEvent]()
 
     def rate(*, into: bool, out: bool) -> float:
-        """Return the bytes per second of each direction that is asked for."""
+        """Return the bytes per second of each requested direction."""
         count, start = 0, time.perf_counter()
         while time.perf_counter() - start < seconds or not count:
-            # Another chunk for each, so that no two copies under way share one.
+            # Different chunks, so that concurrent copies share none.
             mine, other = chunks[2 * count % len(chunks)], chunks[(2 * count + 1) % len(chunks)]
             if into:
                 events.append(streams.copy_in(storages[0], mine, [given]))

@@ -1,11 +1,11 @@
-"""Ways of training one network on an accelerator: this library, and what users would take instead.
+"""Methods of training one network on an accelerator: this library and the common alternatives.
 
-All ways take the same optimizer, samples and weights (drawn on the CPU), and the cap of the
-allocator is the same for all. ``save-on-cpu`` is `torch.autograd.graph.save_on_cpu` with pinned
-memory; ``checkpoint`` is `torch.utils.checkpoint` around each block of the network; ``fsdp2`` is
-`fully_shard` of each block and of the root with `CPUOffloadPolicy`, in a group of one process;
-``host-optimizer`` is `dynoffload.HostOptimizer` over a network that is whole on the accelerator.
-The last two update on the CPU, so they cannot have the bits of an update on the accelerator.
+All have the same optimizer, samples, weights (drawn on the CPU) and cap of the allocator.
+``save-on-cpu`` is `torch.autograd.graph.save_on_cpu` with pinned memory; ``checkpoint`` is
+`torch.utils.checkpoint` around each block of the network; ``fsdp2`` is `fully_shard` of each block
+and of the root with `CPUOffloadPolicy`, in a group of one process; ``host-optimizer`` is
+`dynoffload.HostOptimizer` with the whole network on the accelerator. The last two update on the
+CPU, so their bits differ from an update on the accelerator.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ Step = Callable[[tuple[Any, ...]], Tensor]
 """Makes one training step and returns its loss, on the accelerator."""
 PLAIN, OURS, FILES = "plain", "ours", "ours-file"
 COUNTED = (OURS, FILES)
-"""Ways that take a budget in bytes."""
+"""Methods that take a budget in bytes."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What one process trains.
+    """Training task of one process.
 
     Attributes:
         way: a key of `WAYS`.
-        spec: the network, its samples and optimizer; of ways that count bytes also the budget,
-            options, where files lie, and whether to build on the meta device, so that the network
-            is never whole.
+        spec: the network, its samples and optimizer. For methods that count bytes also the budget,
+            options, the spill directory, and whether to build on the meta device, so that the
+            network is never whole in memory.
         device: the accelerator.
-        cap_bytes: that its allocator may take; 0 for all there are.
-        host_bytes: of host memory, for a way with a file below that.
-        steps: that count, ...
-        warmup: ... after so many that do not.
+        cap_bytes: limit of its allocator; 0 for no limit.
+        host_bytes: of host memory, for the method with a spill file.
+        steps: measured steps.
+        warmup: unmeasured steps before them.
     """
 
     way: str
@@ -66,7 +66,7 @@ class Ready:
 
 
 Way = Callable[[Task, torch.device], AbstractContextManager[Ready]]
-"""Makes a task's network ready within a block."""
+"""Context manager that prepares a task's network for training."""
 
 
 def _ready(
@@ -118,7 +118,7 @@ def _fsdp2(task: Task, device: torch.device) -> Iterator[Ready]:
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(name, "lo")  # one process: no other machine is asked for
+        os.environ.setdefault(name, "lo")  # one process: stay on the loopback interface
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
     backend = dist.get_default_backend_for_device(device)
@@ -174,12 +174,12 @@ WAYS: dict[str, Way] = {
     "fsdp2": _fsdp2,
     "host-optimizer": _host_optimizer,
 }
-"""By the name that ``--ways`` takes."""
+"""Method by its name in ``--ways``."""
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of the longest list of modules that ``model`` itself holds, or the model
-    alone if it holds none."""
+    """Return the blocks of the longest `ModuleList` among ``model``'s children, or the model alone
+    if it has none."""
     lists = [child for child in model.children() if isinstance(child, nn.ModuleList)]
     longest = max(lists, key=len, default=None)
     return [model] if longest is None or not len(longest) else list(longest)

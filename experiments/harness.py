@@ -1,9 +1,9 @@
-"""The harness: what all experiments share, so that each is only its cases and what it measures.
+"""The harness shared by all experiments: runs cases, stores rows, renders results.
 
-An experiment is a subclass of `Experiment`: a dataclass of parameters, cases, the row that one case
-gives, the columns of its table and, if it wants them, a summary and a figure. `carry_out` runs the
-cases that the JSON written so far does not hold, and renders the whole: the table on the terminal,
-the figure beside the JSON, and the table of the page beside it, whose prose is Markdown.
+An experiment is a subclass of `Experiment`: a dataclass of parameters, cases, one row per case, the
+columns of its table and, optionally, a summary and a figure. `carry_out` runs the cases missing in
+the JSON written so far. It then renders the table on the terminal, and next to the JSON the figure
+and the table within the Markdown page.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Row = dict[str, Any]
-"""What a case gives: what JSON holds."""
+"""Result of a case, as JSON values."""
 Cell = Callable[[Mapping[str, Any]], str]
-"""The text of a column, from a row."""
+"""Formats a row's cell of one column."""
 P = TypeVar("P")
 T = TypeVar("T")
 
@@ -39,9 +39,9 @@ def option(default: T, meaning: str, *, place: bool = False) -> T:
     """Return a parameter of an experiment: a field of its dataclass.
 
     Args:
-        default: the one that the experiment's page was made with.
+        default: the value used for the experiment's page.
         meaning: one phrase, for ``--help``.
-        place: it says where something lies, and no number depends on it.
+        place: whether it is a path on which no number depends.
     """
     found: T = field(default=default, metadata={"help": meaning, "place": place})
     return found
@@ -56,17 +56,17 @@ class Experiment(Generic[P]):
     """One experiment. The first line of its module's docstring says what it measures.
 
     Attributes:
-        parameters: the dataclass of them; each field is an `option`.
+        parameters: their dataclass; each field is an `option`.
         title: of its table.
-        columns: of its table: head -> text of a row.
-        words: heads, beside the first, whose cells are words and not numbers.
-        resumes: whether a row is all that later cases and the summary take of a case.
+        columns: of its table: header -> text of a row.
+        words: headers, except the first, of columns that hold text and not numbers.
+        resumes: whether later cases and the summary need only the rows of earlier cases.
         one_thread: whether torch computes with one thread.
         height: of the figure, in inches.
-        params: this run's.
-        rows: of the cases that are done.
+        params: of this run.
+        rows: of the completed cases.
         report: shows progress within a case.
-        stack: what is entered here is left after the last case.
+        stack: contexts to leave after the last case.
     """
 
     parameters: ClassVar[type[Any]] = NoParameters
@@ -84,7 +84,7 @@ class Experiment(Generic[P]):
         self.stack = ExitStack()
 
     def cases(self) -> Mapping[str, Any]:
-        """Return the cases by name, in the order in which they run; refuse wrong parameters."""
+        """Return the cases by name, in the order in which they run; raise for wrong parameters."""
         raise NotImplementedError
 
     def run(self, case: Any) -> Row:
@@ -92,25 +92,25 @@ class Experiment(Generic[P]):
         raise NotImplementedError
 
     def settled(self, row: Row) -> bool:
-        """Return whether a later run takes this row as it is, and measures nothing again."""
+        """Return whether a later run may keep this row and not measure the case again."""
         return True
 
     def summary(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """Return what follows from all rows."""
+        """Return results computed from all rows."""
         return {}
 
     def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
-        """Return the tables and lines that a terminal and a page show."""
+        """Return the tables and lines shown on a terminal and a page."""
         return [table(self.title, self.columns, result["rows"], self.words)]
 
     def draw(self, figure: Figure, color: Mapping[str, str], result: Mapping[str, Any]) -> None:
-        """Draw the figure; an experiment without this method has none."""
+        """Draw the figure; an experiment that does not override this has none."""
 
 
 def table(
     title: str, columns: Mapping[str, Cell], rows: Sequence[Row], words: Sequence[str] = ()
 ) -> Table:
-    """Return a table of ``rows``; its first column and those named by ``words`` are words."""
+    """Return a table of ``rows``; its first column and those named in ``words`` are text."""
     heads = list(columns)
     return Table(
         title,
@@ -123,18 +123,18 @@ def table(
 def turns(
     ways: Sequence[T], *, rounds: int, warmup: int = 0, per_turn: int = 1, lead: int = 0
 ) -> Iterator[tuple[T, bool]]:
-    """Yield whose step is next, and whether it counts, so that ways are compared in turns.
+    """Yield the next worker and whether its step is measured, so that workers alternate.
 
-    A machine that becomes faster or slower does so for all of them alike. Every second round runs
+    If the machine becomes faster or slower, all are affected alike. Every second round runs
     backwards, so that none always follows the same neighbour.
 
     Args:
         ways: that take turns.
-        rounds: how many turns each has.
+        rounds: turns of each.
         warmup: steps of each before the first round.
-        per_turn: steps of a turn that count.
-        lead: steps of a turn before those, in which a worker pays for the transfers that it could
-            finish while others had their turns.
+        per_turn: measured steps of a turn.
+        lead: steps of a turn before those. They absorb the advantage of transfers that could
+            finish during the others' turns.
     """
     for way in ways:
         yield from ((way, False) for _ in range(warmup))
@@ -153,10 +153,10 @@ def carry_out(
     *,
     restart: bool = False,
 ) -> dict[str, Any]:
-    """Run the cases that are not done yet, render, and return the result.
+    """Run the missing cases, render, and return the result.
 
-    Rows so far stand in a file beside ``json_path``, which is written when all are there. Rows of
-    the same parameters and the same commit are not measured again.
+    Rows so far are stored in a partial file next to ``json_path``; the latter is written when all
+    are there. Rows of the same parameters and the same commit are not measured again.
 
     Args:
         kind: the experiment.
@@ -201,7 +201,7 @@ def carry_out(
 
 
 def render(one: Experiment[Any], result: Mapping[str, Any], json_path: Path | None) -> None:
-    """Print the tables; draw the figure and fill the page beside ``json_path``."""
+    """Print the tables; draw the figure and fill the page next to ``json_path``."""
     parts = [*one.parts(result), *_made_by(result)]
     show(*parts)
     if json_path is None:
@@ -220,10 +220,10 @@ def render(one: Experiment[Any], result: Mapping[str, Any], json_path: Path | No
 
 
 def rendered(kind: type[Experiment[Any]], json_path: Path) -> dict[str, Any]:
-    """Render what an earlier run has written, and return it.
+    """Render the result of an earlier run, and return it.
 
     Raises:
-        ConfigError: it cannot be read, or is no result of this experiment.
+        ConfigError: it cannot be read, or is not a result of this experiment.
     """
     try:
         result: dict[str, Any] = json.loads(json_path.read_text(encoding="utf-8"))
@@ -237,7 +237,7 @@ def rendered(kind: type[Experiment[Any]], json_path: Path) -> dict[str, Any]:
 
 
 def check_page(json_path: Path) -> None:
-    """Refuse a page beside ``json_path`` that has no place for a table, before anything runs."""
+    """Raise if a page next to ``json_path`` has no place for a table, before anything runs."""
     page = json_path.with_suffix(".md")
     if page.exists():
         marks_of(page)
@@ -245,7 +245,7 @@ def check_page(json_path: Path) -> None:
 
 
 def _rows(one: Experiment[Any], begun: Mapping[str, Any], json_path: Path | None) -> list[Row]:
-    """Return the rows of all cases, of which the missing ones are measured."""
+    """Return the rows of all cases; measure the missing ones."""
     done = {row["case"]: row for row in one.rows}
     cases = one.cases()
     for number, (name, case) in enumerate(cases.items()):
@@ -266,7 +266,7 @@ def _partial(json_path: Path) -> Path:
 def _kept(
     path: Path, begun: Mapping[str, Any], kind: type[Experiment[Any]]
 ) -> dict[str, Any] | None:
-    """Return what an earlier run by the same code, with the same parameters, has written."""
+    """Return the stored result of the same code and parameters, or None."""
     places = {one.name for one in fields(kind.parameters) if one.metadata["place"]}
 
     def settings(of: Mapping[str, Any]) -> Any:
@@ -275,7 +275,7 @@ def _kept(
         return used, of.get("inputs"), made["commit"], made["machine"]
 
     if begun["made_by"]["commit"].endswith("-dirty"):
-        return None  # no commit says which code that was
+        return None  # uncommitted code cannot be identified
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return found if settings(found) == settings(begun) else None
@@ -308,17 +308,17 @@ def options_of(params: type[Any]) -> dict[str, tuple[Any, Any]]:
 
 
 def meanings_of(params: type[Any]) -> dict[str, str]:
-    """Return what each option means."""
+    """Return the help text of each option."""
     return {one.name: one.metadata["help"] for one in fields(params)}
 
 
 def plain(params: Any) -> dict[str, Any]:
-    """Return parameters as JSON holds them."""
+    """Return parameters as JSON values."""
     return {one.name: _plain(getattr(params, one.name)) for one in fields(params)}
 
 
 def inputs_of(params: Any) -> dict[str, str]:
-    """Return a digest of each file or folder that a parameter names for its contents."""
+    """Return a content digest of each file or folder that a parameter names as input."""
     found = {}
     for one in fields(params):
         path = getattr(params, one.name)
@@ -338,8 +338,8 @@ def _plain(value: Any) -> Any:
 
 
 def _as_made(params: type[Any], found: Mapping[str, Any]) -> Any:
-    """Return the parameters of a run from what JSON holds. They are not checked: an older run's may
-    be refused today, and nothing is run with them."""
+    """Return a run's parameters from JSON. They are not validated: today's checks may refuse an
+    older run's, and they are only rendered."""
     hints = typing.get_type_hints(params)
 
     def typed(value: Any, kind: Any) -> Any:

@@ -1,8 +1,8 @@
 """The optimizer on the host: what a delayed update does to the loss.
 
-A small language model in half precision is trained on the same texts by a `HostOptimizer` with and
-without delay. There is no link here, and forward and backward share their cores with the update, so
-times say nothing of what the delay gains.
+Trains a small language model in half precision on the same texts with a `HostOptimizer`, with and
+without delay. There is no link here, and forward, backward and update share the cores, so times do
+not show what the delay gains.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.units import format_seconds
 
 UPDATES = ("normal", "delayed", "delayed after a warm-up")
-_LAST = 10  # steps whose mean loss counts
+_LAST = 10  # final steps over which the loss is averaged
 
 
 @dataclass(frozen=True)
 class Params:
-    """What is trained."""
+    """Options of the experiment."""
 
     preset: str = option("tiny", "sizes of the language model, which is in bfloat16")
     steps: int = option(200, "of each training")
@@ -47,7 +47,7 @@ class Params:
 
 
 class DelayedUpdates(Experiment[Params]):
-    """A case is a kind of update with a seed."""
+    """A case is a kind of update and a seed."""
 
     parameters = Params
 

@@ -1,8 +1,8 @@
 """Whether the idiom table knows every operator that training executes.
 
 Each of `ARCHITECTURES`, tiny and with random weights, is trained for a few steps under the
-profiler's recorder (forward, backward and optimizer). Told is which operators its traces hold, and
-by which rule each of them is known. The table itself is docs/idioms.md.
+profiler's recorder (forward, backward and optimizer). Reports the operators in the traces, and the
+rule that covers each of them. The table itself is docs/idioms.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Params:
-    """What is trained."""
+    """Options of the experiment."""
 
     architectures: tuple[str, ...] = option((), "names; all by default")
     steps: int = option(2, "optimizer steps of each, on samples of their own")
@@ -85,7 +85,7 @@ class Idioms(Experiment[Params]):
 
 
 def trained(architecture: Architecture, steps: int) -> list[Trace]:
-    """Return the traces of a few steps."""
+    """Return the traces of ``steps`` training steps."""
     torch.manual_seed(_SEED)
     model = architecture.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -100,6 +100,6 @@ def trained(architecture: Architecture, steps: int) -> list[Trace]:
 
 
 def _overload(name: str) -> Any:
-    """Return the overload that a trace calls ``name``, such as ``"aten.mm.default"``."""
+    """Return the overload with a trace's name, such as ``"aten.mm.default"``."""
     namespace, base, overload = name.split(".")
     return getattr(getattr(getattr(torch.ops, namespace), base), overload)

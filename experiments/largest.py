@@ -1,10 +1,10 @@
-"""The largest that trains in so much memory, by trying: plain, and by every policy.
+"""The largest model or batch that trains in a given memory: plain PyTorch against every policy.
 
 `capacity` grows a mixture of experts by layers, `max-batch` the batches of two trunks of
-AlphaFold's kind by rows, until they no longer train. Each try is a process in a memory cgroup of
-its own, of what a process takes before there is a network and so many bytes. It fits if no step
-takes longer than ``slowest`` times plain training's for as much; the largest is also told for the
-paces of `PACES`. Ways that count bytes have a share as their budget, the rest is for temporaries.
+AlphaFold's kind by rows, until they no longer train. Each try runs in its own memory cgroup, whose
+limit is ``memory`` above what a process takes without a network. A size fits if no step takes
+longer than ``slowest`` times plain training's. The largest size is also reported for the paces of
+`PACES`. Methods that count bytes get a share as their budget; the rest is for temporaries.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OURS = "repeat"
-"""The way that stands for this library: a pilot would have to be trained for each size."""
+"""The method that represents this library: a pilot would have to be trained for each size."""
 PACES = (2.0, 4.0, 8.0)
-"""Times what plain training takes for as much."""
-_START_S = 120.0  # to come to the block and make a first step
-_PLAIN_S = 600.0  # of a step of plain training, before its pace is known
-_SPARE = 1.5  # of swap: pages stay in it after they were read back
+"""Multiples of plain training's step time."""
+_START_S = 120.0  # to enter the block and make a first step
+_PLAIN_S = 600.0  # for a plain step, before its time is known
+_SPARE = 1.5  # factor of swap: pages keep their slot after they are read back
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way of training.
+    """A method of training.
 
     Attributes:
         title: in tables.
-        look: colour and mark in figures.
+        look: colour and marker in figures.
         mode: see `Spec`.
-        policy: of `OffloadConfig`, or ...
-        baseline: ... a name of `dynoffload.experiments.baselines`, where it counts bytes.
+        policy: of `OffloadConfig`, for this library.
+        baseline: a name of `dynoffload.experiments.baselines`, for those.
         swap: whether the system may page.
     """
 
@@ -70,18 +70,18 @@ WAYS = {
     "replay": Way("dynoffload, recorded order", ("backward", "s"), baseline=REPLAY),
     OURS: Way("dynoffload, last order", ("plan", "P"), policy=OURS),
 }
-"""By the name that ``--ways`` takes."""
+"""Method by its name in ``--ways``."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What grows.
+    """A model or batch that grows.
 
     Attributes:
-        title: over its table.
+        title: above its table.
         unit: what a size counts, in the plural.
         spec: size -> what plain training runs.
-        meta: whether ways that count build on the meta device.
+        meta: whether methods that count bytes build on the meta device.
     """
 
     title: str
@@ -92,13 +92,13 @@ class Subject:
 
 @dataclass(frozen=True)
 class Try:
-    """One size, tried.
+    """Result of one size.
 
     Attributes:
-        size: that was tried.
-        why: it does not fit; "" if it does.
+        size: the size.
+        why: the reason why it does not fit; "" if it does.
         seconds: median of its steps; 0.0 without any.
-        losses: of its steps, as `float.hex` writes them.
+        losses: of its steps, in `float.hex` format.
     """
 
     size: int
@@ -109,7 +109,7 @@ class Try:
 
 @dataclass(frozen=True)
 class Params:
-    """What is asked of every way."""
+    """Memory, sizes and limits of every method."""
 
     memory: str = option("512MiB", "that a process may take beyond what it takes without a network")
     share: float = option(0.5, "of that, as the budget of ways that count bytes")
@@ -131,12 +131,12 @@ class Params:
 
 
 class Largest(Experiment[Params]):
-    """A case is a subject with a way of training; plain training's tells the others' paces."""
+    """A case is a subject and a method; plain training's row sets the others' time limits."""
 
     parameters: ClassVar[type[Any]] = Params
 
     def subjects(self) -> Mapping[str, Subject]:
-        """Return what grows, by name."""
+        """Return the subjects by name."""
         raise NotImplementedError
 
     def cases(self) -> Mapping[str, tuple[str, str]]:
@@ -212,7 +212,7 @@ class Largest(Experiment[Params]):
 
 
 class Capacity(Largest):
-    """Layers of 3.4 million parameters, so that plain training holds a handful of them."""
+    """Layers of 3.4 million parameters each; plain training holds a handful of them."""
 
     height = 3.2
     sizes: ClassVar[Mapping[str, int]] = {"hidden": 256, "heads": 8, "experts": 8, "width": 512}
@@ -228,7 +228,7 @@ class Capacity(Largest):
 
 @dataclass(frozen=True)
 class BatchParams(Params):
-    """The same; a budget leaves less room beside it, as temporaries grow with the batch."""
+    """As `Params`, with a larger budget share and fewer tokens."""
 
     share: float = option(0.6, "of that, as the budget of ways that count bytes")
     tokens: int = option(16, "residues of a row")
@@ -255,12 +255,12 @@ class MaxBatch(Largest):
 
 @dataclass(frozen=True)
 class _Room:
-    """What tries are measured by.
+    """Reference values for a method's tries.
 
     Attributes:
-        base: bytes of a process before there is a network.
-        holds: the largest size of plain training; 0 while that is not known.
-        known: seconds of its steps, by size.
+        base: bytes of a process without a network.
+        holds: the largest size of plain training; 0 while unknown.
+        known: size -> seconds of a plain step.
     """
 
     base: int
@@ -268,15 +268,15 @@ class _Room:
     known: Mapping[int, float] = field(default_factory=dict)
 
     def paced(self, size: int) -> float:
-        """Return the seconds that plain training takes, or would take, for a step of ``size``."""
+        """Return the measured or extrapolated seconds of a plain step of ``size``."""
         return self.known.get(size, self.known[self.holds] / self.holds * size)
 
 
 def search(attempt: Callable[[int], Try], most: int) -> list[Try]:
-    """Double until a size does not fit, then halve the gap between it and those that do.
+    """Double the size until it does not fit, then bisect.
 
-    As long as none fits, one that is only too slow is doubled too: what a way takes for each
-    operator weighs most in the smallest steps.
+    While none fits, a size that is only too slow is doubled too: overhead per operator weighs most
+    in the smallest steps.
     """
     tries: list[Try] = []
 
@@ -292,7 +292,7 @@ def search(attempt: Callable[[int], Try], most: int) -> list[Try]:
             break
         high *= 2
     high = min(high, most + 1)
-    while low and high - low > max(1, low // 16):  # to a sixteenth, beyond which nothing is told
+    while low and high - low > max(1, low // 16):  # resolution of a sixteenth
         middle = (low + high) // 2
         if fits(middle):
             low = middle
@@ -302,7 +302,7 @@ def search(attempt: Callable[[int], Try], most: int) -> list[Try]:
 
 
 def spec_of(params: Params, subject: Subject, way: Way, size: int) -> Spec:
-    """Return what ``way`` runs."""
+    """Return the spec that ``way`` runs."""
     spec = subject.spec(size)
     if way.mode == PLAIN:
         return spec
@@ -318,7 +318,7 @@ def spec_of(params: Params, subject: Subject, way: Way, size: int) -> Spec:
 
 
 def attempt(params: Params, subject: Subject, way: Way, size: int, room: _Room) -> Try:
-    """Train a size."""
+    """Train one size and return whether it fits."""
     allowed = params.slowest * room.paced(size) if room.holds else _PLAIN_S
     memory, swap = parse_bytes(params.memory), 0
     if way.swap:
@@ -342,7 +342,7 @@ def attempt(params: Params, subject: Subject, way: Way, size: int, room: _Room) 
 
 
 def _ended_by(tries: Sequence[Try], most: int) -> str:
-    """Return why the smallest size beyond those that fit does not."""
+    """Return why the smallest size above the largest that fits does not fit."""
     best = max((each.size for each in tries if not each.why), default=0)
     failed = [each for each in tries if each.why and each.size > best]
     if not failed:
@@ -351,7 +351,7 @@ def _ended_by(tries: Sequence[Try], most: int) -> str:
 
 
 def within(tries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the largest of what fits and kept a pace, by the pace; 0 if nothing did."""
+    """Return pace -> the largest size that fits and keeps the pace; 0 if none."""
     fits = [each for each in tries if not each["why"]]
     return {
         f"{most:g}": max((each["size"] for each in fits if each["pace"] <= most), default=0)
@@ -360,7 +360,7 @@ def within(tries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def same_losses(rows: Sequence[Row]) -> bool:
-    """Return whether all ways had the same losses wherever two made steps of one size."""
+    """Return whether all methods have equal losses wherever they ran the same size."""
     known: dict[int, list[str]] = {}
     for each in (each for row in rows for each in row["tries"] if each["losses"]):
         losses = list(each["losses"])

@@ -1,10 +1,10 @@
-"""Streams that are late at random, over memory that is poisoned: races become wrong results.
+"""Randomly delayed streams over poisoned memory: races become wrong results.
 
-Before some copies others, of scratch memory, are put on the same stream; before some events of the
-compute stream work is put there. Memory is filled with `POISON` as it is given and as it is taken
-back, in the order of the compute stream, and host memory as well. So whoever reads too early or too
-late, or has memory that was given to two, computes with poison. A race that changes nothing is not
-seen; the emulated accelerator of the tests finds those.
+Before some copies, scratch copies are enqueued on the same stream; before some events of the
+compute stream, extra work is. Memory is filled with `POISON` when it is allocated and when it is
+released, in compute-stream order; host memory too. So a read that is too early or too late, or
+memory allocated twice, computes with poison. A race that changes no result is not detected; the
+tests' emulated accelerator finds those.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ import torch
 from dynoffload.memory.accelerator.streams import CopyEvent, StreamEvent, Streams
 
 POISON = 0xFB
-"""Of each byte: as float32 -2.6e36, as an index far outside."""
-_COPIES, _PRODUCTS = 8, 12  # at most, of scratch before one copy and before one event
+"""Value of each byte: as float32 -2.6e36, as an index far out of range."""
+_COPIES, _PRODUCTS = 8, 12  # maximum scratch copies before a copy, and products before an event
 WIDTH = 512
 """Of the matrices that keep the compute stream busy."""
 
 
 class Late:
-    """`Streams` that are late; what is not said here is that of the accelerator's own.
+    """`Streams` with random delays; other methods are delegated to the accelerator's streams.
 
     Args:
         streams: of the accelerator.
-        seed: of what is late, and by how much.
-        scratch: bytes of the copies that make others late.
+        seed: of the delays.
+        scratch: bytes of the delaying copies.
 
     Attributes:
-        delays: how often something was made late.
+        delays: number of delays so far.
     """
 
     def __init__(self, streams: Streams, seed: int, scratch: int) -> None:
@@ -53,7 +53,7 @@ class Late:
         return getattr(self._streams, name)
 
     def close(self) -> None:
-        """Give the scratch memory back, once nothing uses it."""
+        """Release the scratch memory, once no copy uses it."""
         for event in self._last.values():
             self._streams.after(event)
             event.wait()
@@ -62,34 +62,34 @@ class Late:
             self._streams.release(memory, held=False)
 
     def now(self) -> StreamEvent:
-        """See `Streams.now`; what came before may take longer."""
+        """See `Streams.now`; preceded by random extra work."""
         with torch._C._DisableTorchDispatch(), torch.no_grad():
             for _ in range(self._draw(_PRODUCTS)):
                 torch.mm(self._matrix, self._matrix, out=self._matrix)
         return self._streams.now()
 
     def fill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """See `Streams.fill`; it holds poison."""
+        """See `Streams.fill`; the memory holds poison."""
         self._streams.fill(storage, nbytes)
         _poison(storage)
 
     def empty(self, storage: torch.UntypedStorage) -> None:
-        """See `Streams.empty`; whoever still reads it reads poison."""
+        """See `Streams.empty`; the memory is poisoned first."""
         _poison(storage)
         self._streams.empty(storage)
 
     def host(self, nbytes: int) -> torch.Tensor:
-        """See `Streams.host`; it holds poison."""
+        """See `Streams.host`; the memory holds poison."""
         return self._streams.host(nbytes).fill_(POISON)
 
     def release(self, memory: torch.Tensor, *, held: bool) -> None:
-        """See `Streams.release`."""
+        """See `Streams.release`; the memory is poisoned first unless it is held."""
         if not held:
             memory.fill_(POISON)
         self._streams.release(memory, held=held)
 
     def copy_in(self, target: Any, source: torch.Tensor, after: Sequence[StreamEvent]) -> CopyEvent:
-        """See `Streams.copy_in`; others may come first."""
+        """See `Streams.copy_in`; preceded by random scratch copies."""
         for _ in range(self._draw(_COPIES)):
             self._last["in"] = self._streams.copy_in(self._storages[0], self._memory[0], after)
         return self._streams.copy_in(target, source, after)
@@ -97,13 +97,13 @@ class Late:
     def copy_out(
         self, target: torch.Tensor, source: Any, after: Sequence[StreamEvent]
     ) -> CopyEvent:
-        """See `Streams.copy_out`; others may come first."""
+        """See `Streams.copy_out`; preceded by random scratch copies."""
         for _ in range(self._draw(_COPIES)):
             self._last["out"] = self._streams.copy_out(self._memory[1], self._storages[1], after)
         return self._streams.copy_out(target, source, after)
 
     def _draw(self, most: int) -> int:
-        """Return how often to delay: not at all in half of all cases."""
+        """Return the number of delaying operations: zero in half of all cases."""
         if self._random.random() < 0.5:
             return 0
         count = self._random.randint(1, most)
@@ -112,7 +112,7 @@ class Late:
 
 
 def _poison(storage: torch.UntypedStorage) -> None:
-    """Fill a storage's memory, in the order of the compute stream, out of every mode's sight."""
+    """Fill a storage with poison in compute-stream order, hidden from dispatch modes."""
     with torch._C._DisableTorchDispatch(), torch.no_grad():
         empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
         empty.set_(storage).fill_(POISON)

@@ -1,7 +1,7 @@
-"""Training loops as users write them, each with other habits.
+"""Training loops with the options that real ones use.
 
-`loops` lays optimizers, accumulation, clipping, autocast, checkpointing, frozen parts and half
-precision out so that each meets many of the others. A loop trains plainly and inside a block alike.
+`loops` combines optimizers, accumulation, clipping, autocast, checkpointing, frozen parts and half
+precision, so that each meets many of the others. A loop runs unchanged inside and outside a block.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW amsgrad": {"lr": 1e-3, "amsgrad": True, "foreach": False},
     "Adam foreach": {"lr": 1e-3, "weight_decay": 0.01, "foreach": True},
     "SGD momentum": {"lr": 1e-2, "momentum": 0.9, "nesterov": True},
-    # With momentum it fails in torch itself once a parameter gets its first gradient later.
+    # With momentum it fails in torch itself if a parameter gets its first gradient late.
     "SGD fused": {"lr": 1e-2, "weight_decay": 0.01, "fused": True},
     "RMSprop centered": {"lr": 1e-3, "centered": True, "momentum": 0.5},
     "Adagrad plain": {"lr": 1e-2},
@@ -35,7 +35,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Adafactor plain": {"lr": 1e-2},
     "transformers.Adafactor relative": {},
 }
-"""Class in `torch.optim`, unless another module is named, and how it is set -> its arguments."""
+"""Class in `torch.optim` (or another named module) and variant -> its arguments."""
 
 _ACCUMULATE = (1, 1, 2)
 _CLIP = ("", "norm", "value", "")
@@ -52,11 +52,11 @@ class Loop:
     Attributes:
         optimizer: a key of `OPTIMIZERS`.
         accumulate: backward passes per step.
-        clip: gradients by ``"norm"``, by ``"value"`` or not at all.
-        autocast: name of its dtype, or ""; with float16 there is a GradScaler.
+        clip: gradients by ``"norm"``, by ``"value"``, or "" for not at all.
+        autocast: name of its dtype, or ""; float16 uses a GradScaler.
         checkpointing: ``"reentrant"``, ``"not reentrant"`` or "".
         frozen: ``"half"`` of the parameters, the ``"embeddings"`` or "".
-        weights: name of the dtype of parameters and inputs, or "" for single precision; in place of
+        weights: name of the dtype of parameters and inputs, or "" for single precision; replaces
             autocast.
         steps: optimizer steps.
     """
@@ -71,7 +71,7 @@ class Loop:
     steps: int = 5
 
     def describe(self) -> str:
-        """Return its habits in a few words."""
+        """Return a short description."""
         habits = [
             self.optimizer,
             f"accumulating {self.accumulate}" if self.accumulate > 1 else "",
@@ -84,13 +84,13 @@ class Loop:
         return ", ".join(filter(None, habits))
 
     def without_checkpointing(self) -> Loop:
-        """Return the loop with one more backward per step in the place of checkpointing."""
+        """Return the loop without checkpointing, but with one more backward per step instead."""
         if not self.checkpointing:
             return self
         return replace(self, checkpointing="", accumulate=self.accumulate + 1)
 
     def prepare(self, model: Any) -> None:
-        """Cast the weights, freeze what is frozen, and turn on checkpointing."""
+        """Cast the weights, freeze parameters, and enable checkpointing."""
         if self.weights:
             model.to(getattr(torch, self.weights))
         if self.checkpointing:
@@ -119,7 +119,7 @@ class Loop:
         }
 
     def make_optimizer(self, model: nn.Module) -> Optimizer:
-        """Return the optimizer of what is not frozen."""
+        """Return the optimizer of the trainable parameters."""
         name = self.optimizer.split()[0]
         home = "torch.optim"
         if name.startswith("transformers."):
@@ -135,8 +135,8 @@ class Loop:
         optimizer: Optimizer,
         loss_of: Callable[[nn.Module, int], Tensor],
     ) -> Iterator[list[Tensor]]:
-        """Train, and yield after each step, before its gradients are zeroed, its losses and the
-        norm of its gradients. Autocast is that of the device on which the parameters are."""
+        """Train; after each step, before gradients are zeroed, yield its losses and, if it clips by
+        norm, the gradient norm. Autocast is for the parameters' device."""
         dtype = getattr(torch, self.autocast) if self.autocast else None
         kind = next(model.parameters()).device.type
         scaler = torch.amp.GradScaler(kind, enabled=dtype is torch.float16, init_scale=64.0)
@@ -161,7 +161,7 @@ class Loop:
 
 
 def _embeds(model: Any) -> bool:
-    """Return whether the inputs are embedded in one table, whose output can be made to need a
+    """Return whether the inputs are embedded in one table, whose output can be made to require a
     gradient."""
     try:
         return isinstance(model.get_input_embeddings(), nn.Embedding)
@@ -170,10 +170,10 @@ def _embeds(model: Any) -> bool:
 
 
 def loops(count: int, first: int = 0) -> list[Loop]:
-    """Return ``count`` loops, from the ``first`` of an endless row on.
+    """Return ``count`` loops, starting at index ``first`` of an infinite sequence.
 
-    The lengths of the rows of habits have no common divisor but that of optimizers and clipping, so
-    all combinations come round.
+    The lengths of the option lists have no common divisor except those of optimizers and clipping,
+    so all combinations occur.
     """
 
     def habit(row: tuple[Any, ...], number: int) -> Any:

@@ -1,9 +1,8 @@
 """Four memory-expansion designs for a 1T-parameter MoE on 256 GPUs, after Heo et al. (2023).
 
-The published setting is computed from formulas and compared with what was published. Beside it are
-its sensitivity to what the paper does not say, movement ahead of use, and pooled memory. Nothing is
-measured. Part of `SETTING` is fitted: the paper does not print it, and it gives the published
-figures.
+Computes the published setting from formulas and compares it with the paper's figures. Also computes
+the sensitivity to what the paper does not state, prefetched movement, and pooled memory. Nothing is
+measured. Part of `SETTING` is not in the paper, and is fitted to reproduce the published figures.
 """
 
 from __future__ import annotations
@@ -52,22 +51,22 @@ PUBLISHED: dict[str, float] = {
     "remote_gb.aggressive": 82.9,
     "hbm_reduction": 0.616,
 }
-"""Figures of the paper, by the key of the JSON."""
+"""JSON key -> the paper's figure."""
 SEGMENTS = {
     "compute_s": ("compute", "compute"),
     "exposed_local_s": ("exposed local", "evict"),
     "exposed_communication_s": ("exposed communication", "optimizer"),
     "exposed_remote_s": ("exposed remote", "fault"),
 }
-"""Key of the JSON -> label and colour, from the bottom of a bar to its top."""
+"""JSON key -> label and colour, from the bottom of a bar to its top."""
 LABELS = {"conservative": "C", "aggressive": "A"}
 SETTING = MoeShard(
     MoeTransformer(layers=30, hidden=8192, heads=64, experts=128, vocabulary=51200),
     Division(tensor=16, data=16, expert=128, slices=2),
     Batch(sequences=2, length=2048),
 )
-"""Layers, width, experts and their number of devices are the paper's; what is fitted or ours stands
-in docs/results/memory-expansion.md."""
+"""Layers, width, experts and their number of devices are the paper's;
+docs/results/memory-expansion.md lists what is fitted or assumed."""
 
 BATCHES = (1, 2, 4, 8, 16)
 DIVISIONS = (
@@ -78,7 +77,7 @@ DIVISIONS = (
     Division(16, 16, 16, 16),
     Division(16, 16, 128, 1),
 )
-"""All with as many sequences in all as `SETTING` has."""
+"""All with the same total number of sequences as `SETTING`."""
 SHARES = tuple(n / 8 for n in range(9))
 POOLS = (4, 8, 16, 32)
 STEPS_PER_UPDATE = (1, 16)
@@ -86,13 +85,13 @@ STEPS_PER_UPDATE = (1, 16)
 
 @dataclass(frozen=True)
 class Schedule:
-    """A way to move: where recomputation stands, and whether bytes move ahead."""
+    """A movement schedule: where recomputation happens, and whether bytes move ahead of use."""
 
     order: Order
     ahead: bool
 
     def time(self, steps: list[Visit], device: Accelerator) -> Segments:
-        """Return the segments of a step."""
+        """Return the time segments of a step."""
         return ahead(steps, device) if self.ahead else serial(steps, device)
 
 
@@ -101,11 +100,11 @@ SCHEDULES: dict[str, Schedule] = {
     "overlapped": Schedule(Order.SWEEPS, ahead=True),
     "planned": Schedule(Order.BESIDE, ahead=True),
 }
-"""By the key of the JSON; the paper's is ``serial``."""
+"""Schedule by its JSON key; the paper's is ``serial``."""
 
 
 class MemoryExpansion(Experiment[NoParameters]):
-    """The one case is `SETTING`."""
+    """The only case is `SETTING`."""
 
     height = 5.6
 
@@ -256,14 +255,14 @@ def _row(
 
 
 def _batch(shard: MoeShard, division: Division, sequences: int) -> Batch:
-    """Return the part of ``sequences`` that a group of ``division`` has."""
+    """Return a batch with one data-parallel group's share of ``sequences``."""
     return replace(shard.batch, sequences=max(1, sequences // division.data))
 
 
 def _schedule(
     shard: MoeShard, schedule: Schedule, times: Mapping[str, Mapping[int, Segments]]
 ) -> dict[str, Any]:
-    """Return the ratios and orders under ``schedule``, and the local memory it takes."""
+    """Return the ratios and orders under ``schedule``, and the memory it needs."""
     hbm, remote, moved = {}, {}, {}
     for placement in STRATEGIES:
         steps = visits(shard, placement, schedule.order)
@@ -272,7 +271,7 @@ def _schedule(
         hbm[placement.name] = (sum(areas.values()) + buffers) / GB
         far = remote_areas(shard, placement)
         if schedule.order is Order.BESIDE:
-            del far["activations"]  # they never leave
+            del far["activations"]  # they stay local
         remote[placement.name] = sum(far.values()) / GB
         moved[placement.name] = moved_bytes(steps, ahead=schedule.ahead) / GB
     return {
@@ -286,7 +285,7 @@ def _schedule(
 
 
 def _planned_update(shard: MoeShard, update: Update) -> dict[str, Any]:
-    """Return planned movement with ``update`` in each step: local memory, and times by design."""
+    """Return local memory and times by design: planned movement, with ``update`` in each step."""
     row: dict[str, Any] = {"update": update.value}
     for placement in STRATEGIES:
         steps = visits(shard, placement, Order.BESIDE, update)
@@ -299,7 +298,7 @@ def _planned_update(shard: MoeShard, update: Update) -> dict[str, Any]:
 
 
 def _pool(shard: MoeShard, sharers: int) -> dict[str, Any]:
-    """Return what a pool of remote memory for ``sharers`` devices makes of design 2."""
+    """Return design 2's times with a pool of remote memory shared by ``sharers`` devices."""
     device = pooled(sharers)
     row: dict[str, Any] = {
         "sharers": sharers,
@@ -322,7 +321,7 @@ def _ratio(times: Mapping[str, Mapping[int, Segments]], number: int) -> float:
 
 
 def _order(seconds: Mapping[int, float]) -> list[int]:
-    """Return the designs from the fastest to the slowest; among equals the higher number first."""
+    """Return the designs from the fastest to the slowest; ties by descending number."""
     return sorted(seconds, key=lambda number: (round(seconds[number], 9), -number))
 
 
@@ -444,7 +443,7 @@ def _pools(result: Mapping[str, Any]) -> Table:
 
 
 def changed(row: Mapping[str, Any]) -> str:
-    """Return what a row of the sensitivity changes, in words."""
+    """Return a row's changed assumption, in words."""
     if "sequences" in row:
         count = row["sequences"]
         return f"{count} sequence{'s' if count > 1 else ''}"

@@ -1,11 +1,11 @@
-"""Experts of one layer: time and memory beside transformers' and a reference with routed buffers.
+"""Experts of one layer: time and memory against transformers' and a routed-buffer reference.
 
-The seven configurations of MoEBlaze (arXiv 2601.05296, section 6), whole on an accelerator and
-scaled down on a CPU; all ways take the same tokens and choices, one after the other in every round.
+The seven configurations of MoEBlaze (arXiv 2601.05296, section 6), full size on an accelerator and
+scaled down on a CPU. All methods get the same tokens and routing, and alternate in every round.
 
-[Note: memory]  *Saved* is what a forward leaves alive for its backward, without its result. *Peak*
-is the most that is alive in both beside weights and tokens. On a CPU both are counted from what the
-allocator gives and takes, operators' temporaries included.
+[Note: memory]  *Saved* is what a forward keeps alive for its backward, without its result. *Peak*
+is the maximum alive in both, without weights and tokens. On a CPU both are computed from allocator
+events, operators' temporaries included.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from dynoffload.units import format_bytes, format_seconds
 
 @dataclass(frozen=True)
 class Configuration:
-    """One of the paper's; h = 4·d.
+    """A configuration of the paper; h = 4·d.
 
     Attributes:
         width: d.
         experts: E.
-        k: experts of a token.
-        tokens: batch by sequence.
+        k: experts per token.
+        tokens: batch size times sequence length.
     """
 
     width: int
@@ -66,7 +66,7 @@ _MOST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 @dataclass(frozen=True)
 class Params:
-    """Which layers, and how much smaller than the paper's; 0 depends on the device."""
+    """Which layers, and the scale relative to the paper; 0 depends on the device."""
 
     configurations: tuple[str, ...] = option(tuple(CONFIGURATIONS), "of the paper")
     activations: tuple[str, ...] = option(ACTIVATIONS, "of experts")
@@ -90,7 +90,7 @@ class Params:
 
 
 class Layers(Experiment[Params]):
-    """A case is a configuration with an activation."""
+    """A case is a configuration and an activation."""
 
     parameters = Params
 
@@ -163,7 +163,7 @@ def _scaled(whole: Configuration, fewer_tokens: int, narrower: int) -> Configura
 
 @dataclass(frozen=True)
 class _Task:
-    """What each way is given."""
+    """Inputs shared by all methods."""
 
     layer: Layer
     tokens: torch.Tensor
@@ -216,7 +216,7 @@ def _measure(
     for turn in range(rounds + 1):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             taken = _time(task, ways[name], device)
-            if turn:  # the first warms up
+            if turn:  # the first round is warm-up
                 seconds[name].append(taken)
     made: dict[str, dict[str, Any]] = {
         name: {"seconds": median(seconds[name]), "all_seconds": seconds[name], **memory[name]}
@@ -235,10 +235,10 @@ def _measure(
 
 
 def _compare(task: _Task, ways: dict[str, Way]) -> None:
-    """Check that all ways compute the same, results and gradients.
+    """Check that all methods give equal results and gradients, within a tolerance.
 
     Raises:
-        ConfigError: naming the one that does not.
+        ConfigError: one differs; names it.
     """
     expected: list[torch.Tensor] = []
     for name, way in ways.items():
@@ -273,8 +273,8 @@ def _wait(device: torch.device) -> None:
 
 
 def _memory(task: _Task, way: Way, device: torch.device) -> dict[str, int]:
-    """Return bytes saved by forward, and the most alive; see [Note: memory]."""
-    task.backward(task.forward(way))  # what is made once and kept
+    """Return the bytes saved by forward, and the peak; see [Note: memory]."""
+    task.backward(task.forward(way))  # excludes one-time allocations
     task.clear()
     gc.collect()
     count = _on_cpu if device.type == "cpu" else _on_accelerator

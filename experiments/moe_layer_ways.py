@@ -1,7 +1,7 @@
-"""The ways in which the experts of one layer are computed, to be compared, over the same matrices.
+"""Implementations of one MoE layer's experts, sharing weights.
 
-transformers' own loop and its ``grouped_mm``, a reference with routed buffers written with torch
-alone, and `dynoffload.moe`.
+transformers' own loop and its ``grouped_mm``, a reference with routed buffers in plain torch, and
+`dynoffload.moe`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Layer:
-    """The matrices of a layer.
+    """The weights of a layer.
 
     Attributes:
         up: (E, p·h, d), p = 2 for SwiGLU.
@@ -38,14 +38,14 @@ class Layer:
 
     @property
     def parameters(self) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
-        """Both."""
+        """`up` and `down`."""
         return self.up, self.down
 
 
 def make_layer(
     experts: int, width: int, activation: str, dtype: torch.dtype, device: torch.device
 ) -> Layer:
-    """Return matrices drawn as `torch.nn.Linear` draws its own, h = 4·d."""
+    """Return weights initialized like `torch.nn.Linear`'s, h = 4·d."""
     parts, hidden = (2 if activation == "swiglu" else 1), 4 * width
 
     def drawn(rows: int, columns: int) -> torch.nn.Parameter:
@@ -56,10 +56,10 @@ def make_layer(
 
 
 def ways_of(layer: Layer) -> dict[str, Way]:
-    """Return each way's function of tokens, (L, d), choices and gates, (L, k).
+    """Return name -> function of tokens (L, d), expert indices (L, k) and gate weights (L, k).
 
     Raises:
-        ConfigError: there is no transformers to compare with.
+        ConfigError: transformers is not installed.
     """
     return {
         "eager": _transformers(layer, "eager"),
@@ -81,7 +81,7 @@ def _ours(
 def routed(
     layer: Layer, tokens: torch.Tensor, chosen: torch.Tensor, gates: torch.Tensor
 ) -> torch.Tensor:
-    """Return what experts make of (L·k, d) routed copies, sorted by expert, under autograd."""
+    """Return the layer's output, computed on (L·k, d) token copies sorted by expert."""
     count, k = len(layer.up), chosen.shape[1]
     order = chosen.reshape(-1).argsort(stable=True)
     sizes = torch.bincount(chosen.reshape(-1), minlength=count).tolist()
@@ -95,7 +95,7 @@ def routed(
         made = F.silu(first)
     last = torch.cat([F.linear(r, w) for r, w in zip(torch.split(made, sizes), down, strict=True)])
     weighted = last * gates.reshape(-1)[order].unsqueeze(1)
-    return weighted[order.argsort()].view(len(tokens), k, -1).sum(1)  # index_add would save it
+    return weighted[order.argsort()].view(len(tokens), k, -1).sum(1)  # index_add needs no copy
 
 
 def _transformers(layer: Layer, implementation: str) -> Way:

@@ -1,8 +1,8 @@
-"""Experts over processes on slow links: parts and strategies beside the layer in one part.
+"""Experts over processes on slow links: parts and strategies against the layer in one part.
 
-2 and 4 gloo processes whose exchanges take as long as their bytes would on a link; layers in the
-proportions of GPT-S, BERT-L and GPT-XL, made smaller. Measured are every number of parts and
-strategy, the layer's own choice, and peaks of allocations. Ranks share the cores of one machine.
+2 and 4 gloo processes whose exchanges are slowed to a link's rate; layers with the proportions of
+GPT-S, BERT-L and GPT-XL, scaled down. Measures every number of parts and strategy, the layer's own
+choice, and peaks of allocations. Ranks share the cores of one machine.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ SIZES = {"GPT-S": (768, 3072), "BERT-L": (1024, 4096), "GPT-XL": (2048, 8192)}
 """Width and hidden width of the layers."""
 
 PARTS = (1, 2, 4, 8)
-"""Of which peaks of allocations are measured."""
+"""Numbers of parts for which peak allocations are measured."""
 
 Combination = tuple[int, str]
 _PLAIN: Combination = (1, "none")
-_FINAL = 3  # times as many steps, of what was chosen and what was best
+_FINAL = 3  # factor of steps for remeasuring the chosen and the best combination
 
 
 @dataclass(frozen=True)
 class Params:
-    """Layers, links and what is timed."""
+    """Layers, links, and numbers of steps."""
 
     sizes: tuple[str, ...] = option(tuple(SIZES), "layers")
     factor: int = option(8, "by which widths are smaller")
@@ -71,15 +71,15 @@ class Params:
 
 @dataclass(frozen=True)
 class Task:
-    """What one rank does.
+    """Task of one rank.
 
     Attributes:
         params: of the experiment.
-        world: ranks.
-        size: of `SIZES`.
-        rate: of its link, in million bits a second; None to measure peaks of allocations.
+        world: number of ranks.
+        size: a key of `SIZES`.
+        rate: of its link, in million bits per second; None to measure peak allocations.
         rank: of this process.
-        store: a file by which ranks meet.
+        store: file for the ranks' rendezvous.
     """
 
     params: Params
@@ -91,7 +91,7 @@ class Task:
 
 
 class Pipeline(Experiment[Params]):
-    """A case is a number of ranks and a layer, with its peaks or on a link."""
+    """A case is a number of ranks and a layer, with peak allocations or a link rate."""
 
     parameters = Params
 
@@ -188,7 +188,7 @@ def _against(at: Mapping[Combination, Mapping[str, int]], parts: int, strategy: 
 
 
 def rank_of(task: Task) -> Row:
-    """Be one rank of a case; return its row."""
+    """Run one rank of a case; return its row."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -228,7 +228,7 @@ def _layer(task: Task, width: int, hidden: int) -> ExpertParallel:
 
 
 def _step(layer: ExpertParallel, tokens: torch.Tensor) -> tuple[float, float]:
-    """Return the seconds of a forward and backward on the slowest rank, and of this one's waits."""
+    """Return the seconds of forward and backward on the slowest rank, and this rank's waits."""
     layer.zero_grad(set_to_none=True)
     given = tokens.detach().requires_grad_()
     layer.exchange.largest([0.0], tokens.device, "the others before a step")
@@ -241,7 +241,7 @@ def _step(layer: ExpertParallel, tokens: torch.Tensor) -> tuple[float, float]:
 
 
 def _peaks(layer: ExpertParallel, tokens: torch.Tensor) -> list[dict[str, Any]]:
-    """Return the peak of what a step allocates, by parts and strategy."""
+    """Return the peak allocation of a step, by parts and strategy."""
     rows = []
     for strategy in Strategy:
         for parts in PARTS:
@@ -253,7 +253,7 @@ def _peaks(layer: ExpertParallel, tokens: torch.Tensor) -> list[dict[str, Any]]:
                 layer(given).hidden.backward(torch.ones_like(given))
             gradients = sum(one.numel() * one.element_size() for one in (layer.up, layer.down))
             (peak,) = layer.exchange.largest([watch.peak], tokens.device, "peaks")
-            # Weights, gradients and two moments of an optimizer of fp32, on each rank.
+            # Weights, gradients and two optimizer moments in fp32, on each rank.
             states = 16 * sum(one.numel() for one in layer.parameters())
             rows.append(
                 {
@@ -267,14 +267,14 @@ def _peaks(layer: ExpertParallel, tokens: torch.Tensor) -> list[dict[str, Any]]:
 
 
 def _chosen(layer: ExpertParallel, tokens: torch.Tensor, bound: int | None) -> Combination:
-    """Make a step, in which the layer chooses, and return the choice."""
+    """Make a step in which the layer chooses, and return its choice."""
     layer.set_pipeline("auto", "auto", bound)
     _step(layer, tokens)
     return layer.choice.parts, layer.choice.strategy.value
 
 
 def _measured(task: Task, layer: ExpertParallel, tokens: torch.Tensor) -> Row:
-    """Let the layer choose, with and without a bound, then time every combination in turn."""
+    """Make the layer choose, with and without a bound, then time every combination in turn."""
     given = task.params
     shape = shape_of(
         given.tokens, given.k, given.experts, task.world, layer.width, layer.hidden,
@@ -317,8 +317,8 @@ def _measured(task: Task, layer: ExpertParallel, tokens: torch.Tensor) -> Row:
         )
         for name, bound in bounds.items()
     }
-    # Of many medians the least is the luckiest, too: so what was chosen and what was best are
-    # timed once more, in steps that had no part in saying which is best.
+    # The minimum of many medians is biased by luck. So the chosen and the best combination are
+    # timed again, in steps that did not determine which is best.
     final: dict[Combination, list[float]] = {
         one: [] for one in sorted({*best.values(), *chosen.values()})
     }
@@ -346,6 +346,6 @@ def _measured(task: Task, layer: ExpertParallel, tokens: torch.Tensor) -> Row:
 
 
 def _shuffled(entries: list[Any], number: int) -> list[Any]:
-    """Return another order each time, as a step can slow the next one."""
+    """Return the entries in another order each time, as a step can slow the next one."""
     random.Random(number).shuffle(entries)
     return entries

@@ -1,8 +1,8 @@
-"""Networks that costs, simulations and estimates are compared by, each with its samples.
+"""Networks with samples, shared by the experiments on costs, simulations and estimates.
 
-Networks of the zoo and of transformers with random weights, small enough to be trained in seconds,
-and wide enough that arithmetic and memory show. Experiments choose which are fitted to and which
-validated by, and keep the two apart.
+Networks of the zoo and of transformers with random weights: small enough to train in seconds, wide
+enough that arithmetic and memory matter. Experiments keep networks for fitting and for validation
+apart.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Subject:
     """A network with its samples.
 
     Attributes:
-        build: makes it, always with the same weights.
-        samples: yields its samples for a seed.
-        adamw: options of its optimizer: which of AdamW's implementations it runs.
+        build: builds it, always with the same weights.
+        samples: seed -> its samples.
+        adamw: options that select AdamW's implementation.
     """
 
     build: Callable[[], nn.Module]
@@ -52,7 +52,7 @@ def zoo_kind(
     adamw: Mapping[str, Any] | None = None,
     **sizes: Any,
 ) -> Subject:
-    """Return a network of the zoo; ``shape`` is its samples', ``sizes`` are its configuration's."""
+    """Return a zoo network; ``shape`` is its samples' and ``sizes`` its configuration."""
     from dynoffload.experiments import zoo
 
     def samples(seed: int) -> Iterator[Sample]:
@@ -87,7 +87,7 @@ def transformers_kind(
 
 
 def texts(rows: int, longest: int, words: int, shortest: int | None = None) -> Inputs:
-    """Return inputs: texts of a quarter to all of ``longest`` tokens, or from ``shortest`` on."""
+    """Return inputs: texts of ``longest // 4`` (or ``shortest``) to ``longest`` tokens."""
     least = shortest or longest // 4
 
     def inputs(generator: torch.Generator) -> dict[str, Tensor]:
@@ -99,7 +99,7 @@ def texts(rows: int, longest: int, words: int, shortest: int | None = None) -> I
 
 
 def pairs(rows: int, longest: int, words: int, shortest: int | None = None) -> Inputs:
-    """Return inputs: texts and their translations."""
+    """Return inputs: pairs of texts as for translation."""
     one = texts(rows, longest, words, shortest)
     return lambda generator: {
         "input_ids": one(generator)["input_ids"],
@@ -108,7 +108,7 @@ def pairs(rows: int, longest: int, words: int, shortest: int | None = None) -> I
 
 
 def images(least: int, most: int, size: int, classes: int = 2) -> Inputs:
-    """Return inputs: ``least`` to ``most`` images."""
+    """Return inputs: batches of ``least`` to ``most`` images."""
 
     def inputs(generator: torch.Generator) -> dict[str, Tensor]:
         rows = int(torch.randint(least, most + 1, (), generator=generator))
@@ -120,7 +120,7 @@ def images(least: int, most: int, size: int, classes: int = 2) -> Inputs:
     return inputs
 
 
-# Of simulations and estimates
+# For simulations and estimates
 
 _WORDS = 512
 _TEXT = {"rows": 1, "length": 24}
@@ -154,7 +154,7 @@ def _wide(name: str, hidden: int, inner: int, heads: int, **more: int) -> Subjec
 NETWORKS: dict[str, Callable[[], Subject]] = {
     "moe": lambda: zoo_kind("moe", "tiny", _TEXT, hidden=256, width=512, layers=4),
     "tree": lambda: zoo_kind("tree", "tiny-untied", _TREES, hidden=320, embedding=160),
-    # Slices of 172.5 and 86.25 KiB are no whole pages, so experts are paged whole.
+    # Slices of 172.5 and 86.25 KiB are not whole pages, so the experts tensor is paged as one.
     "mixtral": lambda: zoo_kind("fused", "tiny", _TEXT, hidden=120, width=184, layers=12),
     "t5": lambda: _t5(32, 6, d_model=256, d_kv=32, d_ff=1024, num_heads=8),
     "evoformer": lambda: zoo_kind("evoformer", "small", _PROTEINS, blocks=4),
@@ -171,7 +171,7 @@ NETWORKS: dict[str, Callable[[], Subject]] = {
     "gpt2 (fit)": lambda: _gpt2(320, 8, 5),
     "vit (fit)": lambda: _vit(320, 5, 5),
 }
-"""By name; those to fit, so called, are other networks than those to validate by."""
+"""Networks by name; those named "(fit)" differ from those for validation."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """Its name in tables."""
         return f"{self.network}, {self.share:.3g}, {self.policy}"
 
 
@@ -201,7 +201,7 @@ SETTINGS = (
     *(Setting("t5", share, "repeat") for share in (0.5, 0.25, 0.125)),
     Setting("t5", 0.25, "on-demand"),
 )
-"""What is validated."""
+"""Settings for validation."""
 FIT = tuple(
     Setting(network, share, policy)
     for network, more in (
@@ -213,10 +213,10 @@ FIT = tuple(
         *([(0.2, "on-demand")] if more else []),
     )
 )
-"""What the runtime's own work is fitted on: from where little moves to where most does."""
+"""Settings on which the runtime's overhead is fitted, from little traffic to much."""
 
 
-# Of costs: sizes are spread on purpose, from a tree of small cells to products that take most of a
+# For costs: operator sizes vary widely, from a tree's small cells to products that dominate a
 # step.
 
 _MANY = 4096
@@ -245,4 +245,4 @@ COSTED: dict[str, Callable[[], Subject]] = {
     "vit": lambda: transformers_kind("vit", images(1, 8, 96), _PICTURE, _FOREACH),
     "resnet": lambda: transformers_kind("resnet", images(1, 8, 64), _RESNET),
 }
-"""By name: three of the zoo, and eight architectures of transformers."""
+"""Networks by name: three of the zoo, and eight architectures of transformers."""

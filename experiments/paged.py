@@ -1,9 +1,9 @@
 """Training in a third of its memory: plain, under a budget in a cgroup, and by the system's swap.
 
-One network is trained by plain PyTorch with all the memory it wants, by dynoffload under ``budget``
-in a cgroup of ``limit`` without swap, built on the meta device, and by plain PyTorch in such a
-cgroup with a swap file. The first two take turns on one machine; the third runs after them. All
-make the same steps on the same samples, and their losses are compared bit by bit.
+Trains one network in three ways: with plain PyTorch and unlimited memory; with dynoffload under
+``budget`` in a cgroup of ``limit`` without swap, built on the meta device; with plain PyTorch in
+such a cgroup with a swap file. The first two take turns; the third runs after them. All make the
+same steps on the same samples, and their losses are compared bit by bit.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from dynoffload.simulation.machine import Link
 from dynoffload.units import format_bytes, format_seconds, parse_bytes
 
 _TIER_SECONDS = 0.5
-_ROW_LENGTH = 256  # tokens of one sequence; a step has as many rows as its tokens make
+_ROW_LENGTH = 256  # tokens of one sequence; a step has enough rows for its tokens
 _BYTES_PER_PARAMETER = 16  # parameter, gradient and two tensors of state in fp32
-_SPARE = 1.35  # what plain training takes beyond those: activations, temporaries, libraries
+_SPARE = 1.35  # factor for plain training's other memory: activations, temporaries, libraries
 SYSTEM = "system"
 """Plain training, paged by the system."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way of training under the budget; see `Spec`.
+    """One method of training under the budget; see `Spec`.
 
     Attributes:
         tokens: tokens per step as a share of the experiment's.
@@ -69,13 +69,13 @@ VARIANTS: dict[str, Variant] = {
     "tokens_512": Variant(tokens=0.5),
     "fused": Variant(network=FUSED),
 }
-"""By the name that ``--rows`` takes."""
+"""Variant by its name in ``--rows``."""
 ROWS = tuple(row for row in VARIANTS if row != DTR)
 
 
 @dataclass(frozen=True)
 class Params:
-    """What is trained, and within what."""
+    """Options of the experiment."""
 
     rows: tuple[str, ...] = option(ROWS, f"ways under the budget: {', '.join(VARIANTS)}")
     preset: str = option("base", "sizes of the mixture of experts")
@@ -97,7 +97,7 @@ class Params:
 
 
 class Paged(Experiment[Params]):
-    """A case is what has one plain run: variants of one network, optimizer and number of tokens."""
+    """A case is the variants with equal network, optimizer and tokens: they share a plain run."""
 
     parameters = Params
 
@@ -133,7 +133,7 @@ class Paged(Experiment[Params]):
         found = contest.measure(spec, ways, turns, self.report, describe=True)
         sides = found.sides
         if limit is not None and own.paged_steps:
-            # Pages are kept in swap after they were read back; room for all of the process, more.
+            # Swap for the whole process, and more: pages keep their slot after they are read back.
             paged = {SYSTEM: Way(spec, limit, swap_bytes=int(weights * _SPARE) + limit)}
             alone = Turns(own.paged_steps, warmup=1, per_turn=1, lead=0)
             sides |= contest.measure(spec, paged, alone, self.report).sides
@@ -149,7 +149,7 @@ class Paged(Experiment[Params]):
         }
 
     def _spec(self, variant: Variant) -> Spec:
-        """Return what plain training beside ``variant`` runs."""
+        """Return the plain training to compare ``variant`` with."""
         tokens = int(self.params.tokens * variant.tokens)
         length = min(_ROW_LENGTH, tokens)
         return Spec(
@@ -168,11 +168,11 @@ class Paged(Experiment[Params]):
             config=variant.config,
             baseline=variant.baseline,
             pilot=variant.pilot,
-            meta=variant.baseline != DTR,  # which counts what is there as it begins
+            meta=variant.baseline != DTR,  # DTR counts the weights at entry
         )
 
     def _bytes_of(self, spec: Spec) -> int:
-        """Return what weights, gradients and optimizer state take."""
+        """Return the bytes of weights, gradients and optimizer state."""
         from dynoffload.experiments import zoo
 
         model = zoo.build(spec.network, spec.preset, device="meta")
@@ -197,7 +197,7 @@ class Paged(Experiment[Params]):
 
 
 def _bound(described: Mapping[str, Any], plain: Sequence[Step], budget: int, where: Path) -> Row:
-    """Return the least time of a step under the budget, and the tiers that it is reckoned with."""
+    """Return the least time of a step under the budget, and the measured tiers it is based on."""
     tiers = measure_tiers(where, _TIER_SECONDS)
     visits = [StepVisit(tuple(names), saved) for names, saved in described["visits"]]
     least = step_bound(
@@ -215,7 +215,7 @@ def _bound(described: Mapping[str, Any], plain: Sequence[Step], budget: int, whe
 
 
 def _lines(row: Row) -> list[Row]:
-    """Return a line of the table for plain training and for each way."""
+    """Return table rows for plain training and for each method."""
     plain = asdict(Side(steps_s=tuple(row["plain_steps_s"]))) | {"seconds": row["plain_s"]}
     return [
         {"way": way, "plain": row["plain_s"], "bound": row["bound"], **side}
@@ -247,7 +247,7 @@ _COLUMNS: dict[str, Any] = {
 
 
 def _require_memory(weights: int, ways: int, limit: int) -> None:
-    """Refuse to start what would itself be paged, or killed."""
+    """Raise if the machine's memory is too small, so that the runs would be paged or killed."""
     need, have = int(weights * _SPARE) + ways * limit, available_bytes()
     if have < need:
         raise ConfigError(

@@ -1,9 +1,9 @@
 """How well pilots predict block orders, over the whole zoo, on sources they have not seen.
 
 Every network of the zoo whose steps differ is trained and recorded, at several seeds: of weights,
-samples, what is held out, and the pilots. A pilot learns from three quarters of the sources. It is
-scored on the rest, beside the baselines it must beat. Accuracy is 1 - Levenshtein distance / longer
-order, mean over samples.
+samples, the held-out split, and the pilots. A pilot is trained on three quarters of the sources and
+scored on the rest, next to the baselines. Accuracy is 1 - Levenshtein distance / longer order, mean
+over samples.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from dynoffload.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_LEAST = 16  # samples of a network
+_LEAST = 16  # minimum samples of a network
 STRUCTURE_ORDER, STRUCTURE_WHOLE = 0.99, 0.95
-"""What is asked where the sample shows the structure: of block-order accuracy as the pilot steers,
-and of the share of whole orders that are right."""
+"""Targets where the sample determines the path: block-order accuracy with online correction, and
+share of exactly right orders."""
 DATA_ORDER, DATA_AHEAD = 0.90, 0.97
-"""What is asked where the path follows from what the network computes: at the start of the step,
+"""Targets where the network's computation determines the path: accuracy at the start of the step,
 and one block ahead."""
 LATENCY_S, ARTIFACT_BYTES = 1e-3, 5_000_000
-"""What one prediction may take, and what a stored pilot may."""
+"""Limits of one prediction's time and of a stored pilot's size."""
 _NUMBERS = {
     "order": ("steering", "block_order_accuracy"),
     "whole_order": ("steering", "whole_order"),
@@ -43,7 +43,7 @@ _NUMBERS = {
     "artifact_bytes": ("artifact_bytes",),
     "training_s": ("training_s",),
 }
-"""Number -> where a pilot's scores have it."""
+"""Number -> its path in a pilot's scores."""
 _ASKED = {
     STRUCTURE: f"structure that the sample shows: order at least {STRUCTURE_ORDER:.0%} and whole "
     f"order at least {STRUCTURE_WHOLE:.0%}",
@@ -59,7 +59,7 @@ _SHADES = {"last_order": "fault", "most_frequent": "rss"}
 
 @dataclass(frozen=True)
 class Params:
-    """What is scored."""
+    """Options of the experiment."""
 
     only: tuple[str, ...] = option((), "networks, by key; all by default")
     seeds: int = option(3, "how many, from 0")
@@ -67,7 +67,7 @@ class Params:
 
 
 class PilotAccuracy(Experiment[Params]):
-    """A case is a network at a seed, in a process of its own."""
+    """A case is a network at a seed, in its own process."""
 
     parameters = Params
     height = 7.0
@@ -158,11 +158,11 @@ def _scored(key: str, samples: int, seed: int) -> Row:
 
 
 def judged(origin: str, seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a network's numbers over its seeds, each as mean, least and most, and its verdicts.
+    """Return a network's numbers as mean, minimum and maximum over its seeds, and its verdicts.
 
     Args:
-        origin: of the network's dynamism.
-        seeds: what `dynoffload.experiments.pilot_scores.scores` returned, at least one.
+        origin: where its paths come from: `STRUCTURE` or `DATA`.
+        seeds: results of `dynoffload.experiments.pilot_scores.scores`, at least one.
     """
     pilot = {
         key: _spread(_at(one["pilot"], path) for one in seeds) for key, path in _NUMBERS.items()
@@ -195,7 +195,7 @@ def judged(origin: str, seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def asked(networks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return for how many networks what is asked holds, and for which it does not."""
+    """Return for each target how many networks reach it, and which do not."""
     held: dict[str, dict[str, bool]] = {
         origin: {
             key: one["reached"] for key, one in networks.items() if CASES[key].origin == origin
@@ -222,13 +222,13 @@ def _at(found: Mapping[str, Any], path: Iterable[str]) -> Any:
 
 
 def _spread(values: Iterable[float | None]) -> dict[str, float] | None:
-    """Return mean, least and most; None where there is no number."""
+    """Return mean, minimum and maximum; None if there are no numbers."""
     there = [value for value in values if value is not None]
     return {"mean": fmean(there), "min": min(there), "max": max(there)} if there else None
 
 
 def _share(found: Mapping[str, float] | None) -> str:
-    """Return a mean share in percent, with half of its range over the seeds where there is one."""
+    """Return a mean share in percent, with half of its range over the seeds if that is visible."""
     if found is None:
         return "–"
     half = (found["max"] - found["min"]) / 2

@@ -1,10 +1,10 @@
-"""What a prediction is worth: waiting, waste and time in real runs at an eighth of the footprint.
+"""Benefit of prediction: stalls, waste and time in real runs at an eighth of the footprint.
 
-Dynamic networks train on files that their pilot has not seen: plain, on demand, by the order
-recorded first, by the last order, by the pilot, and by a clairvoyant, which knows what will run.
-Their processes take turns on the same samples. The budget is an eighth of what they take, more
-where one update alone takes more. The first steps are not measured: a session tries then whether
-prefetch pays (`dynoffload.runtime.migration.gates`).
+Dynamic networks train on files that their pilot has not seen: plainly, on demand, by the order
+recorded first, by the last order, by the pilot, and with perfect predictions ("clairvoyant"). Their
+processes take turns on the same samples. The budget is an eighth of the footprint, more where one
+update needs more. The first steps are not measured: in them a session tests whether prefetch pays
+(`dynoffload.runtime.migration.gates`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHARE = 0.125
-"""Of the footprint, that a budget is."""
+"""Budget as a share of the footprint."""
 WARMUP = SETTLING + WATCHED + SETTLING + TRIED + SETTLING
 """Steps until the first trial of prefetch is over, if there is one."""
 ASKED: dict[str, tuple[float, str]] = {
@@ -43,7 +43,7 @@ ASKED: dict[str, tuple[float, str]] = {
     "step_over_clairvoyant": (1.05, "step over clairvoyant"),
     "wasted": (0.10, "wasted prefetch"),
 }
-"""The most that each ratio of the pilot's run is asked to be, and what tables call it."""
+"""Ratio of the pilot's run -> its target maximum, and its title in tables."""
 _PILOT, _CLAIRVOYANT = "pilot", "clairvoyant"
 POLICIES: dict[str, dict[str, Any]] = {
     "on_demand": {"config": {"policy": "on-demand"}},
@@ -52,13 +52,13 @@ POLICIES: dict[str, dict[str, Any]] = {
     _PILOT: {"config": {"policy": "pilot"}},
     _CLAIRVOYANT: {"config": {"policy": "pilot"}, "clairvoyant": True},
 }
-"""What `Spec` is told, by the key of the JSON."""
+"""Key of the JSON -> options of `Spec`."""
 _SHADES = dict(zip(POLICIES, ("fault", "evict", "rss", "plan", "optimizer"), strict=True))
 
 
 @dataclass(frozen=True)
 class Params:
-    """What is compared."""
+    """Options of the experiment."""
 
     only: tuple[str, ...] = option((), "networks, by key; all by default")
     size: str = option("small", "preset of the networks: tiny or small")
@@ -73,8 +73,8 @@ class Params:
 def networks(size: str) -> dict[str, tuple[Case, float, int]]:
     """Return the networks by key, each with its least share of the footprint, and its threads.
 
-    oneDNN's convolutions with several threads are not the same from one run of plain PyTorch to the
-    next, so nothing could be compared with them: networks of convolutions get one thread.
+    oneDNN's multithreaded convolutions differ between runs of plain PyTorch, so bits cannot be
+    compared: networks with convolutions get one thread.
 
     Args:
         size: preset of the networks: ``tiny`` or ``small``.
@@ -92,7 +92,7 @@ def networks(size: str) -> dict[str, tuple[Case, float, int]]:
 
 
 class PilotBenefit(Experiment[Params]):
-    """A case is a network with its pilot and a budget."""
+    """A case is a network, for which a pilot is trained, under a budget."""
 
     parameters = Params
     height = 7.4
@@ -114,7 +114,7 @@ class PilotBenefit(Experiment[Params]):
             footprint, _ = learned(spec, own.samples, self.report, Path(pilot))
             held_out: dict[str, Any] = {"split": "held-out", "data_seed": 1}
             spec = replace(spec, threads=threads, spill_dir=where, **held_out)
-            orders, losses = self._looked_ahead(spec, turns.steps)
+            orders, losses = self._plain_orders(spec, turns.steps)
             budget = int(share * footprint)
             ways = {
                 key: Way(
@@ -145,9 +145,9 @@ class PilotBenefit(Experiment[Params]):
             },
         }
 
-    def _looked_ahead(self, spec: Spec, steps: int) -> tuple[list[list[str]], list[str]]:
-        """Return what each step visits, and the losses of the plain run that told; no time is
-        taken of it."""
+    def _plain_orders(self, spec: Spec, steps: int) -> tuple[list[list[str]], list[str]]:
+        """Return the modules visited by each step of a plain run, and its losses; the run is not
+        timed."""
         orders = []
         with worker("watched", replace(spec, watched=True)) as watched:
             for number in range(steps):
@@ -163,13 +163,13 @@ class PilotBenefit(Experiment[Params]):
         runs = [
             {**row, "run": key, **row["runs"][key]} for row in rows for key in ("plain", *POLICIES)
         ]
-        beside = [{**row, **every[row["case"]]} for row in rows]
+        with_ratios = [{**row, **every[row["case"]]} for row in rows]
         parts: list[Table | str] = [
-            table("the pilot against the others", _RATIOS, beside),
+            table("the pilot against the others", _RATIOS, with_ratios),
             table("runs", _RUNS, runs, words=("run", "losses")),
         ]
         for key, (most, title) in ASKED.items():
-            known = [row for row in beside if row[key] is not None]
+            known = [row for row in with_ratios if row[key] is not None]
             missed = [row["title"] for row in known if row[key] > most]
             where = f"; missed: {', '.join(missed)}" if missed else ""
             parts.append(f"{title} ≤ {most:g}: {len(known) - len(missed)} of {len(known)}{where}")
@@ -204,8 +204,8 @@ class PilotBenefit(Experiment[Params]):
 
 
 def _largest_update(case: Case, orders: Iterable[Iterable[str]]) -> int:
-    """Return what the largest update of one visited module uses at once, in bytes: weights,
-    gradients and the two moments of AdamW."""
+    """Return the bytes that the largest update of one visited module needs: weights, gradients
+    and AdamW's two moments."""
     from dynoffload.experiments import zoo
 
     modules = dict(zoo.build(case.network, case.preset, device="meta").named_modules())
@@ -241,14 +241,14 @@ def _numbers(steps: Sequence[Step], side: Side) -> dict[str, Any]:
     }
 
 
-# What comes of it
+# Results
 
 
 def ratios(case: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the pilot's run is compared by; None where there is nothing to divide by.
+    """Return the ratios of the pilot's run to the others; None where the divisor is zero or absent.
 
     Times are medians over steps, or medians of ratios on the same sample. Stalls are sums over all
-    steps, by which the aims were set.
+    steps, as in the targets.
     """
     runs = case["runs"]
     pilot = runs["pilot"]
@@ -275,16 +275,16 @@ def ratios(case: Mapping[str, Any]) -> dict[str, Any]:
 def paired(
     run: dict[str, Any], other: dict[str, Any], *, both: bool = False
 ) -> tuple[float, float, float] | None:
-    """Return how much longer the steps of one run took, each over the other's on the same sample.
+    """Return the ratio of two runs' step times, paired by sample.
 
     Args:
-        run: the one.
-        other: the other.
-        both: leave out the samples on which one of them fetched nothing ahead, as in a trial.
+        run: the numerator.
+        other: the denominator.
+        both: leave out samples on which either run prefetched nothing, as in a trial.
 
     Returns:
-        The median, which samples of many sizes leave alone, and the range in which nine of ten
-        medians lie when the samples are drawn anew (bootstrap); None if all are left out.
+        The median, which is robust to differing sample sizes, and its 90% bootstrap interval
+        over samples; None if all are left out.
     """
     ratios = np.array(run["each_step_s"]) / np.array(other["each_step_s"])
     if both:
@@ -298,7 +298,7 @@ def paired(
 
 
 def _ratio(key: str) -> Cell:
-    """Return the text of a ratio, with its range, and whether its aim was missed."""
+    """Return a cell with a ratio, its range, and a mark if it misses its target."""
 
     def text(row: Mapping[str, Any]) -> str:
         if row[key] is None:

@@ -1,4 +1,4 @@
-"""Recorded training steps of networks of the zoo, as pilots learn from them."""
+"""Recorded training steps of zoo networks, from which pilots are trained."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from dynoffload.experiments.zoo.building import ZooSample
 
 STRUCTURE, DATA = "structure", "data"
-"""Where a step's path comes from: what the sample shows before it, or what the network computes."""
-_LATE = 32  # last recorded steps, of which the largest is the footprint
+"""What determines a step's path: the sample, or the network's computation."""
+_LATE = 32  # last recorded steps; the largest gives the footprint
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,17 @@ class Case:
     """One network with one shape of samples.
 
     Attributes:
-        key: where its numbers stand in the JSON.
+        key: of its numbers in the JSON.
         network: name in the zoo.
         preset: its sizes.
         shape: of its samples.
-        title: what tables call it.
+        title: in tables.
         origin: `STRUCTURE` or `DATA`.
         lr: AdamW's learning rate.
-        before: steps that are trained before the recording begins, so that there is something to
-            decide: an exit that was never sure is no exit.
-        share: of the samples asked for that are recorded, where a step takes long and its path
-            follows from one number.
+        before: training steps before the recording, so that paths vary: an untrained network is
+            never sure enough to take an early exit.
+        share: recorded share of the requested samples; below 1 if steps are slow and one number
+            determines the path.
     """
 
     key: str
@@ -90,18 +90,18 @@ CASES: dict[str, Case] = {
         ),
     )
 }
-"""All networks of the zoo whose steps differ, by key, at the smallest sizes: the number of codes
-and sites makes a network hard to predict."""
+"""All networks of the zoo whose steps differ, by key, at the smallest sizes: difficulty depends on
+the number of codes and sites, not on size."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What is kept of a case's training.
+    """Recorded steps of a case, split for training and scoring.
 
     Attributes:
-        vocabulary: the network's blocks, cut from the steps that are learned from.
+        vocabulary: the network's blocks, cut from the training steps.
         examples: every step, in order.
-        held_out: the numbers of the steps that scores are taken on, ascending.
+        held_out: numbers of the steps for scoring, ascending.
     """
 
     vocabulary: Vocabulary
@@ -110,23 +110,23 @@ class Recording:
 
     @property
     def learned(self) -> list[Example]:
-        """The steps that are learned from."""
+        """The steps for training."""
         aside = set(self.held_out)
         return [example for step, example in enumerate(self.examples) if step not in aside]
 
     @property
     def scored(self) -> list[Example]:
-        """The steps that scores are taken on."""
+        """The steps for scoring."""
         return [self.examples[step] for step in self.held_out]
 
 
 def record(case: Case, samples: int, seed: int) -> Recording:
-    """Train a case's network and return what a pilot sees of it.
+    """Train a case's network and return its recording.
 
     Args:
         case: what to train.
-        samples: steps that are recorded.
-        seed: of the weights, of the samples' order, and of what is held out.
+        samples: number of recorded steps.
+        seed: of the weights, of the samples' order, and of the held-out split.
     """
     spec = Spec(case.network, case.preset, shape=case.shape, lr=case.lr, seed=seed, data_seed=seed)
     with recorded(spec, samples, lambda *_: None, before=case.before) as traces:
@@ -141,11 +141,11 @@ def recorded(spec: Spec, samples: int, report: Report, *, before: int = 0) -> It
     """Yield a temporary directory with the traces of plain training steps.
 
     Args:
-        spec: what is trained; the routing of an MoE drifts by its learning rate, and pilots must
-            live with that.
-        samples: how many steps.
-        report: told how far it is.
-        before: steps that are trained first.
+        spec: what is trained; its learning rate determines how fast the routing of an MoE drifts,
+            which pilots must tolerate.
+        samples: number of steps.
+        report: called with the progress.
+        before: training steps before the recorded ones.
     """
     import torch
 
@@ -172,8 +172,8 @@ def recorded(spec: Spec, samples: int, report: Report, *, before: int = 0) -> It
 
 
 def learned(spec: Spec, samples: int, report: Report, path: Path) -> tuple[int, TrainResult]:
-    """Record steps, train a pilot into ``path``, and return the footprint of a step in bytes, the
-    largest of the last recorded ones, and what was trained."""
+    """Record steps and train a pilot into ``path``. Return the footprint of a step in bytes (the
+    largest of the last recorded ones) and the training's result."""
     from dynoffload.planning.footprint import footprint
     from dynoffload.profiler import load_trace, trace_files
 
@@ -181,6 +181,6 @@ def learned(spec: Spec, samples: int, report: Report, path: Path) -> tuple[int, 
         report(f"{spec.network}: learning a pilot")
         trained = train_pilot(traces, progress=False)
         trained.pilot.save(path)
-        # Optimizer state appears with a parameter's first gradient: late steps have most.
+        # A parameter's optimizer state appears with its first gradient, so late steps have most.
         late = trace_files(traces)[-_LATE:]
         return max(footprint(load_trace(trace)).total for trace in late), trained

@@ -1,8 +1,8 @@
 """Scores of a pilot and of baselines on one recording.
 
-Baselines see every step of the training and are scored on the held-out ones. So does a pilot *as it
-steers*: after each step it is corrected by what that ran, as a session's is. *Alone*, it knows the
-sample only.
+Baselines see every step of the training and are scored on the held-out ones. So is a pilot *as it
+steers*: after each step it is corrected online by the executed order, as in a session. *Alone*, it
+knows only the sample.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BASELINES = ("last_order", "most_frequent")
 
 
 def scores(recording: Recording, seed: int) -> dict[str, Any]:
-    """Return what is said of a case at one seed, which is of the pilot's training."""
+    """Return the scores of a case at one seed of the pilot's training."""
     learned, scored = recording.learned, recording.scored
     begin = perf_counter()
     pilot = fit_pilot(recording.vocabulary, learned, seed=seed)
@@ -60,7 +60,7 @@ def scores(recording: Recording, seed: int) -> dict[str, Any]:
 
 
 def steering(pilot: Pilot, recording: Recording) -> Scores:
-    """Return a pilot's scores on the held-out steps, where it follows all steps, one by one."""
+    """Return a pilot's scores on the held-out steps, with online correction after every step."""
     learner = OnlineLearner(pilot.vocabulary, pilot=pilot, grow=False)
 
     def follow(example: Example) -> Sequence[int]:
@@ -75,9 +75,9 @@ def steering(pilot: Pilot, recording: Recording) -> Scores:
 def _scored(
     predict: Callable[[Example], Sequence[int]], recording: Recording, varying: frozenset[int]
 ) -> Scores:
-    """Return the scores on the held-out steps of a predictor that sees all steps, one by one."""
-    told = [predict(example) for example in recording.examples]
-    held = iter([told[step] for step in recording.held_out])
+    """Return the held-out scores of a predictor that is called on all steps in order."""
+    predictions = [predict(example) for example in recording.examples]
+    held = iter([predictions[step] for step in recording.held_out])
     return score(lambda _: next(held), recording.scored, varying)
 
 

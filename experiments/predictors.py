@@ -1,8 +1,8 @@
-"""Predictors that are told what to predict: the true future, or a wrong one.
+"""Predictors with given predictions: the true future, or a wrong one.
 
-`watching` has a network tell which of its modules with parameters it visits, and `Clairvoyant`
-predicts, before each step, what such a run of the same step visited: the best that any pilot could
-do. `LyingPilot` shows that a wrong prediction costs time at most.
+`watching` records which modules with parameters a network visits. `Clairvoyant` predicts, before
+each step, what a recorded run of the same step visited: an upper bound for pilots. `LyingPilot`
+predicts wrongly; this must only cost time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _with_parameters(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def watching(model: nn.Module) -> list[str]:
-    """Return a list to which the path of each module with parameters is added as it is called."""
+    """Return a list to which hooks append the path of each called module with parameters."""
     visited: list[str] = []
     for path, module in _with_parameters(model).items():
         module.register_forward_pre_hook(lambda _, __, path=path: visited.append(path))
@@ -43,33 +43,33 @@ def watching(model: nn.Module) -> list[str]:
 
 
 class Clairvoyant:
-    """A `dynoffload.runtime.migration.forecast.Predictor` that is told what will run."""
+    """A `dynoffload.runtime.migration.forecast.Predictor` with perfect predictions."""
 
     def __init__(self, model: nn.Module) -> None:
         self.vocabulary = _vocabulary(model, _with_parameters(model))
         self._orders: list[list[int]] = []
 
     def check(self, network: str) -> None:
-        """Accept any network: it was made for one."""
+        """Accept any network."""
 
     def tell(self, order: Sequence[str]) -> None:
-        """The next step will visit the modules of these paths, in this order."""
+        """Set the next step's order: the paths of the modules it will visit."""
         self._orders.append([self.vocabulary.index_of(path) for path in order])
 
     def predict(self, sample: InputFeatures) -> Prediction:
-        """Return what was told of the next step."""
+        """Return the order set for the next step."""
         return Prediction(self._orders.pop(0), 0.0)
 
 
 class LyingPilot:
-    """Predicts whatever ``orders`` say, one after the other, for a network it claims to know.
+    """Predicts the given ``orders`` one after the other, and accepts any network.
 
     Args:
         model: the network.
         orders: block numbers; negative ones and those past the end name blocks that do not exist.
 
     Attributes:
-        asked: how often it was.
+        asked: number of predictions so far.
     """
 
     def __init__(self, model: nn.Module, orders: Sequence[Sequence[int]]) -> None:

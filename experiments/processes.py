@@ -1,11 +1,10 @@
-"""Fresh processes that call functions of this package: the one way experiments have to start one.
+"""Fresh processes that call functions of this package; all experiments start processes this way.
 
-The process stays until it is closed, so that later calls find what earlier ones left in its
-modules. What a function prints goes to the error stream, whose end is quoted if the process dies.
+A process lives until it is closed, so later calls find the module state of earlier ones. What a
+function prints goes to the error stream; its end is quoted if the process dies.
 
-[Note: leaving without restoring]  A process ends by `os._exit`, and what a function has entered on
-`NEVER_LEFT` is not left: leaving a block would copy gigabytes back into tensors that nobody looks
-at.
+[Note: leaving without restoring]  A process exits by `os._exit`, so contexts that were entered on
+`NEVER_LEFT` are never left: leaving a block would copy gigabytes back into unused tensors.
 """
 
 from __future__ import annotations
@@ -45,17 +44,17 @@ T = TypeVar("T")
 
 
 class WorkerError(DynOffloadError, RuntimeError):
-    """A process died, gave no answer in time, or a function that it called raised."""
+    """A process died, did not answer in time, or a function called in it raised."""
 
 
 class Process:
     """A fresh Python process.
 
     Args:
-        name: what messages call it.
+        name: in messages.
         group: the cgroup that it runs in.
-        patience: seconds that a call may take; None for ever. The process is killed after them.
-        environment: variables that it gets beside this process's own.
+        patience: seconds that a call may take, after which the process is killed; None: no limit.
+        environment: variables in addition to this process's own.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class Process:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Value:
-        """Return what ``function``, of a module, returns in the process.
+        """Return the result of ``function``, a module-level one, called in the process.
 
         Raises:
             WorkerError: it raised, or the process died or took too long; the last line says why.
@@ -117,11 +116,11 @@ class Process:
         return f"{self.name!r} {how}" + (f": {words}" if words else "")
 
     def kill(self) -> None:
-        """End the process at once; a call that waits raises `WorkerError`."""
+        """Kill the process immediately; a waiting call raises `WorkerError`."""
         self._process.kill()
 
     def close(self) -> None:
-        """End the process."""
+        """Close the process's input and wait for it to end; kill it if that takes too long."""
         with contextlib.suppress(BrokenPipeError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
@@ -148,7 +147,7 @@ def fresh(
     patience: float | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Value:
-    """Return what ``function`` returns in a process of its own; see `Process`."""
+    """Return the result of ``function``, called in its own process; see `Process`."""
     with Process(name, patience=patience, environment=environment) as process:
         return process.call(function, *args)
 
@@ -161,17 +160,17 @@ def at_once(
     patience: float | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> list[Value]:
-    """Return what ``function`` makes of each of ``given``, all at once in processes of their own.
+    """Return the results of ``function`` on each of ``given``, run concurrently in processes.
 
     Args:
-        what: names them all; messages call each by its number, too.
-        function: of a module.
-        given: one for each process.
+        what: name of the group in messages; each process adds its rank.
+        function: a module-level function.
+        given: one argument for each process.
         patience: seconds that a call may take.
         environment: see `Process`.
 
     Raises:
-        WorkerError: of the first that fails, which ends all.
+        WorkerError: the first failure, which kills all processes.
     """
     with contextlib.ExitStack() as stack:
         processes = [
@@ -188,7 +187,7 @@ def at_once(
         try:
             for done in as_completed(calls):
                 done.result()
-        except BaseException:  # before the pool waits for what they do
+        except BaseException:  # kill first, as leaving the pool waits for its calls
             for process in processes:
                 process.kill()
             raise
@@ -197,7 +196,7 @@ def at_once(
 
 @contextlib.contextmanager
 def ended_after(end: Callable[[], None], seconds: float | None) -> Iterator[threading.Event]:
-    """Call ``end`` if the block takes longer than ``seconds``; the event says that it did."""
+    """Call ``end`` if the block takes longer than ``seconds``; the event is set if it did."""
     late = threading.Event()
     if seconds is None:
         yield late
@@ -226,7 +225,7 @@ def _serve() -> None:
         except EOFError:
             break
         except DynOffloadError as error:
-            answer = pickle.dumps((False, str(error)))  # it says all there is to say
+            answer = pickle.dumps((False, str(error)))  # its message needs no traceback
         except Exception as error:
             where = traceback.format_exc().strip().splitlines()[-_LINES:-1]
             told = "\n".join((*where, f"{type(error).__name__}: {error}"))

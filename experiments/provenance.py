@@ -1,4 +1,4 @@
-"""Which command, commit and machine made a result."""
+"""Provenance of a result: command, commit and machine."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def provenance() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Return the commit of this checkout, ending in ``-dirty`` if tracked files differ from it,
-    other than results, which experiments write.
+    """Return the commit of this checkout, with ``-dirty`` appended if tracked files have changed,
+    except results, which experiments write.
 
     An installed package, which has no history, returns its version.
     """
@@ -45,7 +45,7 @@ def commit() -> str:
     described = git("describe", "--always", "--abbrev=12", "--exclude=*")
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{_WRITTEN}")
     if described is None or changed is None:
-        return f"{__version__}-dirty"  # git says not which code this is
+        return f"{__version__}-dirty"  # git failed, so the code is unknown
     return described + ("-dirty" if changed else "")
 
 

@@ -1,8 +1,8 @@
 """Whether processes on different paths train to the bits of the same run without a block.
 
-Networks whose ranks run other layers or experts at every step are spread over processes of this
-machine, each under a budget of its own. As the processes share this machine, nothing is said of
-scaling.
+Networks whose ranks run different layers or experts at every step are distributed over processes of
+this machine, each under its own budget. As the processes share the machine, times show nothing
+about scaling.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _LR = 1e-3
 
 @dataclass(frozen=True)
 class Task:
-    """What one rank is to do.
+    """Task of one rank.
 
     Attributes:
         way: a key of `WAYS`.
         network: a key of `NETWORKS`.
         size: the number of ranks.
         steps: of each training.
-        share: of parameters, gradients and optimizer state, which the budget allows beside what the
-            way keeps in memory.
+        share: the budget as a share of parameters, gradients and optimizer state, above what the
+            method keeps in memory.
         timeout_s: of the block, see `OffloadConfig.rank_timeout`.
-        spill_dir: where files lie.
+        spill_dir: of the spill files.
         rank: of this process.
-        store: the file by which ranks meet.
+        store: file for the ranks' rendezvous.
     """
 
     way: str
@@ -65,11 +65,11 @@ class Task:
 
 
 class Spread(NamedTuple):
-    """A model spread over ranks.
+    """A model distributed over ranks.
 
     Attributes:
-        model: what is called, and passed to `offload`.
-        beside: bytes that the way keeps in memory, whatever is paged.
+        model: the module to call, and to pass to `offload`.
+        beside: bytes that the method always keeps in memory.
     """
 
     model: nn.Module
@@ -77,16 +77,16 @@ class Spread(NamedTuple):
 
 
 def replicated(model: nn.Module) -> Spread:
-    """Return ``model`` on every rank, by `DistributedDataParallel`."""
+    """Return ``model`` replicated on every rank by `DistributedDataParallel`."""
     ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     return Spread(ddp, bucket_bytes(replicas_of(ddp)))
 
 
 def sharded(model: nn.Module) -> Spread:
-    """Return ``model`` with a shard of each parameter on every rank, by `fully_shard`.
+    """Return ``model`` with each parameter sharded over all ranks by `fully_shard`.
 
-    What one rank leaves out and another does not has to lie inside of what is gathered at once: the
-    layers where all ranks run all of them, and else the whole model.
+    A module that some ranks skip must be inside the unit that is gathered at once. So layers are
+    units only if all ranks run all of them; otherwise the whole model is one unit.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -101,7 +101,7 @@ def sharded(model: nn.Module) -> Spread:
 
 
 WAYS: dict[str, Callable[[nn.Module], Spread]] = {"ddp": replicated, "fsdp": sharded}
-"""By name, how a model is spread over ranks; each is called in all of them at once."""
+"""Name -> how to distribute a model over ranks; a collective call of all ranks."""
 
 
 def _network(name: str, **options: Any) -> nn.Module:
@@ -114,13 +114,13 @@ def _network(name: str, **options: Any) -> nn.Module:
 
 
 def layerdrop() -> nn.Module:
-    """Return an OPT of 8 layers, of which each is left out with chance 0.3."""
+    """Return an OPT of 8 layers, each skipped with probability 0.3."""
     widths = {"hidden_size": 192, "word_embed_proj_dim": 192, "ffn_dim": 768}
     return _network("opt", **widths, num_hidden_layers=8, layerdrop=0.3, dropout=0.0)
 
 
 def mixture() -> nn.Module:
-    """Return a Mixtral, whose experts are fused and run one by one."""
+    """Return a Mixtral with fused experts that run one by one."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
     experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "output_router_logits": False}
     model: Any = _network("mixtral", **sizes, **experts, num_key_value_heads=4)
@@ -129,11 +129,11 @@ def mixture() -> nn.Module:
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {"layerdrop": layerdrop, "moe": mixture}
-"""By name, what is trained: a batch is ``input_ids`` and ``labels``, and the output has a loss."""
+"""Name -> model; its batch is ``input_ids`` and ``labels``, and its output has a loss."""
 
 
 def samples(rank: int, steps: int) -> Iterator[Tensor]:
-    """Yield tokens of one rank's own, ``[1, 4]`` to ``[1, 64]``."""
+    """Yield one rank's own tokens, ``[1, 4]`` to ``[1, 64]``."""
     generator = torch.Generator().manual_seed(1000 + rank)
     for _ in range(steps):
         length = int(torch.randint(4, _TOKENS + 1, (), generator=generator))
@@ -143,8 +143,8 @@ def samples(rank: int, steps: int) -> Iterator[Tensor]:
 def train(
     task: Task, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[list[float], float]:
-    """Train, and return the losses and the seconds of a step."""
-    torch.manual_seed(task.rank)  # ranks draw layers of their own
+    """Train, and return the losses and the median seconds of a step."""
+    torch.manual_seed(task.rank)  # each rank draws its own layers
     losses: list[float] = []
     seconds: list[float] = []
     for tokens in samples(task.rank, task.steps):
@@ -159,10 +159,10 @@ def train(
 
 
 def digest(losses: list[float], model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Return a hash of losses, parameters, buffers and optimizer state of this rank."""
+    """Return a hash of this rank's losses, parameters, buffers and optimizer state."""
     found = hashlib.sha256(repr(losses).encode())
     tensors = [*model.parameters(), *model.buffers()]
-    for parameter in model.parameters():  # their states are in the order of their first updates
+    for parameter in model.parameters():  # optimizer.state is in the order of first updates
         state = optimizer.state.get(parameter, {})
         tensors += [state[key] for key in sorted(state) if isinstance(state[key], Tensor)]
     for tensor in tensors:
@@ -179,7 +179,7 @@ def _prepared(task: Task) -> tuple[Spread, torch.optim.Optimizer]:
 
 
 def carry_out(task: Task) -> Row:
-    """Train twice, plainly and in a block, and return the hashes and what the block took."""
+    """Train twice, plainly and in a block; return the hashes and the block's statistics."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -216,7 +216,7 @@ def carry_out(task: Task) -> Row:
 
 @dataclass(frozen=True)
 class Params:
-    """What is trained, and how it is spread."""
+    """Options of the experiment."""
 
     ways: tuple[str, ...] = option(tuple(WAYS), "in which models are spread over ranks")
     networks: tuple[str, ...] = option(tuple(NETWORKS), "that are trained")
@@ -238,7 +238,7 @@ class Params:
 
 
 class Ranks(Experiment[Params]):
-    """A case is a network spread in one way, with or without the death of a rank."""
+    """A case is a network distributed by one method."""
 
     parameters = Params
     one_thread = True

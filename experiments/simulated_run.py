@@ -1,6 +1,6 @@
 """One training for `dynoffload.experiments.simulation`: plainly, under a budget, or for a pilot.
 
-Each function builds the network of its task and makes the task's steps, in a process of its own.
+Each function builds its task's network and makes its steps, in its own process.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from torch import nn
 
 _LEARNED = 48
-_TIMED = 3  # plain trainings whose times are recorded, of which each step's median counts
+_TIMED = 3  # timed plain trainings; each step's median is used
 
 
 @dataclass(frozen=True)
 class Task:
-    """What one process does.
+    """Task of one process.
 
     Attributes:
         network: a key of `dynoffload.experiments.networks.NETWORKS`.
-        steps: how many.
-        folder: where traces go, or the pilot.
+        steps: number of steps.
+        folder: for traces or the pilot.
         budget: bytes.
         policy: of the session.
         pilot: path of a pilot, "" for none.
-        spill_dir: where the spill file lies, "" for the default.
+        spill_dir: of the spill file, "" for the default.
     """
 
     network: str
@@ -49,7 +49,7 @@ class Task:
 
 
 def adamw(model: nn.Module) -> Any:
-    """Return the optimizer of all these trainings."""
+    """Return the optimizer that all these trainings use."""
     import torch
 
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -77,7 +77,7 @@ def _step(model: nn.Module, optimizer: Any, sample: Sample) -> tuple[float, floa
 
 
 def plain(task: Task) -> dict[str, Any]:
-    """Train plainly: its times, its traces, and what a pilot, or the last order, predicts."""
+    """Train plainly and save traces; return step times, predicted orders, and the network."""
     from statistics import median
 
     from dynoffload.pilot.pilot import Pilot
@@ -116,7 +116,7 @@ def plain(task: Task) -> dict[str, Any]:
 
 
 def timed(task: Task) -> dict[str, Any]:
-    """Train plainly, for its times only; and measure the runtime's pace."""
+    """Train plainly for step times only, and measure the runtime's overhead pace."""
     from dynoffload.estimation.overhead_probe import probe_overhead
     from dynoffload.memory.spill import default_spill_dir
 
@@ -126,7 +126,7 @@ def timed(task: Task) -> dict[str, Any]:
 
 
 def budgeted(task: Task) -> dict[str, Any]:
-    """Train under a budget: each step's numbers, and how the budget is divided."""
+    """Train under a budget; return each step's statistics, and how the budget is divided."""
     import dynoffload
 
     kind = task.kind()

@@ -1,11 +1,11 @@
-"""Simulated steps beside real ones: step time and bytes moved, setting by setting.
+"""Compares simulated with real steps: step time and bytes moved, setting by setting.
 
-Networks are trained under budgets by the runtime, each in a process of its own, and the same steps
-are simulated (`dynoffload.simulation.training`) from traces of plain training. Nothing is fitted to
-what is validated: the link is measured by `dynoffload.doctor`, the network's own work by plain
-steps, and what the runtime itself takes is fitted on other networks under other budgets
-(`dynoffload.experiments.simulation_fit`). Processes compute with one thread, so that transfers have
-a core of their own where there are two.
+The runtime trains networks under budgets, each in its own process. The same steps are simulated
+(`dynoffload.simulation.training`) from traces of plain training. Nothing is fitted to validation
+settings: `dynoffload.doctor` measures the link, plain steps give the compute times, and the
+runtime's overhead is fitted on other networks under other budgets
+(`dynoffload.experiments.simulation_fit`). Processes compute with one thread, which leaves a core
+for transfers where there are two.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from dynoffload.doctor import Tiers
 
 STEP_MEDIAN, STEP_WORST, BYTES_WORST = 0.10, 0.20, 0.02
-"""Relative errors that are asked for."""
-_MOST_STEPS = 10  # from the eleventh on a session may try what waits without prefetch
+"""Target maximum relative errors."""
+_MOST_STEPS = 10  # from the eleventh step on, a session may try steps without prefetch
 _TIER_SECONDS, _TIER_BYTES = 0.2, 512 * MiB
 TRACES, PILOT_NAME = "traces", "trained.pilot"
 Value = TypeVar("Value")
@@ -51,7 +51,7 @@ _PILOTED = frozenset(one.network for one in SETTINGS if one.policy == "pilot")
 
 @dataclass(frozen=True)
 class Params:
-    """What is run."""
+    """Options of the experiment."""
 
     steps: int = option(_MOST_STEPS, "of each run, at most 10: later ones may be trials")
     warmup: int = option(4, "of them, those that do not count")
@@ -72,9 +72,9 @@ class Params:
 
 
 class Simulated(Experiment[Params]):
-    """A case is a setting that is validated; first those of `FIT` are trained.
+    """A case is a validation setting; the settings of `FIT` are trained first.
 
-    Rows of another hour are no use: how quick the machine is changes, and the fit with it.
+    It does not resume, as the machine's speed drifts, and the fit with it.
     """
 
     parameters = Params
@@ -87,12 +87,12 @@ class Simulated(Experiment[Params]):
 
     @cached_property
     def folder(self) -> Path:
-        """For traces and pilots."""
+        """Folder for traces and pilots."""
         return Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
 
     @cached_property
     def fitted(self) -> tuple[Fitted, dict[Setting, tuple[Material, Real]]]:
-        """The machine, and what it was fitted on."""
+        """The fitted machine, and the data of the fit."""
         steps, warmup, runs = self.params.steps, self.params.warmup, self.params.runs
         return fit_machine(steps, warmup, runs, self.folder, self.spill, self.report)
 
@@ -165,16 +165,16 @@ def fit_machine(
     spill: str,
     report: Report,
 ) -> tuple[Fitted, dict[Setting, tuple[Material, Real]]]:
-    """Measure the link, train the settings of `FIT`, and return what fits them, with what they
-    did.
+    """Measure the link, train the settings of `FIT`, and return the fitted machine and their
+    results.
 
     Args:
         steps: of each run.
-        warmup: of them, those that do not count.
+        warmup: first steps, which are not used.
         runs: of each setting.
         folder: for traces.
-        spill: where the spill files lie, "" for the default.
-        report: is told of progress.
+        spill: directory of the spill files, "" for the default.
+        report: called with the progress.
     """
     report("the link", 0, None)
     tiers = _tiers(spill)
@@ -201,14 +201,14 @@ def material(
     *,
     learn: bool = False,
 ) -> Material:
-    """Train a network plainly and return what is known of it; its traces stay in ``folder``.
+    """Train a network plainly and return its `Material`; its traces stay in ``folder``.
 
     Args:
-        name: of the network; traces are under it, in `TRACES`.
-        steps: that are made.
+        name: of the network, and of its subfolder, which has the traces in `TRACES`.
+        steps: number of steps.
         folder: for traces, and for the pilot, as ``name`` / `PILOT_NAME`.
-        report: is told of progress.
-        learn: train a pilot, which predicts the steps' orders; else the last order does.
+        report: called with the progress.
+        learn: train a pilot to predict the steps' orders; otherwise the last order does.
     """
     from dynoffload.profiler import load_trace, trace_files
 
@@ -225,7 +225,7 @@ def material(
         {path: tuple(numbers) for path, numbers in found["network"]["owners"].items()},
     )
     made = [recorded(load_trace(path), network) for path in trace_files(traces)]
-    # The optimizer's state appears with a parameter's first gradient: late steps have most.
+    # A parameter's optimizer state appears with its first gradient, so late steps have most.
     states = {number: sizes for one in made for number, sizes in one.states.items()}
     timed = tuple(
         replace(one, states=states).timed(*times)
@@ -253,9 +253,9 @@ def _real(
     found, plain, paces = [], [], []
     tiers, moves = _tiers(spill), measure_moves(spill or default_spill_dir())
     for _ in range(runs):
-        beside = _child(simulated_run.timed, Task(setting.network, steps, spill_dir=spill))
-        plain.append(beside["times"])
-        paces.append(beside["pace_s"])
+        reference = _child(simulated_run.timed, Task(setting.network, steps, spill_dir=spill))
+        plain.append(reference["times"])
+        paces.append(reference["pace_s"])
         found.append(_child(simulated_run.budgeted, task))
     return Real(
         tuple(one["steps"] for one in found),
@@ -273,7 +273,7 @@ def _real(
 
 
 def compared(setting: Setting, material: Material, real: Real, fit: Fitted, warmup: int) -> Row:
-    """Return one setting's numbers, real and simulated, and how far they are apart."""
+    """Return one setting's real and simulated numbers, and their relative errors."""
     machine, work = fit.on(real.link), fit.at(real.pace_s, real.moves)
     whole = simulated(material, real.sizing, setting.policy, machine, work)
     made, phases = whole.steps[warmup:], whole.phases[warmup:]
@@ -310,8 +310,8 @@ _BYTES = ("bytes_in", "bytes_out")
 
 
 def _means(real: Real, key: str, warmup: int) -> list[float]:
-    """Return what each run has of ``key`` per step; of steps one after the other the sum counts, as
-    what is under way when a step ends belongs to the next."""
+    """Return each run's mean of ``key`` per step. It is a mean over consecutive steps, as
+    transfers that outlast a step count in the next."""
     return [sum(step[key] for step in one[warmup:]) / len(one[warmup:]) for one in real.runs]
 
 
@@ -320,7 +320,7 @@ def _error(ours: float, theirs: float) -> float:
 
 
 def said(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return whether what was asked for holds."""
+    """Report whether the targets hold."""
     middle = median(abs(row["seconds_error"]) for row in rows)
     return [
         judged("step time", [row["seconds_error"] for row in rows], STEP_WORST),

@@ -1,12 +1,12 @@
-"""Real steps beside simulated ones; what the runtime itself takes is fitted to the difference.
+"""Fits the runtime's overhead to the difference between real and simulated steps.
 
-[Note: the fit]  Real seconds less simulated ones are explained, setting by setting and phase by
-phase, by how often the runtime does what it does, with no negative cost (non-negative least
-squares): what takes each of `COSTS`, faults, and seconds of work beside transfers. Part of all this
-hides behind transfers, so the simulation is made anew with what was found, and half of the way
-gone, several times. What the kernel takes to move pages is measured, and the runtime's own work is
-carried to one pace (`probe_overhead`). A transfer's latency is what fetches that somebody waited
-for took beyond their bytes.
+[Note: the fit]  For each setting and phase, real minus simulated seconds are explained by counts of
+the runtime's operations with costs that are not negative (non-negative least squares): each of
+`COSTS`, faults, and seconds of work concurrent with transfers. Part of the overhead is hidden
+behind transfers, so simulation and fit are repeated several times; each round moves halfway to the
+new costs. The kernel's time for moving pages is measured, and the runtime's overhead is scaled to
+one pace (`probe_overhead`). A transfer's latency is the median time that on-demand fetches took
+beyond their bytes.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from dynoffload.simulation.recorded import Network, Recorded
 from dynoffload.simulation.training import Training
 
 _ROUNDS = 8
-_BESIDES = 2  # faults, and work beside transfers
+_BESIDES = 2  # faults, and work concurrent with transfers
 PHASES = ("forward_s", "backward_s", "optimizer_s")
-"""Numbers of a real step, by the phases that `Training` tells."""
+"""Times of a real step, in the order of `Training.phases`."""
 
 
 @dataclass(frozen=True)
 class Material:
-    """What is known of a network from plain training.
+    """Data of a network from plain training.
 
     Attributes:
-        network: what moves of it.
-        steps: what happens in each step, with the times of plain steps.
-        orders: the paths that are predicted for each step, or None.
-        footprint: bytes of parameters, gradients, state and what the largest step saves.
+        network: its parameters and the modules that own them.
+        steps: recorded steps, with the times of plain steps.
+        orders: the predicted module paths of each step, or None.
+        footprint: bytes of parameters, gradients, state and the largest step's saved tensors.
     """
 
     network: Network
@@ -50,8 +50,8 @@ class Material:
     footprint: int
 
     def timed(self, runs: Sequence[Sequence[Sequence[float]]]) -> Material:
-        """Return the same with the times of other plain trainings: run by run and step by step the
-        seconds of forward, backward and optimizer, of which each step's median counts."""
+        """Return a copy with the times of other plain trainings, by run and step: the seconds of
+        forward, backward and optimizer. Each step's median over runs is used."""
         times = [
             [median(parts) for parts in zip(*each, strict=True)] for each in zip(*runs, strict=True)
         ]
@@ -61,18 +61,18 @@ class Material:
 
 @dataclass(frozen=True)
 class Real:
-    """What a setting did, run by run and step by step.
+    """Measurements of a setting, by run and step.
 
     Attributes:
-        runs: numbers of each step.
+        runs: statistics of each step.
         sizing: how the budget was divided.
-        fetches: seconds and bytes of what was waited for.
+        fetches: seconds and bytes of on-demand fetches.
         backend: of the session.
-        link: as measured before.
-        plain: the seconds of forward, backward and optimizer of plain steps, each run's before it:
-            how fast the machine is, and its link, changes from minute to minute.
-        pace_s: of the runtime's own work, as measured before; see `probe_overhead`.
-        moves: seconds in which the kernel moved a page then, by its bytes.
+        link: as measured just before.
+        plain: the seconds of forward, backward and optimizer of plain steps, measured before each
+            run, as the speed of machine and link drifts within minutes.
+        pace_s: of the runtime's overhead, as measured just before; see `probe_overhead`.
+        moves: page size in bytes -> seconds in which the kernel moves a page.
     """
 
     runs: tuple[Sequence[Mapping[str, Any]], ...]
@@ -85,7 +85,7 @@ class Real:
     moves: Mapping[int, float]
 
     def per_step(self, key: str) -> list[float]:
-        """Return the median over runs of one number of each step."""
+        """Return each step's median over runs of one number."""
         return [median(run[step][key] for run in self.runs) for step in range(len(self.runs[0]))]
 
 
@@ -104,7 +104,7 @@ def simulated(
     machine: Machine,
     work: RuntimeOverhead,
 ) -> Simulated:
-    """Simulate the steps of ``material`` under a divided budget."""
+    """Simulate the steps of ``material`` under a budget divided by ``sizing``."""
     keys = [key for key in Division.__dataclass_fields__ if key in sizing]
     options = OffloadConfig()
     division = Division(**{key: sizing[key] for key in keys}, draft_share=options.draft_share)
@@ -120,12 +120,12 @@ def simulated(
 
 
 def fitted(cases: Sequence[tuple[Material, Real, str]], link: Link, warmup: int) -> Fitted:
-    """Return what fits ``cases`` best.
+    """Return the machine and overhead that fit ``cases`` best.
 
     Args:
-        cases: materials, what was run, and the policies.
-        link: as measured; each case has its own besides.
-        warmup: steps that do not count.
+        cases: materials, real runs, and policies.
+        link: as measured; each case also has its own.
+        warmup: first steps, which are not used.
     """
     from scipy.optimize import nnls
 

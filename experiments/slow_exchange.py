@@ -1,7 +1,7 @@
-"""An exchange between processes of one machine that is as slow as one wants.
+"""An exchange between processes of one machine with an adjustable rate.
 
-Every exchange takes the time of its bytes on a link of its own rate. There is no latency, and what
-joins the links is no bottleneck.
+Every exchange takes as long as its bytes on the rank's own link. There is no latency, and the
+network between the links is not a bottleneck.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dynoffload.moe.parallel.exchange import Exchange, Pending
 
 
 class SlowExchange(Exchange):
-    """An exchange whose bytes to other ranks take a link's time, one after the other.
+    """An exchange that sends its bytes to other ranks at a link's rate, sequentially.
 
     Attributes:
-        rate: bytes a second.
-        waited_s: seconds that this rank has waited for others so far.
+        rate: bytes per second.
+        waited_s: seconds that this rank has waited for exchanges so far.
     """
 
     rate = float("inf")
@@ -44,7 +44,7 @@ class SlowExchange(Exchange):
 
 
 class _Due:
-    """Stands for an exchange that has arrived once it is due."""
+    """A pending exchange that completes no earlier than its due time."""
 
     def __init__(self, pending: Pending, due: float, exchange: SlowExchange) -> None:
         self._pending, self._due, self._exchange = pending, due, exchange

@@ -1,8 +1,8 @@
-"""Time per training step over budgets, for every policy, beside plain PyTorch.
+"""Time per training step over budgets, for every policy, compared with plain PyTorch.
 
-Dynamic networks train under shares of what their training keeps. Each policy has a process of its
-own and takes turns with plain training, on the same samples. A budget that a policy cannot run
-under is reported with its reason.
+Dynamic networks train under shares of their training footprint. Each policy runs in its own process
+and takes turns with plain training, on the same samples. A budget under which a policy cannot run
+is reported with its reason.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ POLICIES = {
     "dtr": ("rematerialisation (DTR)", "D", "stall"),
     SYSTEM: ("paging by the system", "P", "ink"),
 }
-"""By the name that ``--policies`` takes: title, and mark and colour in the figure. Each is a policy
-of `OffloadConfig`, a baseline of that name, or plain training in a memory group with swap."""
-_LEARNED = 32  # recorded steps that the pilot learns from
+"""Name in ``--policies`` -> title, marker and colour in the figure. Each is a policy of
+`OffloadConfig`, a baseline of that name, or plain training in a memory group with swap."""
+_LEARNED = 32  # recorded steps on which the pilot is trained
 _LEAST_STEPS = 5
-_SPARE = 2.0  # of swap: pages stay in it after they were read back
+_SPARE = 2.0  # factor of swap: pages keep their slot after they are read back
 _TIE = 1.1
-"""Times that differ by less are equal: single steps of one policy differ by more."""
+"""Ratio below which times count as equal: single steps of one policy vary by more."""
 _NUMBER = re.compile(r"\d[\d.]*( [KMG]?i?B)?")
 
 
 @dataclass(frozen=True)
 class Params:
-    """What is compared."""
+    """Options of the experiment."""
 
     network: tuple[str, ...] = option(tuple(PRESETS["small"]), "networks of the zoo")
     preset: str = option("small", "of all of them: tiny or small")
@@ -97,7 +97,7 @@ class Params:
 
     @property
     def shares(self) -> list[Fraction]:
-        """The budgets, from the largest."""
+        """The budgets, in descending order."""
         return sorted({_share(text) for text in self.budgets}, reverse=True)
 
 
@@ -127,7 +127,7 @@ class StepTime(Experiment[Params]):
 
     def __init__(self, params: Params) -> None:
         super().__init__(params)
-        self._known: dict[str, tuple[Spec, int]] = {}  # what plain training runs, and keeps
+        self._known: dict[str, tuple[Spec, int]] = {}  # name -> plain spec, footprint in bytes
 
     def cases(self) -> Mapping[str, tuple[str, Fraction]]:
         return {
@@ -239,11 +239,11 @@ def _way(key: str, spec: Spec, budget: int, footprint: int) -> Way:
     return Way(replace(spec, mode=BUDGETED, budget=budget, pilot=pilot, **of))
 
 
-# What comes of it
+# Results
 
 
 def over_plain(row: Mapping[str, Any], key: str) -> float | None:
-    """Return the time of a step of ``key`` over that of a plain one; None if it has none."""
+    """Return the step time of ``key`` over the plain one; None if it has none."""
     found = row["policies"].get(key, {}).get("measured")
     if found is None or found["seconds"] is None:
         return None
@@ -251,8 +251,7 @@ def over_plain(row: Mapping[str, Any], key: str) -> float | None:
 
 
 def standing(row: Mapping[str, Any]) -> tuple[list[str], float | None]:
-    """Return the fastest policies, and how many times as fast as the best other one the pilot
-    is."""
+    """Return the fastest policies, and the pilot's speed relative to the best other one."""
     times = {key: took for key in POLICIES if (took := over_plain(row, key)) is not None}
     others = [value for key, value in times.items() if key != PILOT]
     ranked = sorted(times, key=lambda key: times[key])
@@ -261,19 +260,19 @@ def standing(row: Mapping[str, Any]) -> tuple[list[str], float | None]:
 
 
 def reasons(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return why what cannot run cannot, and other notes. Budgets whose reasons differ by no more
-    than their numbers share a line."""
-    told: dict[tuple[str, str, str], tuple[str, list[str]]] = {}
+    """Return why policies cannot run, and other notes. Budgets whose reasons differ only in their
+    numbers share a line."""
+    grouped: dict[tuple[str, str, str], tuple[str, list[str]]] = {}
     for row in rows:
         for key, policy in row["policies"].items():
             side = policy["measured"]
             why = side and (side["why"] or side["note"])
             if why:
                 about = row["network"], POLICIES[key][0], _NUMBER.sub("", why)
-                told.setdefault(about, (why, []))[1].append(row["budget"])
+                grouped.setdefault(about, (why, []))[1].append(row["budget"])
     return [
         f"{network}, {', '.join(budgets)}: {title}: {why}"
-        for (network, title, _), (why, budgets) in told.items()
+        for (network, title, _), (why, budgets) in grouped.items()
     ]
 
 

@@ -1,9 +1,8 @@
-"""Tiles of a linear layer: their bits and time beside the whole, and a weight past the budget.
+"""Tiles of a linear layer: their bits and time against the whole, and a weight above the budget.
 
-Of single layers: at which numbers of rows the tiled output and gradients differ from the whole's,
-and how far the input's gradient is from the exact one. Of a small network with one large layer: the
-time of a training step whole, tiled, and tiled under a budget that holds less than the weight; the
-three take turns, step by step.
+For single layers: at which numbers of rows the tiled output and gradients differ from the whole's,
+and the error of the input's gradient. For a small network with one large layer: the step time
+whole, tiled, and tiled under a budget smaller than the weight. The three take turns, step by step.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ from dynoffload.tiling.modules import TiledLinear
 from dynoffload.units import format_bytes, format_seconds, parse_bytes
 
 ROWS = (1, 2, 3, 5, 8, 16, 31, 64, 128, 256, 512)
-"""Of the inputs whose bits are compared."""
+"""Row counts of the inputs whose bits are compared."""
 SHAPES = ((512, 2048, 2), (512, 2048, 8), (500, 1501, 8), (512, 2050, 8))
-"""Features in and out, and tiles: of multiples of 64 features, but for the last shape."""
+"""Input and output features, and tiles; tile widths are multiples of 64 but for the last shape."""
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
-"""Of tiles, with which the error of the input's gradient grows; 1 is the whole."""
+"""Numbers of tiles, with which the error of the input's gradient grows; 1 is the whole."""
 _DTYPES = (torch.float32, torch.bfloat16)
 _WAYS = ("whole", "tiled", "budget")
 
 
 @dataclass(frozen=True)
 class Params:
-    """What is measured."""
+    """Options of the experiment."""
 
     width: int = option(2048, "features into the large layer")
     features: int = option(16384, "out of it; its weight takes 4 bytes times both")
@@ -65,7 +64,7 @@ class Params:
 
 
 class Tiling(Experiment[Params]):
-    """A case is a layer whose bits are compared, a dtype, or the steps."""
+    """A case compares bits for a layer or errors for a dtype, or measures steps."""
 
     parameters = Params
     one_thread = True
@@ -126,13 +125,13 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _rows(key: str) -> Callable[[Mapping[str, Any]], str]:
-    def told(row: Mapping[str, Any]) -> str:
+    def text(row: Mapping[str, Any]) -> str:
         found: list[int] = row["rows_that_differ"][key]
         if not found:
             return "same"
         return "all" if found == list(ROWS) else ", ".join(map(str, found))
 
-    return told
+    return text
 
 
 _BITS: dict[str, Callable[[Mapping[str, Any]], str]] = {
@@ -147,7 +146,7 @@ _BITS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 
 def bits(dtype: torch.dtype, shape: tuple[int, int, int], seed: int) -> Row:
-    """Compare one layer with its tiles, over all `ROWS`."""
+    """Compare one layer with its tiled version, for all `ROWS`."""
     inside, outside, tiles = shape
     torch.manual_seed(seed)
     whole = nn.Linear(inside, outside, dtype=dtype)
@@ -178,8 +177,8 @@ def bits(dtype: torch.dtype, shape: tuple[int, int, int], seed: int) -> Row:
 
 
 def errors(dtype: torch.dtype, seed: int) -> Row:
-    """Return by number of tiles the root mean square error of the input's gradient, by that of the
-    gradient, in eps of ``dtype``."""
+    """Return number of tiles -> relative RMS error of the input's gradient, in eps of
+    ``dtype``."""
     torch.manual_seed(seed)
     inside, outside, rows = 512, 8192, 64
     whole = nn.Linear(inside, outside, bias=False, dtype=dtype)
@@ -210,7 +209,7 @@ def _run(layer: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
 
 
 def steps(params: Params) -> Row:
-    """Train in three ways, which take turns."""
+    """Train by three methods, which take turns."""
     width, features, tokens = params.width, params.features, params.tokens
     budget, spill_dir, warmup = params.budget, params.spill_dir, params.warmup
     torch.manual_seed(params.seed)
@@ -261,12 +260,12 @@ def steps(params: Params) -> Row:
 
 
 def _ratio(seconds: dict[str, list[float]], of: str, to: str) -> float:
-    """Return the median over steps of the ratio of two ways."""
+    """Return the median over steps of the ratio of two methods' times."""
     return median(one / other for one, other in zip(seconds[of], seconds[to], strict=True))
 
 
 def _least(model: nn.Module, optimizer: Optimizer, budget: str, spill_dir: Path | None) -> int:
-    """Return the least budget of the whole model, which ``budget`` must not be."""
+    """Return the least budget of the untiled model; raise if ``budget`` is enough for it."""
     try:
         with dynoffload.offload(model, optimizer, budget=budget, spill_dir=spill_dir):
             pass

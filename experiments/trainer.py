@@ -1,9 +1,8 @@
-"""A training process that steps when asked to: the child half of the comparisons.
+"""A training process that steps on request: the child side of the comparisons.
 
-`build`, `enter` and `ask` are called in a process of their own by `dynoffload.experiments.workers`.
-Each variant of a comparison has such a process, so that none shares memory, allocator or caches
-with another, and that two can take turns. All make the same steps on the same samples: their losses
-can be compared bit by bit.
+`dynoffload.experiments.workers` calls `build`, `enter` and `ask` in a child process. Each variant
+of a comparison has its own, so none shares memory, allocator or caches, and two can take turns. All
+make the same steps on the same samples, so their losses can be compared bit by bit.
 """
 
 from __future__ import annotations
@@ -33,24 +32,24 @@ class Spec:
 
     Attributes:
         network: name in the zoo.
-        preset: its sizes, ...
-        sizes: ... and those that differ, as `dynoffload.experiments.zoo.build` takes them.
+        preset: its sizes.
+        sizes: sizes that override the preset's, for `dynoffload.experiments.zoo.build`.
         mode: `PLAIN` or `BUDGETED`.
-        shape: of the samples, as `dynoffload.experiments.zoo.samples` takes it.
+        shape: of the samples, for `dynoffload.experiments.zoo.samples`.
         split: which files samples come from.
         data_seed: of the samples.
         seed: of the weights.
         optimizer: implementation of AdamW: ``"fused"``, ``"foreach"`` or ``"for-loop"``.
         lr: its learning rate.
-        budget: bytes, where there is one.
+        budget: bytes, if ``mode`` is `BUDGETED`.
         config: options of `dynoffload.OffloadConfig`.
-        baseline: the name that `dynoffload.experiments.baselines.baseline` takes, in place of them.
+        baseline: a name for `dynoffload.experiments.baselines.baseline`, instead of ``config``.
         pilot: path of a pilot, ``"auto"`` or None.
-        meta: build on the meta device and give the weights inside the block.
-        spill_dir: where the spill file lies.
-        threads: of compute; 0 for as many as torch takes.
-        watched: each step tells which modules it visited.
-        clairvoyant: each step is told which it will visit, instead of a pilot.
+        meta: build on the meta device and materialize the weights inside the block.
+        spill_dir: of the spill file.
+        threads: compute threads; 0 for torch's default.
+        watched: each step reports the modules it visited.
+        clairvoyant: each step is given the modules it will visit, instead of a pilot.
     """
 
     network: str
@@ -75,7 +74,7 @@ class Spec:
 
 
 def network(spec: Spec) -> nn.Module:
-    """Return the network of ``spec``, on the meta device if that says so."""
+    """Return the network of ``spec``, on the meta device if ``spec.meta``."""
     from dynoffload.experiments import zoo
 
     device = "meta" if spec.meta else "cpu"
@@ -117,13 +116,13 @@ class Trainer:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Enter the block that the mode asks for."""
+        """Enter the block of the mode."""
         import torch
 
-        torch.manual_seed(self.spec.seed)  # reset_parameters() comes in the order of construction
+        torch.manual_seed(self.spec.seed)  # reset_parameters() runs in construction order
         block = contextlib.nullcontext() if self.spec.mode == PLAIN else self._block()
         with block as self.session:
-            torch.manual_seed(self.spec.seed)  # of what the steps draw
+            torch.manual_seed(self.spec.seed)  # for random operators in steps
             yield
 
     def _block(self) -> contextlib.AbstractContextManager[Any]:
@@ -140,10 +139,10 @@ class Trainer:
         )
 
     def step(self, order: str = "") -> dict[str, Any]:
-        """Make one training step and return its times, its loss and the session's numbers.
+        """Make one training step and return its times, its loss and the session's statistics.
 
         Args:
-            order: what the clairvoyant is told, as JSON.
+            order: the module paths for the clairvoyant, as JSON.
         """
         if self.clairvoyant is not None:
             self.clairvoyant.tell(json.loads(order))
@@ -172,18 +171,18 @@ class Trainer:
         return reply
 
     def describe(self) -> dict[str, Any]:
-        """Make one step and say what it visited.
+        """Make one step and return its visits.
 
         Returns:
-            The numbers of the step, and ``visits``: for each module with parameters, in the order
-            of their calls, the names of those, and the bytes that autograd saved from then on.
+            The result of `step`, and ``visits``: for each call of a module with parameters, in
+            order, the parameter names, and the bytes that autograd saved until the next call.
         """
         import torch
 
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         own = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
         visits: list[list[Any]] = []
-        seen: dict[int, torch.Tensor] = {}  # kept alive, so that no address is used twice
+        seen: dict[int, torch.Tensor] = {}  # kept alive, so that no address is reused
 
         def visit(module: torch.nn.Module, args: Any) -> None:
             mine = [names[id(p)] for p in module._parameters.values() if p is not None]
@@ -214,7 +213,7 @@ class Trainer:
         return {**reply, "visits": visits, "parameters": sizes}
 
     def state(self) -> dict[str, Any]:
-        """Return what is known of a block so far; nothing of plain training."""
+        """Return the state of the block so far; {} for plain training."""
         if self.session is None:
             return {}
         return {
@@ -225,7 +224,7 @@ class Trainer:
 
 
 def finite(value: Any) -> Any:
-    """Return ``value``, or None for a number that JSON does not have."""
+    """Return ``value``, or None for a float that JSON cannot represent."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -234,7 +233,7 @@ _RUNNING: list[Trainer] = []
 
 
 def build(spec: Spec) -> int:
-    """Build what ``spec`` says; return what this process's cgroup is charged with; -1 without."""
+    """Build the trainer; return the bytes charged to this process's cgroup, -1 without one."""
     from dynoffload.memory.limits import cgroup_directories
 
     _RUNNING.append(Trainer(spec))
@@ -244,11 +243,11 @@ def build(spec: Spec) -> int:
 
 
 def enter() -> None:
-    """Enter the block, with its weights."""
+    """Enter the block, where weights are materialized."""
     NEVER_LEFT.enter_context(_RUNNING[-1].training())
 
 
 def ask(do: str, *args: str) -> dict[str, Any]:
-    """Return what the trainer's method ``do`` returns."""
+    """Return the result of the trainer's method ``do``."""
     answer: dict[str, Any] = getattr(_RUNNING[-1], do)(*args)
     return answer

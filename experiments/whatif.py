@@ -1,9 +1,9 @@
 """Your recorded steps on a machine that you describe: which budget, tier or link hides transfers.
 
-Traces of `dynoffload profile` run on simulated machines, over budgets and the tiers of a TOML file.
-Operators take the recorded seconds over how many times faster the machine computes, or what a table
-``[compute]`` says. Plans know every step, so a pilot that errs waits longer. All steps are run
-twice and count the second time: what is touched for the first time then is in memory if it fits.
+Runs traces of `dynoffload profile` on simulated machines, for budgets and tiers of a TOML file.
+Operator times are the recorded ones divided by the machine's speedup, or follow the file's table
+``[compute]``. Plans know every step; a pilot that errs stalls longer. All steps are run twice and
+the second run is measured, so data that fits stays in memory after its first use.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHARES = (1.0, 0.75, 0.5, 0.375, 0.25, 0.1875, 0.125, 0.0625)
-"""Budgets, as shares of what a step takes with everything in memory."""
+"""Budgets, as shares of a step's peak with everything in memory."""
 POLICIES = {"planned": True, "on demand": False}
 FACTORS = 64.0
-"""Links are looked for between a tier's own bandwidth divided and multiplied by this."""
-_PRECISION = 0.01  # of a budget or of a bandwidth
+"""Range of the search for a link: a tier's bandwidth divided and multiplied by this."""
+_PRECISION = 0.01  # relative, of a budget or of a bandwidth
 
 EXAMPLE = {
     "host": Machine(Link(25e9, 25e9, 45e9, latency_s=1e-5, fault_s=3e-5), GiB, compute=40.0),
     "CXL": Machine(Link(50e9, 50e9, 90e9, latency_s=1e-6, fault_s=3e-5), GiB, compute=40.0),
     "NVMe": Machine(Link(6.5e9, 4.5e9, 8e9, latency_s=8e-5, fault_s=1e-4), GiB, compute=40.0),
 }
-"""An accelerator forty times as fast as where was recorded, with host memory over PCIe 4.0 x16, CXL
-memory over PCIe 5.0 x16, and one NVMe drive; round figures of such links, none of them measured."""
+"""An accelerator forty times as fast as the recording machine, with host memory over PCIe 4.0 x16,
+CXL memory over PCIe 5.0 x16, and one NVMe drive; rounded typical figures, none of them measured."""
 
 
 @dataclass(frozen=True)
 class Params:
-    """What is asked."""
+    """The traces, the machine and the limits."""
 
     traces: Path | None = option(
         None, "a directory of `dynoffload profile`; without it a mixture of experts is recorded"
@@ -123,7 +123,7 @@ class WhatIf(Experiment[Params]):
 
     def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
         found, rows = result["summary"], result["rows"]
-        whole, compute = format_bytes(found["step_bytes"]), _whole(rows[0])["compute_s"]
+        whole, compute = format_bytes(found["step_bytes"]), _planned_in_memory(rows[0])["compute_s"]
         parts: list[Table | str] = [
             Table(row["case"], _heads(), list(_cells(row)), ()) for row in rows
         ]
@@ -164,7 +164,7 @@ def _traces(directory: Path | None, steps: int, preset: str, tokens: int) -> lis
 def _tier(
     work: Workload, machine: Machine, whole: int, asked: int, tolerance: float, report: Report
 ) -> Row:
-    """Return what is to be known of one tier."""
+    """Return the results of one tier."""
     rows = []
     total = len(SHARES) * len(POLICIES) + 2
     for number, share in enumerate(SHARES):
@@ -196,7 +196,7 @@ def _tier(
 def _summary(found: Simulation) -> dict[str, Any]:
     if found.infeasible:
         return {"infeasible": found.infeasible}
-    steps = found.steps[len(found.steps) // 2 :]  # the second time
+    steps = found.steps[len(found.steps) // 2 :]  # the second run
     seconds = sum(step.seconds for step in steps) / len(steps)
     compute = sum(step.compute_s for step in steps) / len(steps)
     return {
@@ -214,7 +214,7 @@ def _hidden(work: Workload, machine: Machine, tolerance: float) -> bool:
 
 
 def _least_budget(work: Workload, machine: Machine, whole: int, tolerance: float) -> int | None:
-    """Return the least budget at which transfers are hidden; None if not even at what all takes."""
+    """Return the least budget that hides transfers; None if even the whole peak does not."""
     enough, short = whole + 1, 0
     if not _hidden(work, machine.with_fast(enough), tolerance):
         return None
@@ -228,8 +228,8 @@ def _least_budget(work: Workload, machine: Machine, whole: int, tolerance: float
 
 
 def _slowest_link(work: Workload, machine: Machine, tolerance: float) -> float | None:
-    """Return by what to multiply the tier's bandwidths at the least; None if `FACTORS` is too
-    little."""
+    """Return the least factor of the tier's bandwidths that hides transfers; None if above
+    `FACTORS`."""
 
     def enough_at(factor: float) -> bool:
         return _hidden(work, replace(machine, link=machine.link.times(factor)), tolerance)
@@ -265,9 +265,9 @@ def _cells(tier: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def answers(name: str, tier: Mapping[str, Any], tolerance: float) -> list[str]:
-    """Return what is to be said of one tier."""
+    """Return the answers for one tier, as sentences."""
     hidden = f"no more than {tolerance:.0%} of a step waits"
-    least, left = tier["least_budget_bytes"], _whole(tier)["exposed"]
+    least, left = tier["least_budget_bytes"], _planned_in_memory(tier)["exposed"]
     said = [
         f"budget: from {format_bytes(least)} on {hidden}"
         if least is not None
@@ -293,8 +293,8 @@ def answers(name: str, tier: Mapping[str, Any], tolerance: float) -> list[str]:
     return said
 
 
-def _whole(tier: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what planned steps take with everything in memory, which always can run."""
+def _planned_in_memory(tier: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the planned result with everything in memory, which is always feasible."""
     planned: Mapping[str, Any] = tier["budgets"][0]["planned"]
     return planned
 

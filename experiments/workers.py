@@ -1,7 +1,7 @@
-"""Training processes: the parent half of the comparisons.
+"""Training processes: the parent side of the comparisons.
 
-A `Worker` is a process of `dynoffload.experiments.trainer`. It keeps the numbers of its steps.
-`dynoffload.experiments.harness.turns` says whose step is next.
+A `Worker` is a process of `dynoffload.experiments.trainer`, and stores the results of its steps.
+`dynoffload.experiments.harness.turns` schedules the workers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dynoffload.experiments.processes import Process
 from dynoffload.experiments.processes import WorkerError as WorkerError
 from dynoffload.experiments.trainer import Spec
 
-_BEFORE = 3  # processes that are looked at before there is a network
+_BEFORE = 3  # processes measured without a network
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Step:
     """One step of a worker.
 
     Attributes:
-        seconds: all of it; ``forward_s``, ``backward_s`` and ``optimizer_s`` are its parts.
-        loss: exactly, as `float.hex` writes it.
+        seconds: whole step; ``forward_s``, ``backward_s`` and ``optimizer_s`` are its parts.
+        loss: exact value in `float.hex` format.
         stats: fields of `dynoffload.telemetry.StepStats`, for a worker under a budget.
-        measured: whether it counts, or was there to warm up.
+        measured: False for warm-up steps.
     """
 
     seconds: float
@@ -44,17 +44,17 @@ class Worker(Process):
     """A training process.
 
     Args:
-        name: what messages call it.
+        name: in messages.
         spec: what it trains.
         group: the cgroup that it runs in.
-        patience: seconds that an answer may take; None for ever.
+        patience: seconds that an answer may take; None: no limit.
 
-    Attributes:
-        steps: all it made so far.
-        charged_bytes: what its cgroup counted just before it entered the block.
+        Attributes:
+        steps: all steps so far.
+        charged_bytes: bytes charged to its cgroup just before it entered the block.
 
-    Raises:
-        WorkerError: it died while it started, or had no answer within ``patience`` seconds.
+        Raises:
+        WorkerError: it died at startup, or did not answer within ``patience`` seconds.
     """
 
     def __init__(
@@ -78,22 +78,22 @@ class Worker(Process):
         return self
 
     def wait_ready(self) -> None:
-        """Wait until it is inside its block, with its weights."""
+        """Wait until it has entered its block, where weights are materialized."""
         if not self._ready:
             self.call(trainer.enter)
             self._ready = True
 
     def ask(self, do: str, *args: str) -> dict[str, Any]:
-        """Return what `Trainer`'s method ``do`` returns.
+        """Return the result of `Trainer`'s method ``do``.
 
         Raises:
-            WorkerError: it died; with its last words.
+            WorkerError: it died; quotes the end of its output.
         """
         self.wait_ready()
         return self.call(trainer.ask, do, *args)
 
     def step(self, *args: str, measured: bool = True, do: str = "step") -> dict[str, Any]:
-        """Have one step made, keep its numbers and return the answer."""
+        """Make the worker do one step, store its results and return the answer."""
         answer = self.ask(do, *args)
         known = {key: answer[key] for key in Step.__dataclass_fields__ if key in answer}
         self.steps.append(Step(**known, measured=measured))
@@ -101,7 +101,7 @@ class Worker(Process):
 
     @property
     def measured(self) -> list[Step]:
-        """The steps that count."""
+        """The measured steps."""
         return [step for step in self.steps if step.measured]
 
     @property
@@ -111,12 +111,12 @@ class Worker(Process):
 
 
 worker = Worker
-"""The same; reads better in a ``with``."""
+"""Alias that reads better in a ``with`` statement."""
 
 
 def charged_before(spec: Spec) -> int:
-    """Return what a process is charged with before there is a network, the least of several: the
-    first that reads a library's files is charged with them, later ones are not."""
+    """Return the bytes charged to a process without a network: the minimum of several, as the
+    first process to read a library's files is charged for them and later ones are not."""
     charged = []
     for _ in range(_BEFORE):
         with memory_group(None) as group, Worker("before", replace(spec, meta=True), group) as one:
@@ -125,10 +125,10 @@ def charged_before(spec: Spec) -> int:
 
 
 def losses_equal(first: Worker, second: Worker) -> bool:
-    """Return whether two workers' losses are the same, bit by bit, as far as both have come.
+    """Return whether two workers' losses are bitwise equal, over the steps that both have made.
 
     Raises:
-        ValueError: one has made no step: equal would mean nothing.
+        ValueError: one has made no step, so there is nothing to compare.
     """
     common = min(len(first.losses), len(second.losses))
     if not common:

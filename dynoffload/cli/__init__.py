@@ -1,6 +1,6 @@
-"""The command line of dynoffload: one file per command; the entry point is `app`.
+"""The command line of dynoffload, one file per command; the entry point is `app`.
 
-Torch is not imported before a command needs it, so that ``--help`` answers at once.
+Torch is imported only inside commands, so ``--help`` answers at once.
 """
 
 from __future__ import annotations

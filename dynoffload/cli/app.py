@@ -1,8 +1,8 @@
 """The root of the command line: the app, its global options, and how errors end a command.
 
 [Note: exit codes] 0: done. 1: the request could not be met (any `DynOffloadError`), or the script
-that was run failed by an exception. 2: the command was misspelt. A script that ends by
-``sys.exit(n)`` ends the command with ``n``.
+that was run raised an exception. 2: wrong usage. A script that calls ``sys.exit(n)`` ends the
+command with ``n``.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ EPILOG = (
 
 
 class RootGroup(typer.core.TyperGroup):
-    """The root command: what a user can put right is said in one line, without a traceback."""
+    """The root command; reports errors that users can fix in one line, without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; end by `EXIT_ERROR` on a `DynOffloadError`, or on a file that cannot be
-        read or written."""
+        """Run the command; exit with `EXIT_ERROR` on a `DynOffloadError`, or on a file that cannot
+        be read or written."""
         try:
             return super().invoke(ctx)
         except DynOffloadError as error:
             failed: DynOffloadError = error
         except OSError as error:
             if error.filename is None or error.strerror is None:
-                raise  # of a closed pipe, which ends the command quietly
+                raise  # from a closed pipe, which ends the command quietly
             failed = ConfigError(
                 f"{error.filename}: {error.strerror}: check that path, or name another"
             )
@@ -79,21 +79,21 @@ def root(
         bool, typer.Option("--debug", help="Show the traceback of errors, too.")
     ] = False,
 ) -> None:
-    """Take the options that stand before the command."""
+    """Accept the options that precede the command."""
 
 
 def stdout() -> Console:
-    """Return a console for results; made anew, as scripts and tests may replace the stream."""
+    """Return a new console for results; not cached, as scripts and tests may replace the stream."""
     return Console()
 
 
 def stderr() -> Console:
-    """Return a console for what is said beside the results: errors, progress, notes."""
+    """Return a console for errors, progress and notes, apart from the results."""
     return Console(stderr=True)
 
 
 def say_error(error: DynOffloadError, *, debug: bool = False) -> None:
-    """Print ``error`` as one line on the error stream, preceded by its traceback in debug."""
+    """Print ``error`` as one line on stderr; with ``debug``, its traceback precedes it."""
     console = stderr()
     if debug:
         lines = "".join(traceback.format_exception(error))
@@ -105,12 +105,12 @@ def say_error(error: DynOffloadError, *, debug: bool = False) -> None:
 
 
 def say_note(text: str) -> None:
-    """Print a line on the error stream in the manner of the package's log lines."""
+    """Print a line on stderr in the format of the package's log lines."""
     stderr().print(Text(f"dynoffload: {text}"), soft_wrap=True)
 
 
 def say_wrote(*paths: Path) -> None:
-    """Name the files that a command wrote, on the error stream: results alone go to stdout."""
+    """List the files that a command wrote on stderr; stdout is for results alone."""
     console = stderr()
     for path in paths:
         console.print(Text(f"wrote {path}"), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""``dynoffload doctor``: the machine examined, as tables or JSON."""
+"""``dynoffload doctor``: examines the machine and prints tables or JSON."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _bandwidth_table(tiers: Tiers) -> Table:
 
 
 def _facts(system: System) -> Iterator[tuple[str, str]]:
-    """Yield what the system allows as pairs of a name and a text."""
+    """Yield the system's limits as (name, text) pairs."""
 
     yield "system", f"{system.kernel}, {system.cores} cores"
     yield (

@@ -1,4 +1,4 @@
-"""``dynoffload estimate``: what training under a budget would take."""
+"""``dynoffload estimate``: predicts the memory and time of training under a budget."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def estimate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
-    """Say what training under a budget would take: memory by tier, time of a step, its bound.
+    """Estimate training under a budget: memory by tier, time of a step, and what bounds it.
 
-    The function builds the model, in memory or on the meta device, its optimizer and a few batches;
-    it may return a loss function of (output, batch) too. Forward and backward run on up to six
-    batches: a mapping is given to forward by name, a tuple by position (with a loss function, as
-    many items as forward takes), anything else as the one argument. Nothing is trained. Ends with
+    The function builds the model, in memory or on the meta device, its optimizer and a few batches.
+    It may also return a loss function of (output, batch). Forward and backward run on up to six
+    batches. A mapping is passed to forward by name, a tuple by position (with a loss function, as
+    many items as forward takes), anything else as the one argument. Nothing is trained. Exits with
     code 1 if none of the budgets is large enough.
 
     Example:
@@ -98,7 +98,7 @@ def estimate(
 
 
 def _show(asked: Mapping[str, Estimate], policy: str) -> None:
-    """Print estimates, by the budgets as they were asked for."""
+    """Print the estimates, one column per budget as the user wrote it."""
     found = list(asked.values())
     first = found[0]
     stdout().print(
@@ -117,7 +117,7 @@ def _show(asked: Mapping[str, Estimate], policy: str) -> None:
     table.add_row("", *("" if one.feasible else _too_small(one) for one in found))
     stdout().print(table)
     refused = [one for one in found if not one.feasible]
-    if refused:  # the others' reasons differ by their budget alone
+    if refused:  # the reasons differ only in their budget
         say_note(max(refused, key=lambda one: one.budget).reason)
     for note in dict.fromkeys(note for one in found for note in one.assumptions):
         say_note(note)

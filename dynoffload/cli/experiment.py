@@ -1,4 +1,4 @@
-"""``dynoffload experiment``: the measurements behind the published numbers, each by its name."""
+"""``dynoffload experiment``: runs the experiments behind the published numbers, by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dynoffload.termination import ended_by_signal
 _OPEN: dict[str, Any] = {
     "allow_extra_args": True,
     "ignore_unknown_options": True,
-    "help_option_names": [],  # --help is the experiment's, where one is named
+    "help_option_names": [],  # --help shows an experiment's options if one is named
 }
 
 
@@ -50,9 +50,9 @@ def experiment(
 ) -> None:
     """Run a named experiment and print its numbers.
 
-    Each has options of its own: `--name value`, or `--name` for a switch. With `--json PATH` a
-    figure is drawn beside it, and the table of a page beside it is written anew. A run that was
-    ended goes on where it was. `all` runs what the pages are made of; `--json` is its folder.
+    Each has options of its own: `--name value`, or `--name` for a switch. `--json PATH` also draws
+    a figure next to that file, and updates the table of a docs page next to it. An interrupted run
+    resumes. `all` runs every experiment in the docs; `--json` is then a folder.
 
     Examples:
 
@@ -89,7 +89,7 @@ def experiment(
         typer.echo(parser_of(name, kind.parameters).format_help())
         return
     options = vars(parser_of(name, kind.parameters).parse_args(ctx.args))
-    del options["json"]  # it is the command's own
+    del options["json"]  # this option belongs to the command
     to_stdout = json_path is not None and str(json_path) == "-"
     written = None if to_stdout else json_path
     tables = contextlib.redirect_stdout(sys.stderr) if to_stdout else contextlib.nullcontext()
@@ -107,10 +107,10 @@ def experiment(
 
 
 def _run_all(folder: Path, more: Sequence[str]) -> None:
-    """Run what `BENCH` names, each in a process of its own, and go on where one fails.
+    """Run the experiments of `BENCH`, each in its own process, and continue after failures.
 
     Raises:
-        ConfigError: some failed.
+        ConfigError: at least one failed.
     """
     from dynoffload import experiments
 
@@ -137,7 +137,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser_of(name: str, params: type[Any]) -> argparse.ArgumentParser:
-    """Return what parses the options of an experiment: the fields of its dataclass."""
+    """Return a parser of an experiment's options: the fields of its dataclass."""
     from dynoffload.experiments import harness
 
     parser = _Parser(
@@ -162,12 +162,12 @@ def parser_of(name: str, params: type[Any]) -> argparse.ArgumentParser:
 
 
 def _several(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    """Return what reads values that are separated by commas."""
+    """Return a parser of comma-separated values."""
 
     def read(text: str) -> tuple[Any, ...]:
         return tuple(kind(word.strip()) for word in text.split(",") if word.strip())
 
-    read.__name__ = f"list of {kind.__name__}"  # as an error says it
+    read.__name__ = f"list of {kind.__name__}"  # argparse errors show this name
     return read
 
 

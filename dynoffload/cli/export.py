@@ -1,4 +1,4 @@
-"""``dynoffload export``: a recorded step in the formats of others."""
+"""``dynoffload export``: writes a recorded step in the formats of other tools."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def export(
         ),
     ],
 ) -> None:
-    """Write a trace as other tools read it.
+    """Write a trace in the format of another tool.
 
     A Chakra execution trace has one node per operator, with its dependencies, its time and its
-    bytes; its simulators replay it. Needs `pip install '.[chakra]'` in a checkout.
+    bytes; Chakra's simulators replay it. Needs `pip install '.[chakra]'` in a checkout.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""``dynoffload pilot train`` and ``pilot eval``: the pilot as an offline job."""
+"""``dynoffload pilot train`` and ``pilot eval``: train and score a pilot offline."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PREDICTORS = {
     "last order": "repeat-last",
     "most frequent": "most frequent order",
 }
-"""How the table names the rows of an evaluation."""
+"""Row of an evaluation -> its name in the table."""
 
 Traces = Annotated[
     Path, typer.Argument(exists=True, file_okay=False, help="What 'dynoffload profile' wrote.")
@@ -64,7 +64,7 @@ def train(
 ) -> None:
     """Train a pilot from a directory of traces.
 
-    The same traces and seed give the same file, however many processes work on it.
+    The same traces and seed give the same file, for any number of processes.
 
     Example:
 
@@ -112,7 +112,7 @@ def evaluate(
 
 
 def numbers_of(evaluation: Evaluation) -> dict[str, Any]:
-    """Return the scores by who made them, and the latency; what JSON lacks (NaN) is ``None``."""
+    """Return the scores by predictor, and the latency; NaN, which JSON lacks, becomes ``None``."""
     scores = {
         who.replace(", ", "_").replace(" ", "_"): {
             name: None if math.isnan(value) else value for name, value in row.to_json().items()

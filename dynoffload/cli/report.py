@@ -1,4 +1,4 @@
-"""``dynoffload report``: the page and the trace of a run that was logged before."""
+"""``dynoffload report``: makes the HTML page and the Perfetto trace of a logged run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a user's script as ``python script.py`` would, inside this process."""
+"""Runs a user script as ``python script.py`` would, inside this process."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
     """Run ``script`` as ``__main__`` with ``sys.argv`` and ``sys.path[0]`` as Python sets them.
 
     Raises:
-        SystemExit: as the script raised it; with code 1 after an exception of the script, whose
-            traceback was shown from the script's first line on; with code 130 after Ctrl-C.
-        DynOffloadError: as the script met it; it carries where in the script that was.
+        SystemExit: raised by the script; code 1 after an exception of the script, whose traceback
+            is shown from the script's first frame on; code 130 after Ctrl-C.
+        DynOffloadError: raised inside the script; ``raised_at`` holds the place in the script.
         ProfilingDone: when enough steps were recorded.
     """
     with _as_started_by_python(script, arguments):
@@ -42,13 +42,13 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
             raise SystemExit(1) from None
         finally:
             for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(ValueError, OSError):  # closed by the script, or a pipe
+                with contextlib.suppress(ValueError, OSError):  # script closed it, or broken pipe
                     stream.flush()
 
 
 @contextlib.contextmanager
 def log_lines(level: int = logging.INFO) -> Iterator[None]:
-    """Show the package's log lines on the error stream, unless the script configures logging."""
+    """Show the package's log lines on stderr, unless the script configures logging."""
 
     class Unconfigured(logging.Filter):
         def filter(self, record: logging.LogRecord) -> bool:
@@ -73,7 +73,7 @@ def log_lines(level: int = logging.INFO) -> Iterator[None]:
 def _as_started_by_python(script: Path, arguments: Sequence[str]) -> Iterator[None]:
     argv, path = sys.argv[:], sys.path[:]
     sys.argv[:] = [str(script), *arguments]
-    # With -P or PYTHONSAFEPATH Python puts no directory in front, so there is none to replace.
+    # With -P or PYTHONSAFEPATH Python adds no script directory, so there is none to replace.
     if not sys.flags.safe_path:
         sys.path[:1] = [os.path.dirname(os.path.realpath(script))]
     try:
@@ -83,7 +83,7 @@ def _as_started_by_python(script: Path, arguments: Sequence[str]) -> Iterator[No
 
 
 def _from_script(script: Path, trace: TracebackType | None) -> TracebackType | None:
-    """Return ``trace`` from the script's own first frame on; what led there is of no interest."""
+    """Return ``trace`` from the script's first frame on; earlier frames are the launcher's."""
     while trace is not None and trace.tb_frame.f_code.co_filename != str(script):
         trace = trace.tb_next
     return trace
@@ -95,7 +95,7 @@ def _show(script: Path, error: BaseException) -> None:
 
 
 def _place(script: Path, trace: TracebackType | None) -> str:
-    """Return the last line of the script itself on the way to an error."""
+    """Return the innermost line of the script in the traceback, as `` (file:line)``, or ""."""
     line = 0
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == str(script):

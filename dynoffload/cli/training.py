@@ -1,4 +1,4 @@
-"""``dynoffload profile`` and ``run``: a user's training script, recorded or offloaded."""
+"""``dynoffload profile`` and ``run``: record or offload a user's training script."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from dynoffload.reporting import ReportFiles
     from dynoffload.runtime.session import Session
 
-# All that follows SCRIPT is the script's, also what looks like an option of ours.
+# Everything after SCRIPT belongs to the script, even what looks like a dynoffload option.
 _SCRIPT_LAST = {"allow_interspersed_args": False}
-# What a script lacked that offloaded nothing, and the remedy; without and with --wrap.
+# If a script offloaded nothing: what it lacked, and the remedy; without and with --wrap.
 _MISSING = {
     False: (
         "an offload() block",
@@ -88,14 +88,14 @@ def run(
 ) -> None:
     """Run a script that calls `dynoffload.offload(model, optimizer)`.
 
-    What that call leaves open is taken from these options. They stand before SCRIPT; all that
-    follows SCRIPT is the script's own. At the end the steps are summed up in a line.
+    These options apply where that call leaves arguments out. They precede SCRIPT; everything after
+    SCRIPT belongs to the script. A summary line of the steps is printed at the end.
 
-    Several processes of one run, as torchrun starts them, take the options each for itself; page,
-    trace and log of each have its rank in their names.
+    In a run of several processes (torchrun), each process applies the options to itself. Page,
+    trace and log of each process have its rank in their names.
 
-    With `--wrap` the script is one that knows nothing of dynoffload: the block is entered before
-    the first training call of the module whose parameters its optimizer has, and left at the end.
+    With `--wrap` the script need not use dynoffload. The block is entered before the first
+    training call of the module that holds its optimizer's parameters, and left at the end.
 
     Examples:
 
@@ -118,7 +118,7 @@ def run(
     def note(session: Session, files: ReportFiles | None) -> None:
         summaries.append(said_by() + in_a_line(session.log))
         if files is not None:
-            written[:] = files.page, files.perfetto, files.log  # those of the last block stay
+            written[:] = files.page, files.perfetto, files.log  # the last block wins
 
     set_defaults(
         budget=budget,
@@ -132,7 +132,7 @@ def run(
     )
     code: object = 1
     try:
-        with log_lines(), _wrapped(wrap), _left_at_the_end():
+        with log_lines(), _wrapped(wrap), _leaving_open_blocks():
             run_script(script, arguments or [])
         code = 0
     except SystemExit as end:
@@ -161,12 +161,12 @@ def profile(
     steps: Annotated[int, typer.Option(min=1, help="Steps to record, then stop the script.")] = 20,
     wrap: Wrapped = False,
 ) -> None:
-    """Record what a training script does, step by step, as traces for the pilot.
+    """Record each step of a training script as a trace for the pilot.
 
     The script calls `dynoffload.offload(model, optimizer)`; here that call records and moves
     nothing. With `--wrap` it need not call it; see `dynoffload run`.
 
-    Options stand before SCRIPT; all that follows SCRIPT is the script's own.
+    Options precede SCRIPT; everything after SCRIPT belongs to the script.
 
     Example:
 
@@ -182,7 +182,7 @@ def profile(
     code: object = None
     set_defaults(profile_dir=out, profile_steps=steps)
     try:
-        with log_lines(), _wrapped(wrap), _left_at_the_end():
+        with log_lines(), _wrapped(wrap), _leaving_open_blocks():
             run_script(script, arguments or [])
     except ProfilingDone:
         pass
@@ -191,11 +191,11 @@ def profile(
     finally:
         clear_defaults()
         if is_new:
-            with contextlib.suppress(OSError):  # it stays if anything was recorded
+            with contextlib.suppress(OSError):  # not empty if anything was recorded
                 out.rmdir()
     made = {path: size for path, size in _traces(out).items() if before.get(path) != size}
     if code not in (None, 0):
-        raise SystemExit(code)  # the script failed, and said why
+        raise SystemExit(code)  # the script failed and reported why
     if not made:
         raise ConfigError(f"{script} finished without one recorded step: {_MISSING[wrap][1]}")
     table = Table(show_header=False, box=None)
@@ -213,7 +213,7 @@ def profile(
 
 
 def _wrapped(wanted: bool) -> contextlib.AbstractContextManager[Wrap | None]:
-    """Return what puts an offload() block around the script, if that is wanted."""
+    """Return a context that wraps the script's training in offload(), or a null context."""
     if not wanted:
         return contextlib.nullcontext()
     from dynoffload.integrations.wrap import Wrap
@@ -222,8 +222,8 @@ def _wrapped(wanted: bool) -> contextlib.AbstractContextManager[Wrap | None]:
 
 
 @contextlib.contextmanager
-def _left_at_the_end() -> Iterator[None]:
-    """Leave the blocks that a script has left open, as the end of its own process would."""
+def _leaving_open_blocks() -> Iterator[None]:
+    """Leave the blocks that a script has left open, as the exit of its own process would."""
     from dynoffload.runtime.block import leave_all
 
     try:
@@ -238,6 +238,6 @@ def _traces(directory: Path) -> dict[Path, int]:
 
     sizes: dict[Path, int] = {}
     for path in directory.glob(f"*{SUFFIX}"):
-        with contextlib.suppress(FileNotFoundError):  # renamed as it was finished
+        with contextlib.suppress(FileNotFoundError):  # renamed when it was completed
             sizes[path] = path.stat().st_size
     return sizes

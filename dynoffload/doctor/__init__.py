@@ -1,6 +1,6 @@
-"""The doctor: what this machine gives to training beyond memory.
+"""The doctor: measures the machine's tiers and advises on budget and backend.
 
-`measure_tiers` for bandwidth, `examine` for the whole picture.
+`measure_tiers` measures bandwidth, `examine` does everything.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How long the kernel takes to move pages between the pager's slots and a region's address.
+"""Measures how long the kernel takes to move pages between the pager's slots and a region.
 
-`measure_moves` measures on a pager of its own; no byte is copied.
+`measure_moves` uses its own pager; no byte is copied.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _REGIONS, _ROUNDS = 4, 20
 
 
 def measure_moves(directory: str | Path) -> dict[int, float]:
-    """Measure moves to and fro, for each size that pages of a pool may have, from 4 KiB to 2 MiB:
-    up to 1 MiB, whose system pages are moved one by one, a larger one takes less than in
-    proportion, and one of 2 MiB is moved as one. Takes less than a second, and 16 MiB of memory.
+    """Measure moves in both directions for each page size a pool may use, 4 KiB to 2 MiB. Up to
+    1 MiB, system pages are moved one by one, and larger pages cost less than in proportion.
+    A page of 2 MiB is moved as one. Takes less than a second, and 16 MiB of memory.
 
     Args:
-        directory: on a disk, for the pager's file, of which nothing remains.
+        directory: on a disk, for the pager's file, which is removed.
 
     Returns:
-        Seconds of moving a page, by its bytes.
+        Page size in bytes -> seconds to move one page.
 
     Raises:
         BackendError: the system refuses the pager.
@@ -41,7 +41,7 @@ def measure_moves(directory: str | Path) -> dict[int, float]:
 
 
 def _seconds(directory: Path, page: int, nbytes: int) -> float:
-    """Return the seconds of moving one page, the median of many."""
+    """Return the median seconds of moving one page."""
     from dynoffload.memory.pager import Pager
 
     pager = Pager(2 * _REGIONS * nbytes, page, directory, need=_REGIONS * nbytes, threads=1)

@@ -1,4 +1,4 @@
-"""What this machine allows: memory, huge pages, the pager, the spill directory's kind."""
+"""System limits: memory, huge pages, whether the pager works, the spill directory's kind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dynoffload.memory.spill import check_room
 
 @dataclass(frozen=True)
 class FileSystem:
-    """Where a directory lies: type, mount point, and bytes free for this user."""
+    """File system of a directory: type, mount point, and bytes free for this user."""
 
     kind: str
     mount: str
@@ -26,19 +26,19 @@ class FileSystem:
 
 @dataclass(frozen=True)
 class System:
-    """What the system allows this process; memory in bytes.
+    """System limits of this process; memory in bytes.
 
     Attributes:
-        kernel: its name and release.
-        cores: that this process may use.
+        kernel: name and release.
+        cores: usable by this process.
         memory_total: of the machine.
         memory_available: of the machine, without swapping.
         swap_total: of the machine.
-        room: that this process may take, by the machine and by its control groups.
+        room: available to this process, within the machine's memory and its control groups.
         huge_pages: mode of transparent huge pages, None where the kernel has none.
         pager_refusal: why the pager cannot work here, ``""`` if it can.
-        user_mode: whether the pager serves no faults inside of system calls, which takes privilege
-            or a sysctl.
+        user_mode: whether the pager serves no faults inside system calls, which would need
+            privileges or a sysctl.
     """
 
     kernel: str
@@ -53,7 +53,7 @@ class System:
 
 
 def inspect() -> System:
-    """Return what the system allows this process."""
+    """Return the system limits of this process."""
     from dynoffload.memory.pager import in_user_mode, probe  # imports torch
 
     memory, refusal = psutil.virtual_memory(), probe()
@@ -79,10 +79,10 @@ def _huge_pages() -> str | None:
 
 
 def filesystem_of(directory: Path) -> FileSystem:
-    """Return the file system that ``directory`` lies on.
+    """Return the file system of ``directory``.
 
     Raises:
-        SpillError: if no spill file can lie there.
+        SpillError: if it cannot hold a spill file.
     """
     check_room(directory, {})
     return FileSystem(*mount_of(directory), shutil.disk_usage(directory).free)

@@ -1,8 +1,8 @@
-"""How fast the tiers are: bandwidth of the spill directory past the page cache, and of memory.
+"""Measures the tiers: bandwidth of the spill directory, bypassing the page cache, and of memory.
 
-Reads and writes go by O_DIRECT in chunks of 8 MiB, as the file tier's do, from buffers of huge
-pages, with one and with two threads, then both directions at once. The file is a spill file as
-training has one, allocated in full before it is timed.
+Reads and writes use O_DIRECT in 8 MiB chunks, as the file tier does, with buffers in huge pages.
+They run with one and two threads, then in both directions at once. The file is a spill file as in
+training, fully written before it is timed.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from dynoffload.units import GiB, MiB, format_bytes
 
 CHUNK = 8 * MiB
 FILE_BYTES = GiB
-"""Size of the file that is read and written: far beyond what a disk's own cache holds."""
+"""Size of the file that is read and written: far larger than a disk's own cache."""
 _BUFFERS = 4  # chunks per thread, used in turn
-_COPY_BYTES = 256 * MiB  # shared among the threads: past the caches, and no burden on memory
+_COPY_BYTES = 256 * MiB  # split among the threads: larger than the CPU caches, small in memory
 _MOST_THREADS = 16
 
 
 class Direction(str, Enum):
-    """What a measurement did."""
+    """Kind of measurement."""
 
     READ = "read"
     WRITE = "write"
     MIXED = "mixed"
-    """Half of the threads read while the others write; bytes of both are counted."""
+    """Half of the threads read while the others write; counts the bytes of both."""
     MEMORY = "memory"
-    """Copies from memory to memory; each byte is counted once, though read and written."""
+    """Copies within memory; each byte is counted once, though read and written."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class Tiers:
 
     Attributes:
         spill_dir: the directory that was measured.
-        direct: whether O_DIRECT was used; else the numbers are those of buffered files, synced.
+        direct: whether O_DIRECT was used; otherwise files were buffered and synced.
         read_bps: bytes per second read, best of one and two threads.
         write_bps: bytes per second written, best of one and two threads.
         mixed_bps: bytes per second of both directions together, running at once.
         memory_bps: bytes per second copied within memory, best of one thread and one per core.
-        rows: every single measurement.
+        rows: all measurements.
     """
 
     spill_dir: str
@@ -78,7 +78,7 @@ class Tiers:
 
 
 Progress = Callable[[str, float], None]
-"""Called before each measurement with its name and the share of the work done, 0 to 1."""
+"""Called before each measurement with its name and the share of work done so far, 0 to 1."""
 
 
 def measure_tiers(
@@ -91,12 +91,11 @@ def measure_tiers(
     """Measure the file tier in ``spill_dir`` and the memory.
 
     Args:
-        spill_dir: an existing directory on a disk; the file in it vanishes with this call, however
-            it ends.
-        seconds: how long each of the seven measurements runs at least. The whole call takes about
+        spill_dir: an existing directory on a disk; its temporary file is always removed.
+        seconds: minimum duration of each of the seven measurements. The whole call takes about
             eight times as long.
         file_bytes: size of the file; `FILE_BYTES` by default, less where space is short.
-        progress: told what comes next.
+        progress: called before each measurement.
 
     Raises:
         SpillError: if the directory is missing, not writable, in memory, full, or fails.
@@ -106,7 +105,7 @@ def measure_tiers(
         raise ConfigError(f"seconds={seconds} must be positive")
     directory = Path(spill_dir)
     size = _usable_size(directory, file_bytes)
-    tell = progress or (lambda name, share: None)
+    report = progress or (lambda name, share: None)
     rows: list[Measurement] = []
     with _spill_file(directory, size) as file:
         descriptor, direct = file.fd, file.direct
@@ -119,12 +118,12 @@ def measure_tiers(
         ]
         _fill(descriptor, size)
         for done, (direction, threads) in enumerate(plan):
-            tell(f"{direction.value}, {threads} thread" + ("s" if threads > 1 else ""), done / 7)
+            report(f"{direction.value}, {threads} thread" + ("s" if threads > 1 else ""), done / 7)
             bps = _file_bandwidth(descriptor, size, direction, threads, seconds, direct)
             rows.append(Measurement(direction, threads, CHUNK, bps))
     cores = len(os.sched_getaffinity(0))
     for done, threads in enumerate(sorted({1, min(cores, _MOST_THREADS)}), len(plan)):
-        tell(f"memory, {threads} thread" + ("s" if threads > 1 else ""), done / 7)
+        report(f"memory, {threads} thread" + ("s" if threads > 1 else ""), done / 7)
         bps = _memory_bandwidth(threads, seconds)
         rows.append(Measurement(Direction.MEMORY, threads, _COPY_BYTES // threads, bps))
     best = {
@@ -152,7 +151,7 @@ def _usable_size(directory: Path, wanted: int | None) -> int:
 
 @contextlib.contextmanager
 def _spill_file(directory: Path, size: int) -> Iterator[SpillFile]:
-    """Yield a file such as training spills to; what the disk refuses is an error of ours."""
+    """Yield a spill file as in training; disk errors become `SpillError`."""
     try:
         with contextlib.closing(SpillFile(directory, size, purpose="measuring")) as file:
             yield file
@@ -166,20 +165,20 @@ def _spill_file(directory: Path, size: int) -> Iterator[SpillFile]:
 
 
 def _buffer(size: int, seed: int) -> memoryview:
-    """Return ``size`` random bytes, in huge pages where the system gives them: a device that
-    compresses must not look faster."""
+    """Return ``size`` random bytes, in huge pages if available. Random, so that a device that
+    compresses does not look faster."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them answers EINVAL
+    with contextlib.suppress(OSError):  # a kernel without huge pages returns EINVAL
         memory.madvise(mmap.MADV_HUGEPAGE)
     memory[:] = np.random.default_rng(seed).bytes(size)
     return memoryview(memory)
 
 
 def _fill(descriptor: int, size: int) -> None:
-    """Write the whole file: what was only allocated reads as zeros without touching the disk."""
+    """Write the whole file: allocated but unwritten blocks read as zeros without disk access."""
     piece = _buffer(CHUNK, 0)
     for offset in range(0, size, CHUNK):
-        _whole(os.pwrite(descriptor, piece, offset))
+        _require_chunk(os.pwrite(descriptor, piece, offset))
     os.fsync(descriptor)
 
 
@@ -197,10 +196,10 @@ def _file_bandwidth(
             offset = (index * share + turn % share) * CHUNK
             piece = pieces[turn % _BUFFERS]
             if writes:
-                return _whole(os.pwrite(descriptor, piece, offset))
+                return _require_chunk(os.pwrite(descriptor, piece, offset))
             if not direct:
                 os.posix_fadvise(descriptor, offset, CHUNK, os.POSIX_FADV_DONTNEED)
-            return _whole(os.preadv(descriptor, [piece], offset))
+            return _require_chunk(os.preadv(descriptor, [piece], offset))
 
         def finish() -> None:
             if writes and not direct:
@@ -226,13 +225,13 @@ def _memory_bandwidth(threads: int, seconds: float) -> float:
 
 
 Move = Callable[[int], int]
-"""Moves some bytes in its n-th turn; returns how many."""
+"""Called with the turn's number; moves some bytes and returns how many."""
 
 
 def _bandwidth(
     prepare: Callable[[int], tuple[Move, Callable[[], None]]], threads: int, seconds: float
 ) -> float:
-    """Return the bytes per second that ``threads`` threads move together in ``seconds``."""
+    """Return the bytes per second that ``threads`` threads move together, over ``seconds``."""
     ready = threading.Barrier(threads)
 
     def work(index: int) -> float:
@@ -249,7 +248,7 @@ def _bandwidth(
         return sum(pool.map(work, range(threads)))
 
 
-def _whole(count: int) -> int:
+def _require_chunk(count: int) -> int:
     if count != CHUNK:
         raise SpillError(
             f"the spill file moved {count} of {CHUNK} bytes; the disk is full or failing"

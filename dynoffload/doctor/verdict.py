@@ -15,21 +15,21 @@ from dynoffload.units import GiB, MiB, format_bytes
 RESERVE = GiB
 """Least bytes left for the process itself, operator temporaries and other programs."""
 RESERVE_SHARE = 0.15
-"""Share of the free memory that is left, where that is more."""
+"""Share of the free memory left for them, if that is more."""
 _ROUND = 64 * MiB
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What fits.
+    """Which budget and backend fit.
 
     Attributes:
-        budget: largest budget in bytes that leaves the reserve; 0 where none does.
+        budget: largest budget in bytes that leaves the reserve; 0 if none does.
         room: bytes free for this process by memory and cgroup.
-        bound_by: ``"memory"`` or ``"cgroup"``: which of them leaves the least.
+        bound_by: ``"memory"`` or ``"cgroup"``, whichever leaves less.
         backend: ``"pager"`` or ``"mapped"``.
-        backend_reason: why not the pager, or by which right the pager.
-        line: all of it in one line.
+        backend_reason: why the pager cannot be used, or how it can.
+        line: all of this in one line.
     """
 
     budget: int
@@ -42,14 +42,14 @@ class Advice:
 
 @dataclass(frozen=True)
 class Examination:
-    """What the doctor found.
+    """Results of the doctor.
 
     Attributes:
-        system: what the machine allows.
-        filesystem: where the spill directory lies, ``None`` if it cannot be used at all.
+        system: system limits.
+        filesystem: of the spill directory, ``None`` if it cannot be used at all.
         tiers: measured bandwidth, ``None`` if the directory was refused.
         refusal: why the spill directory was refused, ``""`` if it was not.
-        advice: what fits.
+        advice: which budget and backend fit.
     """
 
     system: System
@@ -66,7 +66,7 @@ class Examination:
 def examine(
     spill_dir: Path, *, seconds: float = 1.0, progress: Progress | None = None
 ) -> Examination:
-    """Inspect the system and measure the tiers; a refused directory is part of what is found."""
+    """Inspect the system and measure the tiers; a refused directory is reported, not raised."""
     system = inspect()
     filesystem: FileSystem | None = None
     tiers: Tiers | None = None
@@ -84,8 +84,8 @@ def advise(system: System, filesystem: FileSystem | None, spill_refusal: str = "
     """Return which budget fits and which backend ``"auto"`` chooses.
 
     Args:
-        system: what the machine allows.
-        filesystem: where the spill directory lies.
+        system: system limits.
+        filesystem: of the spill directory.
         spill_refusal: why that directory cannot be used, ``""`` if it can.
     """
     room = system.room

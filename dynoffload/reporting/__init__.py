@@ -1,6 +1,6 @@
-"""What a run was like, for people: the HTML page, the Perfetto trace, comparison tables.
+"""Reports of a run: the HTML page, the Perfetto trace, comparison tables.
 
-Nothing here imports matplotlib, Jinja2 or rich before something is drawn or printed.
+matplotlib, Jinja2 and rich are imported only when something is drawn or printed.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""The paper that the report's figures are drawn on: colours, axes, legends, and the way to SVG.
+"""Shared matplotlib styling, axes, legends and SVG export for report figures.
 
-One look for all figures, in a page or in a file of their own. matplotlib is imported inside, and
-without pyplot: no display, no global state.
+matplotlib is imported inside functions, and without pyplot: no display, no global state.
 
-[Note: colours that follow the page] An SVG inside a page can take its colours from CSS variables,
-so one drawing serves the light and the dark page. matplotlib knows no variables: each colour is
-drawn as a placeholder hex value that no palette uses, and replaced in the text by ``var(--name)``.
+[Note: colours that follow the page] An SVG inside a page can use CSS variables as colours, so one
+drawing serves the light and the dark theme. matplotlib has no CSS variables. Each colour is drawn
+as a unique placeholder hex value, later replaced in the text by ``var(--name)``.
 """
 
 from __future__ import annotations
@@ -48,19 +47,19 @@ PAPER = {
     "fast": "#2f7fc4",
     "rss": "#8a94a3",
 }
-"""The colours of the light page, for figures outside of it."""
+"""Light-theme colours for standalone files."""
 
 WIDTH = 11.0  # inches; the page scales it to the column
-_DPI = 72.0  # one dot is one point
+_DPI = 72.0  # one pixel is one point
 
 
 def svg(draw: Callable[[Figure], None], *, height: float, name: str) -> str:
-    """Return what ``draw`` puts on a figure as an SVG element without any fixed colour.
+    """Return the figure that ``draw`` makes as an SVG element whose colours are CSS variables.
 
     Args:
         draw: called with an empty `Figure` in the page's style.
         height: inches; the width is `WIDTH`.
-        name: of the figure, unlike that of any other on the page.
+        name: of the figure, unique on the page.
     """
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -85,7 +84,7 @@ def svg(draw: Callable[[Figure], None], *, height: float, name: str) -> str:
 def write_figure(
     draw: Callable[[Figure, Mapping[str, str]], None], path: Path, *, height: float
 ) -> None:
-    """Write what ``draw`` puts on a figure as a file that stands alone, on white.
+    """Write the figure that ``draw`` makes as a standalone file, on white.
 
     Args:
         draw: called with an empty `Figure` and the colours to use, by name.
@@ -128,11 +127,11 @@ def _style(color: Mapping[str, str], salt: str) -> dict[str, Any]:
 
 
 def legend(axes: Axes, *, lifted: bool = False) -> None:
-    """Put the legend above the plot's right end, where no curve can run under it.
+    """Place the legend above the axes, right-aligned, so no curve passes under it.
 
-    ``lifted`` leaves room for the numbers of the steps along the top edge.
+    ``lifted`` leaves room for the step numbers along the top edge.
     """
-    lift = 20 / axes.get_window_extent().height if lifted else 0.0  # dots are points
+    lift = 20 / axes.get_window_extent().height if lifted else 0.0  # pixels are points
     axes.legend(
         loc="lower right",
         bbox_to_anchor=(1.0, 1.0 + lift),
@@ -145,7 +144,7 @@ def legend(axes: Axes, *, lifted: bool = False) -> None:
 
 
 def step_marks(axes: Axes, columns: Columns) -> None:
-    """Number the steps along the top edge; only as many as can be read."""
+    """Label steps on the top axis, thinned to stay legible."""
     from matplotlib.ticker import FixedFormatter, FixedLocator
 
     steps = sorted(columns.steps)
@@ -172,7 +171,7 @@ def step_marks(axes: Axes, columns: Columns) -> None:
 
 
 def time_axis(axes: Axes, begin: float, end: float) -> None:
-    """Make the x axis seconds, or minutes where it spans more than ten."""
+    """Label the x axis in seconds, or in minutes if it spans more than ten."""
     from matplotlib.ticker import FuncFormatter, MultipleLocator
 
     minutes = (end - begin) / 60
@@ -185,7 +184,7 @@ def time_axis(axes: Axes, begin: float, end: float) -> None:
 
 
 def unit_of(largest: int) -> tuple[int, str]:
-    """Return the binary unit in which ``largest`` bytes read well: its size and its name."""
+    """Return the largest binary unit not above ``largest`` bytes: its size and its name."""
     for size, name in ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
         if largest >= size:
             return size, name
@@ -193,6 +192,6 @@ def unit_of(largest: int) -> tuple[int, str]:
 
 
 def round_up(count: float) -> int:
-    """Return the least of 1, 2, 5, 10, 20, ... that is at least ``count``."""
+    """Round ``count`` up to the next of 1, 2, 5, 10, 20, ..."""
     power = 10 ** math.floor(math.log10(count))
     return int(next(power * m for m in (1, 2, 5, 10) if power * m >= count))

@@ -1,7 +1,6 @@
-"""A `RunLog` by columns: numpy arrays, and the few reductions that every figure needs.
+"""A `RunLog` as numpy columns, with the reductions that the figures share.
 
-Converted once per report, and downsampled so that extremes stay. Times are seconds, quantities are
-bytes.
+Converted once per report; downsampling keeps extremes. Times are seconds, quantities are bytes.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ class Spans:
     nbytes: Floats
 
     def within(self, begin: float, finish: float) -> Spans:
-        """Return the intervals that touch ``begin`` to ``finish``."""
+        """Return the intervals that overlap ``begin`` to ``finish``."""
         inside = (self.end >= begin) & (self.start <= finish)
         return Spans(self.start[inside], self.end[inside], self.nbytes[inside])
 
     def merged(self, gap: float) -> Spans:
-        """Return the intervals with those less than ``gap`` seconds apart joined."""
+        """Return the intervals, joining those less than ``gap`` seconds apart."""
         if len(self.start) == 0:
             return self
         reach = np.maximum.accumulate(self.end)
@@ -46,8 +45,8 @@ class Spans:
         )
 
     def rate(self, edges: Floats) -> Floats:
-        """Return bytes per second in each bin of ``edges`` [m + 1], spread evenly over a span."""
-        length = np.maximum(self.end - self.start, 1e-9)  # one without length is a point
+        """Return bytes per second in each bin of ``edges`` [m + 1]; a span has a constant rate."""
+        length = np.maximum(self.end - self.start, 1e-9)  # avoids division by zero
         total = [self.nbytes @ np.clip((at - self.start) / length, 0.0, 1.0) for at in edges]
         return np.diff(np.array(total)) / np.diff(edges)
 
@@ -56,7 +55,7 @@ class Spans:
         return np.clip(np.diff(self.covered(edges)) / np.diff(edges), 0.0, 1.0)
 
     def covered(self, times: Floats) -> Floats:
-        """Return how many seconds until each of ``times`` [n] the spans cover; overlaps once."""
+        """Return the seconds covered by spans before each of ``times`` [n]; overlaps count once."""
         whole = self.merged(0.0)
         if len(whole.start) == 0:
             return np.zeros(len(times))
@@ -72,12 +71,12 @@ class Columns:
     """The columns of one log.
 
     Attributes:
-        log: itself.
-        begin: the first second that the single records show: 0 unless older ones were dropped.
-        duration: seconds from the beginning to the last thing recorded.
-        stalls: spans in which the step waited (``nbytes`` zero).
+        log: the log itself.
+        begin: first second covered by single records: 0 unless older ones were dropped.
+        duration: seconds from the beginning to the last record.
+        stalls: spans in which the step stalled (``nbytes`` zero).
         memory_time, fast_bytes, rss_bytes: [n].
-        steps: first and last second of each step that has phases.
+        steps: start and end in seconds of each step that has phases.
     """
 
     log: RunLog
@@ -130,10 +129,10 @@ def spans(rows: Iterable[tuple[float, float, float]]) -> Spans:
 
 
 def envelope(time: Floats, value: Floats, points: int) -> tuple[Floats, Floats]:
-    """Return at most ``2 * points`` samples of a series in which each extreme is still there.
+    """Return at most ``2 * points`` samples of a series, keeping its extremes.
 
-    In each of ``points`` bins of equal count the least and the greatest value are kept, in the
-    order in which they came: a peak that touches the budget once is not averaged away.
+    Each of ``points`` bins of equal count keeps its least and its greatest value in their
+    original order: a short peak is not averaged away.
     """
     if len(time) <= 2 * points:
         return time, value

@@ -1,6 +1,6 @@
 """The figures of the report, one function per figure; each returns an SVG element.
 
-Numbers come from ``columns`` and ``summary``, the look of axes and colours from ``canvas``.
+``columns`` and ``summary`` compute the numbers; ``canvas`` styles axes and colours.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 _POINTS = 700  # bins of a curve over the whole run
 _BARS = 120  # bars of a figure over steps
-_BUSY = "computing and hooks"  # nothing tells the two apart
+_BUSY = "computing and hooks"  # not recorded separately
 
 
 def memory_figure(columns: Columns) -> str:
-    """Return the fast tier's bytes, as far as recorded, against the budget line, with the RSS."""
+    """Return fast-tier bytes over the recorded time, with the budget line and the RSS."""
     unit, name = unit_of(max(columns.log.budget, 1))
     budget = columns.log.budget / unit
 
@@ -42,7 +42,7 @@ def memory_figure(columns: Columns) -> str:
         axes = figure.subplots()
         fast = _fast_tier(axes, columns.memory_time, columns.fast_bytes / unit)
         rss_time, rss = envelope(columns.memory_time, columns.rss_bytes / unit, _POINTS)
-        # The process holds more than the tier (code, buffers); shown where it does not dwarf it.
+        # The process holds more than the tier (code, buffers); its RSS is drawn only if it fits.
         if len(rss) and 0 < rss.max() <= 2.5 * budget:
             axes.plot(rss_time, rss, color=COLOR["rss"], linewidth=0.9, label="whole process (RSS)")
         _budget_line(axes, budget)
@@ -67,7 +67,7 @@ def memory_figure(columns: Columns) -> str:
 
 
 def traffic_figure(columns: Columns) -> str:
-    """Return the bandwidth in both directions, as far as recorded, and when the step waited."""
+    """Return the bandwidth in both directions over the recorded time, and when steps stalled."""
 
     def draw(figure: Figure) -> None:
         traffic, waiting = figure.subplots(
@@ -112,7 +112,7 @@ def traffic_figure(columns: Columns) -> str:
 
 
 def timeline_figure(columns: Columns, step: int) -> str:
-    """Return one step in detail: phases, waits, transfers by cause, and the fast tier's bytes."""
+    """Return one step in detail: phases, stalls, transfers by cause, and fast-tier bytes."""
     begin, end = columns.steps[step]
     width = max(end - begin, 1e-9)
     unit, name = unit_of(max(columns.log.budget, 1))
@@ -152,7 +152,7 @@ def timeline_figure(columns: Columns, step: int) -> str:
 
 
 def steps_figure(steps: Sequence[StepStats]) -> str:
-    """Return seconds per step, split into waiting and all else, and bytes per step."""
+    """Return seconds per step, split into stalls and the rest, and bytes per step."""
     mean = _grouped(steps).mean()
     bar = 0.82 * _group_size(steps)
     position, stall, seconds = mean["step"], mean["stall_s"], mean["seconds"]
@@ -177,7 +177,7 @@ def steps_figure(steps: Sequence[StepStats]) -> str:
         moved.bar(position, -written / unit, bar, color=COLOR["evict"], label="written")
         moved.axhline(0, color=COLOR["muted"], linewidth=0.8)
         top, low = read.max() / unit, written.max() / unit
-        top = top or float(not low)  # where nothing moved there is an axis still
+        top = top or float(not low)  # a nonempty axis even if nothing moved
         moved.set_ylim(-max(low, top * 0.1) * 1.1, max(top, low * 0.1) * 1.4)
         moved.yaxis.set_major_formatter(lambda y, _: f"{abs(y):g}")
         moved.set_ylabel(f"{bytes_name}\nout  |  in")
@@ -220,7 +220,7 @@ def accuracy_figure(steps: Sequence[StepStats]) -> str:
 
 
 def _fast_tier(axes: Axes, time: Floats, fast: Floats) -> Floats:
-    """Draw the bytes of the fast tier over time; return what is drawn."""
+    """Draw the fast tier's bytes over time; return the downsampled values."""
     time, fast = envelope(time, fast, _POINTS)
     axes.fill_between(time, fast, step="post", color=COLOR["fast"], alpha=0.30, linewidth=0)
     axes.step(time, fast, where="post", color=COLOR["fast"], linewidth=1.0, label="fast tier")
@@ -232,12 +232,12 @@ def _budget_line(axes: Axes, budget: float) -> None:
 
 
 def _group_size(steps: Sequence[StepStats]) -> int:
-    """Return how many steps one bar stands for: more than one where bars would be too many."""
+    """Return how many steps one bar averages: more than one in long runs."""
     return round_up(max(1.0, len(steps) / _BARS))
 
 
 def _grouped(steps: Sequence[StepStats]) -> DataFrameGroupBy[Any, Any]:
-    """Return the numbers of ``steps``, in a group for each bar."""
+    """Return the numbers of ``steps``, one group per bar."""
     import pandas as pd
 
     frame = pd.DataFrame(list(steps))
@@ -260,7 +260,7 @@ def _bars(
     axes: Axes, spans: Spans, lane: int, color: str, begin: float, width: float, scale: float
 ) -> None:
     merged = spans.merged(width / 1500)
-    # A bar narrower than a hair would vanish; it is drawn a hair wide.
+    # Bars below a minimum width would be invisible; they are drawn at that width.
     length = np.maximum(merged.end - merged.start, width / 1500)
     axes.broken_barh(
         list(zip((merged.start - begin) * scale, length * scale, strict=True)),
@@ -280,6 +280,6 @@ def _step_axis(axes: Axes, steps: Sequence[StepStats]) -> None:
 
 
 def step_caption(step: StepStats) -> str:
-    """Return the line above a step's timeline."""
+    """Return the caption of a step's timeline."""
     waited = format_seconds(step.stall_s)
     return f"step {step.step}: {format_seconds(step.seconds)}, {waited} of it waiting"

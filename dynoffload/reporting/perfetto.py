@@ -1,8 +1,8 @@
-"""A run as a trace that ui.perfetto.dev and chrome://tracing open, to zoom into single transfers.
+"""Exports a run as a trace for ui.perfetto.dev and chrome://tracing, down to single transfers.
 
-In the Trace Event Format ("JSON Object Format", Duncan and others, Google 2016): one track for
-steps and phases, one for waits, as many as needed for fetches and evictions that overlap, and
-counters for memory.
+In the Trace Event Format ("JSON Object Format", Duncan and others, Google 2016). One track holds
+steps, one phases, one stalls; overlapping fetches and evictions get as many as they need. Counters
+hold memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Event = dict[str, Any]
 def write_perfetto(log: RunLog, path: str | Path) -> Path:
     """Write ``log`` as a trace to ``path`` (compressed if it ends in ``.gz``) and return the path.
 
-    Times are in microseconds since the session began, as the format asks.
+    Times are in microseconds since the session began, as the format requires.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -125,8 +125,8 @@ def _transfer_events(kind: str, base: int, transfers: list[Transfer]) -> Iterato
 
 
 def _laned(transfers: Iterable[Transfer]) -> Iterator[tuple[int, Transfer]]:
-    """Yield transfers (sorted by start) with the first lane that is free; slices of one track may
-    not overlap. Beyond `MAX_LANES` at once, a transfer's slice is put where it overlaps least.
+    """Yield transfers (sorted by start) with their first free lane; slices of one track must not
+    overlap. With more than `MAX_LANES` at once, a transfer takes the lane that is free soonest.
     """
     free: list[int] = []
     busy: list[tuple[float, int]] = []
@@ -144,7 +144,7 @@ def _laned(transfers: Iterable[Transfer]) -> Iterator[tuple[int, Transfer]]:
 
 
 def _clipped(spans: Iterable[tuple[float, float, Any]]) -> Iterator[tuple[float, float, Any]]:
-    """Yield spans sorted by start, each cut where the next begins (waits of two threads)."""
+    """Yield spans sorted by start, each cut where the next begins (two threads may stall)."""
     ordered = sorted(spans)
     for (start, end, name), following in itertools.zip_longest(ordered, ordered[1:]):
         yield start, end if following is None else min(end, following[0]), name

@@ -1,7 +1,7 @@
-"""The report of one run: an HTML page that needs nothing but itself.
+"""The report of one run: a self-contained HTML page.
 
 `write_report` puts headline numbers (``summary``), figures (``figures``) and tables of a `RunLog`
-into one file that opens offline, follows the reader's light or dark setting, and holds no script.
+into one file. It opens offline, follows the browser's light or dark setting, and has no script.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dynoffload.telemetry import RunLog, StepBlocks, StepStats
 from dynoffload.units import format_bytes, format_seconds
 
 MAX_STEP_ROWS = 200
-"""Rows of the page's table of steps; a longer run shows its first and last and says so."""
+"""Rows of the page's table of steps; a longer run shows the first and last ones and a note."""
 MAX_STRIP_RUNS = 400
 MAX_CHANGES = 24
 _KINDS = {"equal": "match", "replace": "swap", "delete": "extra", "insert": "missing"}
@@ -31,7 +31,7 @@ _KINDS = {"equal": "match", "replace": "swap", "delete": "extra", "insert": "mis
 
 @dataclass(frozen=True)
 class ReportFiles:
-    """What `write_run` wrote: the page, the trace for Perfetto, and the log they came from."""
+    """Files that `write_run` wrote: the page, the Perfetto trace, and the log they came from."""
 
     page: Path
     perfetto: Path
@@ -39,7 +39,7 @@ class ReportFiles:
 
 
 def write_run(log: RunLog, path: str | Path) -> ReportFiles:
-    """Write the page to ``path``, and beside it the Perfetto trace and the run log.
+    """Write the page to ``path``, and next to it the Perfetto trace and the run log.
 
     For ``out/run.html`` these are ``out/run.perfetto.json.gz`` and ``out/run.runlog.json.gz``.
 
@@ -67,8 +67,8 @@ def write_run(log: RunLog, path: str | Path) -> ReportFiles:
 def write_report(log: RunLog, path: str | Path) -> Path:
     """Write the HTML page of ``log`` to ``path`` and return the path.
 
-    Runs of any length make a page of some 100 KiB to a few MiB: curves keep their extremes in a
-    bounded number of points, bars stand for groups of steps where there are too many.
+    The page has 100 KiB to a few MiB for runs of any length: curves keep their extremes in a
+    bounded number of points, and in long runs a bar averages several steps.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ def _page(log: RunLog) -> str:
             figures.step_caption(step),
             Markup(figures.timeline_figure(columns, step.step)),
         )
-        for title, step in _telling_steps(log, columns)
+        for title, step in _notable_steps(log, columns)
     ]
     return environment.get_template("report.html.j2").render(
         log=log,
@@ -120,14 +120,14 @@ def _page(log: RunLog) -> str:
         timelines=timelines,
         phases=summary.phase_costs(columns),
         regions=summary.region_costs(log),
-        alignments=[_aligned(title, log, blocks) for title, blocks in _telling_blocks(log)],
+        alignments=[_aligned(title, log, blocks) for title, blocks in _notable_blocks(log)],
         rows=_step_rows(log.steps),
         left_out=max(0, len(log.steps) - MAX_STEP_ROWS),
     )
 
 
-def _telling_steps(log: RunLog, columns: Columns) -> Iterator[tuple[str, StepStats]]:
-    """Yield the step nearest the median time, and the one that waited longest, after warm-up."""
+def _notable_steps(log: RunLog, columns: Columns) -> Iterator[tuple[str, StepStats]]:
+    """Yield the step of median time, and the one that stalled longest, after warm-up."""
     known = [s for s in log.steps[summary.warmup_of(log.steps) :] if s.step in columns.steps]
     if not known:
         return
@@ -138,8 +138,8 @@ def _telling_steps(log: RunLog, columns: Columns) -> Iterator[tuple[str, StepSta
         yield "The step that waited longest", worst
 
 
-def _telling_blocks(log: RunLog) -> Iterator[tuple[str, StepBlocks]]:
-    """Yield the worst predicted, the typical, and the last step that had a prediction."""
+def _notable_blocks(log: RunLog) -> Iterator[tuple[str, StepBlocks]]:
+    """Yield the typical, the worst predicted, and the last step that had a prediction."""
     predicted = [blocks for blocks in log.blocks if blocks.predicted is not None]
     if not predicted:
         return
@@ -161,12 +161,12 @@ def _telling_blocks(log: RunLog) -> Iterator[tuple[str, StepBlocks]]:
 def align(
     predicted: Sequence[str], actual: Sequence[str]
 ) -> list[tuple[str, list[tuple[str | None, str | None]]]]:
-    """Return runs of columns that turn ``predicted`` into ``actual`` with the fewest changes
+    """Return the alignment of ``predicted`` to ``actual`` with the fewest changes
     (Levenshtein 1966), as block-order accuracy counts them.
 
-    A run is what became of its blocks, ``"match"``, ``"swap"``, ``"extra"`` (predicted, not run
-    there) or ``"missing"`` (run, not predicted there), and pairs of a predicted and an actual
-    block; the side that has none is None.
+    Each run is a kind and its pairs (predicted block, actual block); None on the side that has
+    none. Kinds: ``"match"``, ``"swap"``, ``"extra"`` (predicted, not run there), ``"missing"``
+    (run, not predicted there).
     """
     from rapidfuzz.distance import Levenshtein
 

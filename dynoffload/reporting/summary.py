@@ -1,7 +1,7 @@
-"""A run in a few numbers and plain words.
+"""Summary of a run in a few numbers and sentences.
 
-The reductions behind the report's headline, its tables and the comparison of policies. Steps that
-stand for a run are medians after warm-up, since the first steps build plans and fill caches.
+Computes the report's headlines and tables and the comparison of policies. Numbers per step are
+medians after warm-up, since the first steps build plans and fill caches.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dynoffload.units import format_bytes, format_seconds
 
 
 class Tone(Enum):
-    """How a number reads: as it should be, worth a look, or wrong."""
+    """Rating of a number: good, worth a look, or wrong; ``PLAIN`` is unrated."""
 
     GOOD = "good"
     WATCH = "watch"
@@ -31,13 +31,13 @@ class Tone(Enum):
 
 @dataclass(frozen=True)
 class Headline:
-    """One number of the head of the page.
+    """One headline number of the page.
 
     Attributes:
         label: what it is, in two or three words.
         value: the number with its unit.
-        meaning: a sentence that says what it means for the reader.
-        tone: how it reads.
+        meaning: a sentence that explains it to the reader.
+        tone: its rating.
         share: 0 to 1 for a bar under the number, or ``None``.
     """
 
@@ -50,7 +50,7 @@ class Headline:
 
 @dataclass(frozen=True)
 class PhaseCost:
-    """One phase over the steps in detail: seconds in it, seconds waited in it, waits in it."""
+    """One phase over the recorded steps: its seconds, seconds stalled, number of stalls."""
 
     name: str
     seconds: float
@@ -60,7 +60,7 @@ class PhaseCost:
 
 @dataclass(frozen=True)
 class RegionCost:
-    """One region over the steps in detail: waits, seconds waited, times and bytes fetched."""
+    """One region over the recorded steps: stalls, seconds stalled, fetches and bytes fetched."""
 
     name: str
     stalls: int
@@ -71,17 +71,17 @@ class RegionCost:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The reductions of one log after warm-up.
+    """Summary of one log after warm-up.
 
     Attributes:
         steps: steps counted (those after warm-up).
-        step_s: median seconds of a step.
-        stall_s: median seconds a step waited.
-        stalls: median number of waits of a step.
-        bytes_in, bytes_out: median bytes a step read from and wrote to the file tier.
-        prefetched_bytes, wasted_bytes: median bytes of a step.
-        wasted_share: wasted of all prefetched bytes, NaN where nothing was prefetched.
-        stalled_share: seconds waited of all seconds.
+        step_s: median step time in seconds.
+        stall_s: median seconds stalled per step.
+        stalls: median number of stalls per step.
+        bytes_in, bytes_out: median bytes per step read from and written to the file tier.
+        prefetched_bytes, wasted_bytes: median bytes per step.
+        wasted_share: wasted share of all prefetched bytes, NaN if nothing was prefetched.
+        stalled_share: seconds stalled as a share of all seconds.
         accuracy: mean block-order accuracy over steps that had a prediction, NaN without.
         peak_fast_bytes: most bytes in the fast tier in any step, warm-up included.
     """
@@ -101,7 +101,7 @@ class RunSummary:
 
 
 def warmup_of(steps: Sequence[StepStats]) -> int:
-    """Return how many first steps are left out of medians: two, fewer in very short runs."""
+    """Return how many first steps medians leave out: two, fewer in very short runs."""
     return min(2, max(0, len(steps) - 3))
 
 
@@ -134,7 +134,7 @@ def summarize(log: RunLog, *, warmup: int | None = None) -> RunSummary:
 
 
 def in_a_line(log: RunLog) -> str:
-    """Return what a session's steps took, in one line."""
+    """Return a one-line summary of a session's steps."""
     if not log.steps:
         return f"{log.model} ended before its first step was complete"
     run, count = summarize(log), len(log.steps)
@@ -151,12 +151,12 @@ def in_a_line(log: RunLog) -> str:
 
 
 def verdict(log: RunLog) -> str:
-    """Return what a reader should take away."""
+    """Return the summary of the run as one paragraph."""
     return " ".join(filter(None, (f"{in_a_line(log)}.", tried(log))))
 
 
 def tried(log: RunLog) -> str:
-    """Return which steps fetched nothing ahead between others that did, and why, or ""."""
+    """Return which later runs of steps prefetched nothing, and why, or ""."""
     ahead = [step.step for step in log.steps if step.prefetched_bytes]
     between = [
         step.step
@@ -181,7 +181,7 @@ def tried(log: RunLog) -> str:
 
 
 def headlines(log: RunLog) -> list[Headline]:
-    """Return the numbers of the head of the page, the most important first."""
+    """Return the headline numbers of the page, the most important first."""
     if not log.steps:
         return []
     summary = summarize(log)
@@ -239,7 +239,7 @@ def headlines(log: RunLog) -> list[Headline]:
 
 
 def left_out(log: RunLog) -> str:
-    """Return which single records the log has no more, and what follows for a reader, or ""."""
+    """Return which records were dropped from the log, and what that means for a reader, or ""."""
     if not log.dropped:
         return ""
     first, last = log.first_detailed, len(log.steps) - 1
@@ -252,8 +252,8 @@ def left_out(log: RunLog) -> str:
 
 
 def phase_costs(columns: Columns) -> list[PhaseCost]:
-    """Return seconds and waits of each phase: waits where they begin, their time where it passes,
-    once where several wait together."""
+    """Return seconds and stalls of each phase. A stall counts in the phase where it begins, its
+    time in the phase where it passes; simultaneous stalls count their time once."""
     stalls, costs = columns.stalls, []
     for name in PHASES:
         phase = spans((p.start, p.end, 0.0) for p in columns.log.phases if p.name == name)
@@ -267,7 +267,7 @@ def phase_costs(columns: Columns) -> list[PhaseCost]:
 
 
 def region_costs(log: RunLog, most: int = 12) -> list[RegionCost]:
-    """Return the ``most`` regions that cost the most waiting, the worst first."""
+    """Return the ``most`` regions with the most stall time, in descending order."""
     waited: dict[str, list[float]] = defaultdict(list)
     for stall in log.stalls:
         waited[stall.region].append(stall.end - stall.start)

@@ -1,4 +1,4 @@
-"""Comparison of runs: the numbers a reader weighs them by, as a table for terminals."""
+"""Table that compares runs, for terminals."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ NONE = "–"
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One run of a comparison; ``None`` where a run has no such number (plain PyTorch moves none).
+    """One run of a comparison; ``None`` if a number does not exist (plain PyTorch moves no bytes).
 
     Attributes:
-        name: what ran, as the reader knows it.
-        step_s: median seconds of a step after warm-up.
-        stall_s: median seconds a step waited.
-        stalls: median number of waits of a step.
-        bytes_in, bytes_out: median bytes of a step.
-        wasted_share: wasted of all prefetched bytes, 0 to 1.
+        name: what ran, as shown to the reader.
+        step_s: median step time in seconds, after warm-up.
+        stall_s: median seconds stalled per step.
+        stalls: median number of stalls per step.
+        bytes_in, bytes_out: median bytes per step.
+        wasted_share: wasted share of all prefetched bytes, 0 to 1.
         accuracy: mean block-order accuracy, 0 to 1.
         peak_fast_bytes: most bytes in fast memory.
         losses_equal: whether each loss equals plain PyTorch's bit for bit.
-        wasted_bytes: median prefetched bytes of a step that nothing used.
+        wasted_bytes: median prefetched bytes per step that were never used.
     """
 
     name: str
@@ -55,7 +55,7 @@ class ComparisonRow:
         losses_equal: bool | None = None,
         warmup: int | None = None,
     ) -> ComparisonRow:
-        """Return the row of ``log``, its first ``warmup`` steps left out of all but the peak."""
+        """Return the row of ``log``; all but the peak leave out its first ``warmup`` steps."""
         numbers: dict[str, Any] = {
             key: None if math.isnan(value) else value
             for key, value in vars(summarize(log, warmup=warmup)).items()
@@ -65,12 +65,12 @@ class ComparisonRow:
 
 
 def comparison_table(rows: Sequence[ComparisonRow], *, title: str, budget: int) -> Table:
-    """Return a table with a column for each run; times are compared with the first, the baseline.
+    """Return a table with a column per run; step times are relative to the first, the baseline.
 
     Args:
-        rows: the runs, the baseline, which has no budget, first.
+        rows: the runs; the first is the baseline, which has no budget.
         title: above the table.
-        budget: bytes; a peak that passes it is shown in red.
+        budget: bytes; a peak above it is shown in red.
     """
     from rich.table import Table
 

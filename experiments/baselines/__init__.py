@@ -1,8 +1,8 @@
-"""Other systems' ways to train under a budget, to compare with: `baseline`, by name.
+"""Baselines: other systems' methods of training under a budget; `baseline` returns one by name.
 
-``"dtr"`` is dynamic tensor rematerialization, ``"replay"`` the strict order of ZeRO-Infinity's
-prefetcher. Paging by the operating system needs no block: plain training runs in a `memory_group`
-with a `swap_file` (`dynoffload.experiments.baselines.cgroup`).
+``"dtr"`` is dynamic tensor rematerialization; ``"replay"`` is ZeRO-Infinity's prefetcher, which
+replays a recorded order strictly. Paging by the operating system needs no block: plain training
+runs in a `memory_group` with a `swap_file` (`dynoffload.experiments.baselines.cgroup`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 DTR, REPLAY = "dtr", "replay"
 BASELINES = (DTR, REPLAY)
-"""The names that `baseline` takes."""
+"""Names that `baseline` accepts."""
 
 
 def baseline(
@@ -27,17 +27,17 @@ def baseline(
     budget: int,
     spill_dir: str | Path | None = None,
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return a block in which ``model`` is trained by a baseline; it yields what has a ``log``.
+    """Return a block that trains ``model`` with a baseline; it yields an object with a ``log``.
 
     Args:
         name: one of `BASELINES`.
-        model: the root; for ``"dtr"`` with its weights.
+        model: the root module; for ``"dtr"`` its weights must exist.
         optimizer: its optimizer.
         budget: bytes.
-        spill_dir: of ``"replay"``.
+        spill_dir: used by ``"replay"``.
 
     Raises:
-        BudgetError: as the block is entered, or in a step: the budget is too small.
+        BudgetError: at entry or in a step, if the budget is too small.
     """
     if name == DTR:
         from dynoffload.experiments.baselines.dtr import recomputing

@@ -1,9 +1,9 @@
-"""Real limits on memory: processes in a memory cgroup of their own, with or without swap.
+"""Hard memory limits: runs processes in their own memory cgroup, with or without swap.
 
-`memory_group` makes a cgroup (version 1 or 2) with a hard limit and reads what the kernel counted
-in it, `swap_file` adds swap for as long as it is needed. Where the system does not let a process do
-this, `why_unavailable` says why, and nothing is measured. Groups and swap files carry the number of
-the process that made them, so that what a killed one left is cleared away by the next.
+`memory_group` creates a cgroup (version 1 or 2) with a hard limit and reads the kernel's counters;
+`swap_file` adds swap temporarily. Where the system does not allow this, `why_unavailable` returns
+the reason, and nothing is measured. Names of groups and swap files contain the id of the process
+that made them, so that the next run removes what a killed process left.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ logger = logging.getLogger(__name__)
 _GROUP = "dynoffload-"
 _SWAP = ".dynoffload-swap-"
 _SWAP_TOOLS = ("mkswap", "swapon", "swapoff")
-_REMOVAL_S = 10.0  # a group stays busy for a moment after its last process has died
+_REMOVAL_S = 10.0  # a group stays busy briefly after its last process has ended
 _SWAPS = Path("/proc/swaps")
 _VMSTAT = Path("/proc/vmstat")
 _ROOTS = {1: Path("/sys/fs/cgroup/memory"), 2: Path("/sys/fs/cgroup")}
 
 
 class LimitError(DynOffloadError, RuntimeError):
-    """This system does not let a memory limit, or swap under one, be set."""
+    """The system does not allow a memory limit, or swap under one."""
 
 
 class _Files(NamedTuple):
-    """The names of one version's files; "" where it has no such file."""
+    """File names of one cgroup version; "" where it has no such file."""
 
     limit: str
     peak: str
@@ -59,12 +59,12 @@ _FILES = {
 
 @dataclass(frozen=True)
 class Usage:
-    """What the kernel counted in a group.
+    """The kernel's counters of a group.
 
     Attributes:
-        peak_bytes: the most it was charged with at any moment, file cache included.
-        limit_hits: how often the limit was met, and memory had to be reclaimed.
-        oom_kills: processes that were killed for want of memory.
+        peak_bytes: maximum memory charged to the group, file cache included.
+        limit_hits: how often the limit was reached and memory had to be reclaimed.
+        oom_kills: processes killed because the group was out of memory.
     """
 
     peak_bytes: int
@@ -73,12 +73,12 @@ class Usage:
 
 
 class MemoryGroup:
-    """A memory cgroup; made by `memory_group`.
+    """A memory cgroup; created by `memory_group`.
 
     Attributes:
         path: its directory.
         version: of the cgroup interface, 1 or 2.
-        limit_bytes: its limit, None without.
+        limit_bytes: its limit, None if unlimited.
     """
 
     def __init__(self, path: Path, version: int, limit_bytes: int | None, swap: bool) -> None:
@@ -92,22 +92,22 @@ class MemoryGroup:
             self._write(files.swappiness, "0")
 
     def _forbid_swap(self, files: _Files, limit_bytes: int) -> None:
-        # Version 1 counts memory and swap together, and not on every kernel.
+        # Version 1 limits the sum of memory and swap; not every kernel supports it.
         if (self.path / files.swap).exists():
             self._write(files.swap, str(limit_bytes) if self.version == 1 else "0")
         if files.swappiness:
             self._write(files.swappiness, "0")
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """Return ``command`` as one that first moves itself into the group."""
+        """Return a command that moves itself into the group and then executes ``command``."""
         script = 'echo $$ > "$0" && exec "$@"'
         return ["/bin/sh", "-c", script, str(self.path / "cgroup.procs"), *command]
 
     def usage(self) -> Usage:
-        """Return what was counted so far.
+        """Return the counters so far.
 
         Raises:
-            LimitError: the kernel does not keep the peak (version 2 before Linux 5.19).
+            LimitError: the kernel does not report the peak (version 2 before Linux 5.19).
         """
         peak = int(self._read(_FILES[self.version].peak))
         if self.version == 1:
@@ -117,7 +117,7 @@ class MemoryGroup:
         return Usage(peak, events.get("max", 0), events.get("oom_kill", 0))
 
     def processes(self) -> list[int]:
-        """Return the numbers of the processes in the group."""
+        """Return the ids of the processes in the group."""
         return [int(line) for line in self._read("cgroup.procs").split()]
 
     def _counters(self, name: str) -> dict[str, int]:
@@ -139,7 +139,7 @@ class MemoryGroup:
             ) from error
 
     def remove(self) -> None:
-        """Kill what is left in the group and remove it."""
+        """Kill the group's remaining processes and remove it."""
         for number in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
@@ -156,7 +156,7 @@ class MemoryGroup:
 
 
 def version() -> int | None:
-    """Return the version of the cgroup interface that controls memory here, None if none does."""
+    """Return the cgroup version that controls memory here, None if none does."""
     if (_ROOTS[1] / "memory.usage_in_bytes").exists():
         return 1
     controllers = _ROOTS[2] / "cgroup.subtree_control"
@@ -170,7 +170,7 @@ def why_unavailable(*, swap: bool = False) -> str:
     """Return why memory cannot be limited here, "" if it can.
 
     Args:
-        swap: whether swap files are wanted too.
+        swap: whether swap files are needed too.
     """
     if os.geteuid() != 0:
         return "limits on memory are set by root alone, and this is another user"
@@ -187,14 +187,14 @@ def why_unavailable(*, swap: bool = False) -> str:
 
 @contextlib.contextmanager
 def memory_group(limit_bytes: int | None, *, swap: bool = False) -> Iterator[MemoryGroup]:
-    """Yield a new group; what is still running in it is killed at the end.
+    """Yield a new group; processes still in it at the end are killed.
 
     Args:
         limit_bytes: its hard limit; None only counts.
-        swap: whether its memory may be swapped out. Without, pages that are not of a file stay.
+        swap: whether its memory may be swapped out. Otherwise anonymous pages stay in memory.
 
     Raises:
-        LimitError: the system does not allow it; says why.
+        LimitError: the system does not allow it; the text says why.
     """
     reason = why_unavailable()
     found = version()
@@ -216,13 +216,13 @@ def memory_group(limit_bytes: int | None, *, swap: bool = False) -> Iterator[Mem
 
 @contextlib.contextmanager
 def swap_file(directory: Path, nbytes: int) -> Iterator[Path]:
-    """Give the system ``nbytes`` more of swap for the time of the block.
+    """Add ``nbytes`` of swap to the system for the duration of the block.
 
-    The file is private. It is switched off and removed however the block ends, also by a signal to
-    terminate; after a kill, by the next call.
+    Only its owner can read the file. It is switched off and removed when the block ends, also
+    after a termination signal; after a kill, the next call does it.
 
     Raises:
-        LimitError: the file cannot be made or switched on; says why.
+        LimitError: the file cannot be created or switched on; the text says why.
     """
     reason = why_unavailable(swap=True)
     if reason:
@@ -251,7 +251,7 @@ def swap_file(directory: Path, nbytes: int) -> Iterator[Path]:
 
 
 def swapped_bytes() -> tuple[int, int]:
-    """Return the bytes that the system has read from swap and written to it, for all processes."""
+    """Return the bytes that all processes together have read from swap and written to it."""
     counts = dict(line.split() for line in _VMSTAT.read_text(encoding="ascii").splitlines())
     page = os.sysconf("SC_PAGE_SIZE")
     return int(counts["pswpin"]) * page, int(counts["pswpout"]) * page
@@ -271,7 +271,7 @@ def _maker_is_gone(name: str, prefix: str) -> bool:
 def _remove_stale_groups(root: Path) -> None:
     for path in root.glob(f"{_GROUP}*"):
         if _maker_is_gone(path.name, _GROUP):
-            with contextlib.suppress(OSError):  # something still runs in it
+            with contextlib.suppress(OSError):  # a process still runs in it
                 path.rmdir()
 
 
@@ -283,7 +283,7 @@ def _remove_stale_swap(directory: Path) -> None:
 
 
 def _end_swap(path: Path, on: bool = False) -> None:
-    """Remove a swap file; one that cannot be switched off keeps the name that this takes."""
+    """Switch off and remove a swap file; if it cannot be switched off, keep it and raise."""
     if on or _is_on(path):
         try:
             _tool("swapoff", str(path))
@@ -296,10 +296,10 @@ def _end_swap(path: Path, on: bool = False) -> None:
 
 
 def _is_on(path: Path) -> bool:
-    """Return whether a file is in use as swap. The kernel escapes spaces in names."""
+    """Return whether a file is in use as swap. The kernel escapes spaces in file names."""
     for line in _SWAPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()[1:]:
         name = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split()[0])
-        with contextlib.suppress(OSError):  # of another namespace
+        with contextlib.suppress(OSError):  # in another mount namespace
             if path.samefile(name):
                 return True
     return False

@@ -1,17 +1,17 @@
-"""DTR: a block that keeps its budget by dropping activations and making them again.
+"""DTR: a block that stays within its budget by dropping activations and recomputing them.
 
-Parameters, gradients and optimizer state stay in memory, as published, so a budget that does not
-hold them is refused; nothing moves. Counted are the model's tensors and every tensor that an
-operator makes in the thread of the block; temporaries inside of an operator and of the optimizer's
-step are headroom. Dropped is what autograd saves in the model's forward and nobody else holds.
+As published, parameters, gradients and optimizer state stay in memory; a budget that does not hold
+them is refused. It counts the model's tensors and every tensor that an operator returns in the
+block's thread. Temporaries of operators and of the optimizer's step are headroom. Only tensors that
+autograd saves in forward, without other references, are dropped.
 
-[Note: writes]  An operator that writes in place is not recorded, and what it has written is a root
-(see [Note: contents] in ``recomputation``). What was made by an operator can be made again with the
-content before. A root cannot: before it is written, what was made from it is made to stay.
+[Note: writes]  In-place operators are not recorded; the storage they wrote becomes a root (see
+[Note: contents] in ``recomputation``). An operator's result can be recomputed with the content from
+before the write, a root cannot. So results made from a root are pinned before it is written.
 
-[Note: sizes]  An operator's own meta kernel says what it will make, once for each set of shapes.
-Where shapes depend on values, the bytes of the first argument are taken. What has no meta kernel is
-known from its first call on. What comes out larger has room made after it.
+[Note: sizes]  The operator's meta kernel gives its output size, once for each set of shapes. If
+shapes depend on values, it is the size of the first argument. Without a meta kernel, the first call
+gives the size. If an output is larger than expected, room is made afterwards.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ Handle = tuple[Saved, View]
 
 
 class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every ATen call below autograd and autocast: records and counts.
+    """Dispatch mode that sees every ATen call below autograd and autocast: records and counts it.
 
     Args:
-        ledger: counts what is live.
-        making: makes room, and makes again.
+        ledger: counts live bytes.
+        making: drops and recomputes.
 
     Attributes:
-        records: whether what runs may be made again: inside a forward of the model.
-        counts: whether what runs is counted: not inside ``step()``.
+        records: whether calls are recorded for recomputation: inside a forward of the model.
+        counts: whether calls are counted: outside ``step()``.
     """
 
     def __init__(self, ledger: Ledger, making: Making) -> None:
@@ -67,7 +67,7 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sizes: dict[Any, int] = {}
         self.records = False
         self.counts = True
-        self._ours = False  # what runs now was called by us
+        self._ours = False  # inside this class's own calls
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -92,11 +92,11 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self.counts:
             self._before_write(written)
             return func(*args, **kwargs)
-        makes, key = _makes(func), (func, *_described((*args, *kwargs.items())))
-        need = self._need(func, args, kwargs, key) if makes else 0
+        allocates, key = _allocates(func), (func, *_signature((*args, *kwargs.items())))
+        need = self._need(func, args, kwargs, key) if allocates else 0
         self._making.room(need)
         operator = None
-        if self.records and makes and not written:
+        if self.records and allocates and not written:
             operator = self._begin(func, args, kwargs, need)
         self._before_write(written)
         began = time.perf_counter()
@@ -104,10 +104,10 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = func(*args, **kwargs)
         finally:
             ended = time.perf_counter()
-            self._after_write(written)  # half of it may be written, if it fails
+            self._after_write(written)  # even after a failure: the write may be partial
         if operator is not None:
             operator.seconds = ended - began
-        made = self._count(result, operator, ended) if makes or written else 0
+        made = self._count(result, operator, ended) if allocates or written else 0
         if made > need:
             self._sizes[key] = made
             if operator is not None:
@@ -117,19 +117,19 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _need(self, func: Any, args: Any, kwargs: Any, key: Any) -> int:
-        """Return the bytes that a call will make; see [Note: sizes]."""
-        if func is torch.ops.aten.nonzero.default:  # the most: an index for each dimension
+        """Return the bytes that a call will allocate; see [Note: sizes]."""
+        if func is torch.ops.aten.nonzero.default:  # upper bound: an index for each dimension
             return int(8 * args[0].numel() * args[0].dim())
         if torch.Tag.dynamic_output_shape in func.tags or func is torch.ops.aten.index.Tensor:
             return int(args[0].nbytes)
         if key not in self._sizes:
-            self._sizes[key] = _asked(func, args, kwargs)
+            self._sizes[key] = _meta_bytes(func, args, kwargs)
         return self._sizes[key]
 
     def _begin(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], need: int
     ) -> Operator | None:
-        """Return the record of a call, None if it cannot be followed."""
+        """Return the record of a call, None if it cannot be recorded."""
         effects = effects_of(func)
         tensors = [*tensors_of(args), *tensors_of(kwargs)]
         if not effects.known or not all(map(_is_simple, tensors)):
@@ -157,13 +157,13 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return operator
 
     def _record_of(self, tensor: Tensor) -> Record:
-        """Return the record of what a tensor's storage holds now."""
+        """Return the record of a storage's current content."""
         storage = tensor.untyped_storage()
         record = self._ledger.know(storage).record
         return self._ledger.holds(storage, Record(storage, None)) if record is None else record
 
     def _known(self, written: list[Tensor]) -> Iterator[tuple[Tensor, Record]]:
-        """Yield those of the tensors whose contents have a record, each with that."""
+        """Yield each tensor whose content has a record, with that record."""
         for tensor in written:
             if is_plain(tensor, _CPU):
                 known = self._ledger.find(tensor.untyped_storage())
@@ -171,20 +171,20 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     yield tensor, known.record
 
     def _before_write(self, written: list[Tensor]) -> None:
-        """See [Note: writes]."""
+        """Pin the results of written roots; see [Note: writes]."""
         for _, record in self._known(written):
             if record.operator is None and len(record.users):
                 self._making.secure(record)
 
     def _after_write(self, written: list[Tensor]) -> None:
-        """What a call has written is a root from now on."""
+        """Make the written storages roots; see [Note: writes]."""
         for tensor, before in self._known(written):
             if before.operator is not None:
                 storage = tensor.untyped_storage()
                 before.become(self._ledger.holds(storage, Record(storage, None)))
 
     def _count(self, result: Any, operator: Operator | None, now: float) -> int:
-        """Count what a call has made, and return its bytes."""
+        """Count the storages that a call has allocated, and return their bytes."""
         ledger = self._ledger
         made = 0
         for number, tensor in enumerate(tensors_of(result)):
@@ -196,7 +196,7 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
             known = ledger.find(storage)
             if known is not None:
                 if known.nbytes:
-                    ledger.count(storage)  # by its size now
+                    ledger.count(storage)  # its size may have changed
                 continue
             made += ledger.count(storage).nbytes
             if operator is not None:
@@ -205,10 +205,10 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 operator.outputs[number] = weakref.ref(record)
         return made
 
-    # What autograd saves
+    # Saved tensors
 
     def pack(self, tensor: Tensor) -> Handle | Tensor:
-        """Take over a tensor that autograd saves; one that cannot be followed stays."""
+        """Return a handle for a saved tensor, or the detached tensor if it cannot be recorded."""
         with self._own():
             if not _is_simple(tensor) or is_of_a_subclass(tensor):
                 return tensor.detach()
@@ -218,10 +218,10 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return saved, View.of(tensor, record)
 
     def unpack(self, handle: Handle | Tensor) -> Tensor:
-        """Give a saved tensor back to backward, made again if it was dropped.
+        """Return a saved tensor to backward, recomputed if it was dropped.
 
         Raises:
-            BudgetError: what it takes to make it again does not fit.
+            BudgetError: its recomputation does not fit.
         """
         if isinstance(handle, Tensor):
             return handle
@@ -231,14 +231,14 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @functools.cache
-def _makes(func: Any) -> bool:
-    """Return whether an overload can return memory of its own."""
+def _allocates(func: Any) -> bool:
+    """Return whether an overload can return newly allocated memory."""
     returns = [one for one in func._schema.returns if "Tensor" in str(one.type)]
     return any(one.alias_info is None for one in returns)
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that a call writes into."""
+    """Return the tensors that a call writes to."""
     found: list[Tensor] = []
     for name, place in effects_of(func).written:
         found += tensors_of(args[place] if place < len(args) else kwargs.get(name))
@@ -246,24 +246,24 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
 
 
 def _is_simple(tensor: Tensor) -> bool:
-    """Return whether a tensor is said by its storage and how it lies there, and by no more."""
+    """Return whether storage, dtype, offset, size and stride describe the tensor completely."""
     return is_plain(tensor, _CPU) and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _described(values: Any) -> tuple[Any, ...]:
+def _signature(values: Any) -> tuple[Any, ...]:
     found: list[Any] = []
     for value in values:
         if isinstance(value, Tensor):
             found.append((value.dtype, value.size(), value.stride()))
         elif isinstance(value, list | tuple):
-            found.append(_described(value))
+            found.append(_signature(value))
         else:
             found.append((type(value), str(value)))
     return tuple(found)
 
 
-def _asked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the bytes that the meta kernel makes, 0 if there is none."""
+def _meta_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the bytes that the meta kernel allocates, 0 without one."""
     given: set[int] = set()
 
     def meta(one: Any) -> Any:
@@ -285,14 +285,14 @@ def _asked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 class Recomputation:
-    """A model whose activations are dropped where the budget is too small for them.
+    """Session of a model whose activations are dropped and recomputed to fit the budget.
 
     Attributes:
         log: seconds and peak of each step.
         backend: ``"recompute"``.
         paging: False.
-        sizing: None, as nothing is divided.
-        ledger, making: what is live, and what was made again.
+        sizing: None, as the budget is not divided.
+        ledger, making: live bytes, and the recomputations.
     """
 
     backend = "recompute"
@@ -310,7 +310,7 @@ class Recomputation:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch operators, forwards of the model and steps of the optimizer."""
+        """Install hooks on operators, the model's forward and the optimizer's steps."""
         self._count_states()
         model, optimizer = self.model, self.optimizer
         handles = [
@@ -336,7 +336,7 @@ class Recomputation:
         self.ledger.end_forward()
 
     def _before_step(self, *_: Any) -> None:
-        """Make room for the state that the optimizer makes."""
+        """Make room for the state that the optimizer will allocate."""
         both = self.model, self.optimizer
         need = counting.whole_bytes(*both) - counting.ordinary_bytes(*both)
         absent = sum(

@@ -1,16 +1,16 @@
-"""What DTR knows of a step, and how it drops what is saved and makes it again.
+"""Recorded contents and operators of DTR, and how saved tensors are dropped and recomputed.
 
-[Note: contents]  A storage that an operator writes into has another content afterwards, and so
-another record, a *root*. Roots are what no recorded operator has made: parameters, inputs, what was
-written in place, results of operators that cannot be followed. What is made from a root keeps it,
-and it is never dropped. Views are numbers: their operators are not recorded.
+[Note: contents]  A storage that an operator writes to gets a new content, and so a new record, a
+*root*. Roots were not made by a recorded operator: parameters, inputs, storages written in place,
+results of operators that cannot be recorded. A root is never dropped; once an operator has read it,
+its storage is kept alive. Views are numbers (offset, size, stride): view operators are not
+recorded.
 
 [Note: who holds what]  Autograd's handles hold a `Saved`, which holds the storage, or nothing once
-that was dropped. An operator holds the records of its inputs, which hold no storage but roots'.
+it is dropped. An operator holds the records of its inputs, which hold storages only of roots.
 
-[Note: the same bits]  An operator is called with what it was called with: the same overload below
-autograd and autocast, tensors of the same bits and strides, and the generator in the state in which
-it was.
+[Note: the same bits]  A repeated call uses the same overload below autograd and autocast, inputs of
+the same bits and strides, and the generator in its original state.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _alive(reference: weakref.ref[T] | None) -> T | None:
 
 
 class Saved:
-    """The storage of a record of which autograd holds handles; None while it is dropped."""
+    """A record's storage, shared by autograd's handles; None while it is dropped."""
 
     __slots__ = ("__weakref__", "record", "storage")
 
@@ -56,11 +56,11 @@ class Record:
 
     Attributes:
         nbytes: of the storage.
-        operator: what made it; None for roots.
-        kept: a root's storage, once something was made from it.
+        operator: the operator that computed it; None for roots.
+        kept: a root's storage, once an operator has read it.
         saved: what autograd's handles hold.
         users: the operators that read it.
-        used_at: when it was last made or used, by `time.perf_counter`.
+        used_at: when it was last computed or used, by `time.perf_counter`.
     """
 
     def __init__(self, storage: UntypedStorage, operator: Operator | None) -> None:
@@ -73,11 +73,11 @@ class Record:
         self.used_at = 0.0
 
     def here(self) -> UntypedStorage | None:
-        """Return the storage that has this content, if anybody holds it."""
+        """Return the storage that has this content, None if it was freed."""
         return _alive(self._storage)
 
     def save(self, storage: UntypedStorage) -> Saved:
-        """Return what another handle is to hold."""
+        """Return the `Saved` that a further handle shares."""
         saved = _alive(self.saved)
         if saved is None:
             saved = Saved(self, storage)
@@ -85,28 +85,28 @@ class Record:
         return saved
 
     def put(self, storage: UntypedStorage | None) -> None:
-        """The content is in ``storage`` from now on; None: it is dropped."""
+        """Set the storage of this content; None drops it."""
         self._storage = None if storage is None else weakref.ref(storage)
         saved = _alive(self.saved)
         if saved is not None:
             saved.storage = storage
 
     def become(self, after: Record) -> None:
-        """The storage was written: what it holds now is ``after``, which handles ask for."""
+        """Replace this content by ``after`` once its storage is written; handles follow."""
         saved = _alive(self.saved)
         self._storage = self.saved = None
         if saved is not None:
             saved.record, after.saved = after, weakref.ref(saved)
 
     def results(self) -> list[Record]:
-        """Return what was made from it and somebody still refers to."""
+        """Return the live records of what was computed from it."""
         made = (one() for user in self.users for one in user.outputs.values())
         return [record for record in made if record is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor: how it lies in a record's storage; offset, size and stride in elements."""
+    """A tensor's place in a record's storage; offset, size and stride in elements."""
 
     record: Record
     dtype: torch.dtype
@@ -116,7 +116,7 @@ class View:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, record: Record) -> View:
-        """Return how ``tensor`` lies in the storage of ``record``."""
+        """Return the place of ``tensor`` in the storage of ``record``."""
         return cls(record, tensor.dtype, offset_of(tensor), tensor.size(), tensor.stride())
 
     def over(self, storage: UntypedStorage) -> torch.Tensor:
@@ -131,13 +131,13 @@ class Operator:
 
     Attributes:
         func: the overload.
-        args: its arguments, tensors as views.
-        kwargs: those by name.
+        args: positional arguments, tensors as views.
+        kwargs: keyword arguments, likewise.
         inputs: the records it reads, each once.
-        state: generator and its state before, for what draws random numbers.
-        need: bytes of what it makes.
-        seconds: it took.
-        outputs: by the number of the flattened result, what it made anew.
+        state: generator and its state before the call, for random operators.
+        need: bytes that it allocates.
+        seconds: duration of the call.
+        outputs: index in the flattened result -> record of a newly allocated output.
     """
 
     func: Any
@@ -150,18 +150,18 @@ class Operator:
     outputs: dict[int, weakref.ref[Record]] = field(default_factory=dict)
 
     def again(self, storages: Mapping[Record, UntypedStorage]) -> list[torch.Tensor]:
-        """Call it with inputs that lie in ``storages``; see [Note: the same bits]."""
+        """Call it again with inputs in ``storages``; see [Note: the same bits]."""
 
         def view(one: View) -> torch.Tensor:
             return one.over(storages[one.record])
 
         args, kwargs = (replaced(given, view, View) for given in (self.args, self.kwargs))
-        with self._drawing():
+        with self._original_random_state():
             return list(tensors_of(self.func(*args, **kwargs)))
 
     @contextlib.contextmanager
-    def _drawing(self) -> Iterator[None]:
-        """Draw the random numbers that it drew, and leave the stream where it was."""
+    def _original_random_state(self) -> Iterator[None]:
+        """Restore the generator's recorded state for the call, and its current state afterwards."""
         if self.state is None:
             yield
             return
@@ -175,10 +175,10 @@ class Operator:
 
 
 class Known:
-    """One live storage: its bytes as counted, and the record of its content if anybody asked.
+    """One live storage: its bytes as counted, and the record of its content if one was requested.
 
-    Until the end of a forward it holds the record; from then on whoever may need that does, so that
-    a result which outlives its graph keeps nothing of it.
+    It holds the record until the end of forward; afterwards only operators and handles do. So a
+    result that outlives its graph keeps no records alive.
     """
 
     def __init__(self) -> None:
@@ -188,37 +188,37 @@ class Known:
 
     @property
     def record(self) -> Record | None:
-        """The record of what it holds now."""
+        """The record of its current content."""
         return _alive(self.record_of)
 
 
 class Ledger:
-    """Counts the storages that are known and live.
+    """Counts the bytes of known live storages.
 
     Attributes:
         live: their bytes.
-        peak: most of them since `take_peak`.
+        peak: maximum of ``live`` since `take_peak`.
     """
 
     def __init__(self) -> None:
         self.live = self.peak = 0
-        self._known: dict[int, Known] = {}  # by address of the storage's own structure
+        self._known: dict[int, Known] = {}  # by address of the StorageImpl
         self._endings: Endings[int] = Endings()
-        self._recent: list[Known] = []  # whose records are held
+        self._recent: list[Known] = []  # those that hold their record
 
     def settle(self) -> None:
-        """Count off what has ended. Addresses are used again, so this comes before each look."""
+        """Subtract freed storages. Addresses are reused, so this precedes each lookup."""
         if self._endings:
             for address in self._endings.take():
                 self.live -= self._known.pop(address).nbytes
 
     def find(self, storage: UntypedStorage) -> Known | None:
-        """Return what is known of ``storage``, or None."""
+        """Return the entry of ``storage``, or None."""
         self.settle()
         return self._known.get(storage._cdata)
 
     def know(self, storage: UntypedStorage) -> Known:
-        """Return what is known of ``storage``, which is not counted yet if that is nothing."""
+        """Return the entry of ``storage``, created with zero bytes if absent."""
         known = self.find(storage)
         if known is None:
             known = self._known[storage._cdata] = Known()
@@ -226,7 +226,7 @@ class Ledger:
         return known
 
     def count(self, storage: UntypedStorage) -> Known:
-        """Count ``storage`` from now on, by its size now, and return what is known of it."""
+        """Count ``storage`` by its current size, and return its entry."""
         known, nbytes = self.know(storage), storage.nbytes()
         if known.nbytes != nbytes:
             self.live += nbytes - known.nbytes
@@ -235,35 +235,35 @@ class Ledger:
         return known
 
     def holds(self, storage: UntypedStorage, record: Record) -> Record:
-        """Note that the content of ``storage`` is ``record`` from now on, and return that."""
+        """Set the content of ``storage`` to ``record``, and return ``record``."""
         known = self.know(storage)
         known.held, known.record_of = record, weakref.ref(record)
         self._recent.append(known)
         return record
 
     def end_forward(self) -> None:
-        """What is not needed for a backward needs no record any more."""
+        """Release the records that no backward needs."""
         for known in self._recent:
             known.held = None
         self._recent.clear()
 
     def take_peak(self) -> int:
-        """Return the most bytes since the last call."""
+        """Return the peak bytes since the last call, and reset the peak."""
         self.settle()
         peak, self.peak = self.peak, self.live
         return peak
 
 
 class Making:
-    """Keeps live bytes within a budget, and makes again what that takes away.
+    """Keeps live bytes within a budget by dropping saved tensors, and recomputes them.
 
     Args:
-        ledger: counts what is live.
-        budget: bytes that it may count.
+        ledger: counts live bytes.
+        budget: limit of the ledger's live bytes.
 
     Attributes:
-        savers: what autograd's handles hold; the candidates.
-        operators: called again so far.
+        savers: what autograd's handles hold; the candidates for dropping.
+        operators: operators called again so far.
     """
 
     def __init__(self, ledger: Ledger, budget: int) -> None:
@@ -276,14 +276,14 @@ class Making:
         """Drop saved tensors until ``need`` more bytes fit.
 
         Raises:
-            BudgetError: what is left cannot be dropped.
+            BudgetError: the remaining bytes cannot be dropped.
         """
         ledger = self._ledger
         ledger.settle()
         if ledger.live + need <= self._budget:
             return
-        candidates = [saved.record for saved in list(self.savers) if self._may_go(saved)]
-        for record in _in_order(candidates, time.perf_counter()):
+        candidates = [saved.record for saved in list(self.savers) if self._is_droppable(saved)]
+        for record in _in_drop_order(candidates, time.perf_counter()):
             record.put(None)
             ledger.settle()
             if ledger.live + need <= self._budget:
@@ -293,21 +293,21 @@ class Making:
             f"cannot be dropped, and the budget is {format_bytes(self._budget)}: raise it"
         )
 
-    def _may_go(self, saved: Saved) -> bool:
+    def _is_droppable(self, saved: Saved) -> bool:
         storage, record = saved.storage, saved.record
         return (
             storage is not None
             and record.nbytes > 0
             and record.operator is not None
             and record not in self._locked
-            and users_of(storage) == 1  # no tensor but our handles
+            and users_of(storage) == 1  # only the `Saved` refers to it
         )
 
     def bring(self, wanted: Record) -> UntypedStorage:
-        """Return the storage of ``wanted``, made again if it was dropped.
+        """Return the storage of ``wanted``, recomputed if it was dropped.
 
         Raises:
-            BudgetError: what it takes to make it does not fit.
+            BudgetError: its recomputation does not fit.
         """
         wanted.used_at = time.perf_counter()
         storage = wanted.here()
@@ -315,35 +315,35 @@ class Making:
             return storage
         try:
             with torch.autocast("cpu", enabled=False), torch.no_grad():
-                return self._make(wanted)
+                return self._recompute(wanted)
         finally:
             self._locked = set()
 
     def secure(self, record: Record) -> None:
-        """``record`` is about to be written: have what was made from it stay."""
+        """Pin the results made from ``record``, which is about to be written."""
         for made in record.results():
             if made.operator is not None:
                 made.kept = self.bring(made)
                 made.operator = None
         record.users.clear()
 
-    def _make(self, wanted: Record) -> UntypedStorage:
-        """Make ``wanted`` and what it takes, without recursion: a chain may be as long as the
-        network is deep. What is made on the way may be dropped as soon as that is made."""
-        held: dict[Record, dict[Record, Any]] = {wanted: {}}  # being made -> its inputs, held
+    def _recompute(self, wanted: Record) -> UntypedStorage:
+        """Recompute ``wanted`` and its dropped inputs. Iterative, as a chain may be as long as the
+        network is deep. Intermediate results may be dropped once their consumer is computed."""
+        held: dict[Record, dict[Record, Any]] = {wanted: {}}  # being computed -> inputs held for it
         while True:
             record = next(reversed(held))
             own, operator = held[record], record.operator
             assert operator is not None, "a root is never dropped"
-            there = {one: one.here() for one in operator.inputs if one not in own}
-            missing = next((one for one, storage in there.items() if storage is None), None)
-            if missing is not None:  # until all is there, the rest may be dropped for it
+            storages = {one: one.here() for one in operator.inputs if one not in own}
+            missing = next((one for one, storage in storages.items() if storage is None), None)
+            if missing is not None:  # inputs are locked only once all exist; until then droppable
                 held[missing] = {}
                 continue
-            own.update(there)
+            own.update(storages)
             self._locked = {*held, *(one for each in held.values() for one in each)}
             storage = self._call(operator, own)[record]
-            del held[record], own, there
+            del held[record], own, storages
             if not held:
                 return storage
             held[next(reversed(held))][record] = storage
@@ -372,11 +372,11 @@ class Making:
         return made
 
 
-def _in_order(records: Iterable[Record], now: float) -> Iterator[Record]:
-    """Yield ``records`` as they should be dropped, each time the lowest score.
+def _in_drop_order(records: Iterable[Record], now: float) -> Iterator[Record]:
+    """Yield ``records`` in the order to drop them, lowest score first.
 
-    The caller drops what it is given before it asks for the next. By that the scores of the others
-    can only rise, so one that is lowest still when it is reckoned anew is the lowest of all.
+    The caller drops each record before it asks for the next. Dropping only raises the scores of the
+    others, so a record that is still lowest after its score is updated is the lowest of all.
     """
     heap = [(_score(record, now), number, record) for number, record in enumerate(records)]
     heapq.heapify(heap)
@@ -391,8 +391,8 @@ def _in_order(records: Iterable[Record], now: float) -> Iterator[Record]:
 
 
 def _score(record: Record, now: float) -> float:
-    """Return h-DTR, with the exact neighbourhood: the seconds to make ``record`` again with its
-    dropped ancestors and descendants, over its bytes and the seconds since it was last used."""
+    """Return h-DTR's score with the exact neighbourhood: the seconds to recompute ``record`` with
+    its dropped ancestors and descendants, over its bytes times the seconds since its last use."""
     assert record.operator is not None, "roots are never dropped"
     near: set[Operator] = {record.operator}
     for neighbours in (_sources, Record.results):

@@ -1,9 +1,9 @@
-"""Strict replay: the recorded order is prefetched to the letter, or nothing is.
+"""Strict replay: prefetches exactly the recorded order, or nothing.
 
-The rule by which ZeRO-Infinity's prefetcher trusts its trace (Rajbhandari et al., SC 2021;
-``PartitionedParameterCoordinator`` in DeepSpeed). A sample's forward is recorded, and the samples
-after it are prefetched by that. The first visit out of order ends the prefetch of its sample; the
-next sample runs on demand and is recorded anew. One that only ends early leaves the record.
+The rule of ZeRO-Infinity's prefetcher (Rajbhandari et al., SC 2021;
+``PartitionedParameterCoordinator`` in DeepSpeed). One sample's forward is recorded, and later
+samples are prefetched by it. The first visit out of order ends the prefetch of its sample; the
+next sample runs on demand and is recorded. A sample that only ends early keeps the record.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from dynoffload.telemetry import StepStats
 
 
 class StrictForecast(Forecast):
-    """A session's `Forecast` under the rule; `follow` makes it of an ordinary one.
+    """A session's `Forecast` with strict replay; `follow` initializes it.
 
     Attributes:
-        breaks: samples that came out of order so far.
+        breaks: samples that diverged from the record so far.
     """
 
     def follow(self, session: Session) -> None:
-        """Begin, for ``session``, with nothing recorded."""
+        """Start with nothing recorded, for ``session``."""
         self._session = session
         self._record: list[int] | None = None
         self._broken = False
@@ -64,11 +64,11 @@ class StrictForecast(Forecast):
 
     @property
     def pays(self) -> bool:
-        """Whether to prefetch: always by a record, also where that loses."""
+        """Whether to prefetch: always if there is a record, even where that is slower."""
         return self._record is not None
 
     def judge(self, step: StepStats) -> None:
-        """Judge nothing."""
+        """Do nothing: strict replay does not evaluate its benefit."""
 
 
 @contextlib.contextmanager
@@ -85,6 +85,6 @@ def replaying(
         config={**config, "policy": "repeat"},
     ) as session:
         assert isinstance(session, BudgetedSession)
-        session._forecast.__class__ = StrictForecast  # the session has made an ordinary one
+        session._forecast.__class__ = StrictForecast  # replaces the session's own kind
         cast(StrictForecast, session._forecast).follow(session)
         yield session

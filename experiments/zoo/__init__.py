@@ -1,7 +1,7 @@
-"""Dynamic networks to try dynoffload on, by name: `build` makes one, `samples` what it trains on.
+"""Dynamic networks to try dynoffload on, by name: `build` makes one, `samples` yields its inputs.
 
-A network's module has the class, whose arguments are its sizes, ``PRESETS`` of them by name, and
-``samples``. It is imported when the network is asked for, and knows nothing of offloading.
+Each network has a module with its class (whose arguments are sizes), ``PRESETS`` of sizes by name,
+and ``samples``. The module is imported on first use, and does not depend on offloading.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from dynoffload.experiments.zoo.building import ZooSample
 
 NETWORKS = ("moe", "tree")
-"""The networks that most is shown on: the MoE language model and the Tree-LSTM."""
+"""The networks of most demonstrations: the MoE language model and the Tree-LSTM."""
 
 FUSED = "fused"
-"""The MoE language model's sizes as a Mixtral of transformers, where that is installed."""
+"""transformers' Mixtral in the MoE language model's sizes; needs transformers."""
 
 TRUNK = "evoformer"
-"""A trunk of AlphaFold's kind, which recycles."""
+"""A trunk like AlphaFold's, with recycling."""
 
 FOLDING = "esmfold"
-"""ESMFold of transformers, where that is installed."""
+"""transformers' ESMFold; needs transformers."""
 
 _PLACES = {
     "moe": "moe_lm:MoELM",
@@ -54,17 +54,17 @@ def build(
     device: str | torch.device = "cpu",
     **sizes: Any,
 ) -> nn.Module:
-    """Return a network of the zoo, with weights that follow from its seed.
+    """Return a network of the zoo, with weights determined by its seed.
 
     Args:
         name: one of `ALL`.
         preset: the sizes: ``tiny``, ``small`` or ``base``; some have others, see `presets`.
         seed: of the initial weights.
         device: where to build it; on ``"meta"`` it has shapes and no bytes.
-        sizes: arguments of the network's class that differ from the preset's.
+        sizes: arguments of the network's class that override the preset's.
 
     Raises:
-        ValueError: there is no such network or preset, or the sizes make no network.
+        ValueError: there is no such network or preset, or the sizes are invalid.
         TypeError: the class has no such argument.
     """
     import torch
@@ -84,7 +84,7 @@ def build(
 
 
 def presets(name: str) -> dict[str, dict[str, Any]]:
-    """Return the sizes of a network by name of the preset."""
+    """Return preset name -> sizes of a network."""
     known: dict[str, dict[str, Any]] = _module(name).PRESETS
     return known
 
@@ -92,16 +92,16 @@ def presets(name: str) -> dict[str, dict[str, Any]]:
 def samples(
     name: str, split: Split | str = "train", *, seed: int = 0, **shape: Any
 ) -> Iterator[ZooSample]:
-    """Yield samples for a network of the zoo for ever, the same ones for the same arguments.
+    """Yield an endless stream of samples for a network; the same arguments give the same samples.
 
     Args:
         name: one of `ALL`.
         split: ``"train"`` or ``"held-out"`` files, families or images.
         seed: of the draws.
-        shape: what ``samples`` of the network's module takes, or the data set that it names.
+        shape: arguments of ``samples`` in the network's module, or of its data set.
 
     Raises:
-        ValueError: there is no such network, or the shape is impossible.
+        ValueError: there is no such network, or the shape is invalid.
     """
     stream: Iterator[ZooSample] = _module(name).samples(split, seed=seed, **shape)
     return stream

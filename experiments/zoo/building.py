@@ -1,4 +1,4 @@
-"""What networks of the zoo have in common: samples, outputs, and what routers hint at."""
+"""Shared by networks of the zoo: samples, outputs, and router predictions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ZooSample:
 
     Attributes:
         args: the positional arguments of the network's forward call; its result has a ``.loss``.
-        source: the name of the file, or of whatever else the sample was cut from.
+        source: name of the file, or of another origin, from which the sample was cut.
     """
 
     args: tuple[Any, ...]
@@ -27,11 +27,11 @@ class ZooSample:
 
 
 class Output(NamedTuple):
-    """What a forward pass of most networks returns.
+    """Result of most networks' forward.
 
     Attributes:
         loss: scalar, in nats; None without targets.
-        logits: of what is predicted, the classes last.
+        logits: of the predictions; classes are the last dimension.
     """
 
     loss: Tensor | None
@@ -39,8 +39,8 @@ class Output(NamedTuple):
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Return ``value`` with every tensor in it on ``device``: in tuples, lists and dictionaries,
-    and in the fields of dataclasses, as samples are made of."""
+    """Return ``value`` with all its tensors on ``device``, including those nested in tuples,
+    lists, dictionaries and dataclass fields."""
     if isinstance(value, Tensor):
         return value.to(device)
     if is_dataclass(value) and not isinstance(value, type):
@@ -56,14 +56,14 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 def chosen_by_any(logits: Tensor, top_k: int) -> Tensor:
-    """Return how likely each expert is to be among the first ``top_k`` of any token, ``[experts]``.
+    """Return each expert's estimated chance of being in any token's ``top_k``, ``[experts]``.
 
-    Above a half where some token's logits say so now; how far is told by the distance to the line
-    between those taken and those left.
+    It is above one half if some token's logits select the expert. It depends on the distance to
+    the midpoint between the last selected and the first rejected logit.
 
     Args:
         logits: of a router, ``[tokens, experts]``.
-        top_k: how many experts a token takes.
+        top_k: experts per token.
     """
     if top_k >= logits.shape[1]:
         return logits.new_ones(logits.shape[1])
@@ -73,13 +73,13 @@ def chosen_by_any(logits: Tensor, top_k: int) -> Tensor:
 
 
 def texts(split: Split | str = "train", *, seed: int = 0, **shape: Any) -> Iterator[ZooSample]:
-    """Yield texts and what follows each token; see `dynoffload.datasets.text.batches`."""
+    """Yield texts with each token's successor; see `dynoffload.datasets.text.batches`."""
     drawn = batches(split, seed=seed, **shape)
     return (ZooSample((batch.tokens, batch.targets), batch.source) for batch in drawn)
 
 
 def singly(dataset: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[ZooSample]]:
-    """Return ``samples`` that yield what ``dataset`` does; ``shape`` is the data set's."""
+    """Return a ``samples`` function over ``dataset``; ``shape`` is the data set's."""
 
     def samples(
         split: Split | str = "train", *, seed: int = 0, **shape: Any

@@ -1,11 +1,10 @@
-"""An LSTM that reads a statement of any length, piece by piece, until it knows what it is.
+"""An LSTM that reads a statement piece by piece until it can classify it.
 
-A stacked LSTM over the bytes of a Python statement; after each piece a judge says which kind of
-statement it is, and reading ends when the judge is sure or the text is over: early stopping in the
-manner of Yu et al. (2018, "Fast and accurate text classification: skimming, rereading and early
-stopping"), with a threshold where they learn a policy. All judgements made count in the loss, so
-that early ones are learned too. How many pieces there are is seen before the step, how many are
-read is not.
+A stacked LSTM over the bytes of a Python statement. After each piece a classifier predicts the kind
+of statement; reading ends when it is confident or the text ends. This is early stopping like that
+of Yu et al. (2018, "Fast and accurate text classification: skimming, rereading and early
+stopping"), with a threshold where they learn a policy. The loss averages all predictions made, so
+early ones are trained too. The number of pieces is known before the step; the number read is not.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ samples = singly(statements)
 
 
 class EarlyLSTM(nn.Module):
-    """Says which kind of statement a text is.
+    """Classifies statements.
 
     Args:
         embedding: width of a byte's vector.
         hidden: width of a layer's state.
         layers: of the LSTM.
-        piece: bytes that are read between two judgements.
-        sure: chance of the likeliest kind from which the judge is sure.
-        kinds: of statements.
-        vocabulary: how many different bytes.
+        piece: bytes read between two predictions.
+        sure: probability of the likeliest kind at which reading stops.
+        kinds: number of statement kinds.
+        vocabulary: number of different bytes.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class EarlyLSTM(nn.Module):
         self.judge = nn.Linear(hidden, kinds)
 
     def forward(self, statement: Statement) -> Output:
-        """Read ``statement.tokens``, int64 ``[length]``, until the judge is sure."""
+        """Read ``statement.tokens``, int64 ``[length]``, until the classifier is confident."""
         label = statement.label.view(1)
         vectors = self.embedding(statement.tokens)
         zeros = vectors.new_zeros((1, self.hidden))
@@ -78,11 +77,11 @@ class EarlyLSTM(nn.Module):
         return Output(torch.stack(losses).mean(), logits)
 
     def sample_features(self, statement: Statement) -> InputFeatures:
-        """Describe a statement by its bytes, each with the one before it, and how many there are.
+        """Describe a statement by its bytes, each with its predecessor, and their number.
 
         Returns:
-            A sample whose elements are int64 ``[length, 2]``; ``vocabulary`` stands before the
-            first byte.
+            A sample whose elements are int64 ``[length, 2]``; the first byte's predecessor is
+            ``vocabulary``.
         """
         tokens = statement.tokens.cpu()
         before = torch.cat((torch.tensor([self.vocabulary]), tokens[:-1]))

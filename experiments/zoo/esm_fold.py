@@ -1,9 +1,9 @@
-"""ESMFold of transformers, with random weights, trained to say how far residues are apart.
+"""transformers' ESMFold with random weights, trained to predict distances between residues.
 
-`EsmForProteinFolding` (Lin et al., 2023, Science 379) behind a forward call that takes the zoo's
-protein samples and returns a loss: a language model whose weights stay as they are, a folding trunk
-that recycles, and a structure module, which runs and learns nothing but to be small, as the losses
-of the structure are left out. Nothing is masked: the network's own masking takes no batch.
+`EsmForProteinFolding` (Lin et al., 2023, Science 379) with a forward that takes the zoo's protein
+samples and returns a loss. It has a frozen language model, a folding trunk that recycles, and a
+structure module. The structure losses are left out; the module is only trained to keep its output
+small. Nothing is masked: the network's own masking does not support batches.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ PRESETS: dict[str, dict[str, int]] = {
     "tiny": {"language": 32, "layers": 2, "blocks": 2, "sequence": 32, "pair": 16, "width": 8},
     "small": {"language": 128, "layers": 4, "blocks": 8, "sequence": 256, "pair": 64, "width": 32},
 }
-"""Sizes by name: width and layers of the language model; blocks of the trunk, its widths of a
-residue and of a pair, and that of one head."""
+"""Sizes by name: width and layers of the language model; the trunk's blocks, and its widths per
+residue, per pair and per head."""
 samples = singly(alignments)
 
 
 class FoldOutput(NamedTuple):
-    """What a forward pass returns.
+    """Result of forward.
 
     Attributes:
         loss: scalar: mean cross entropy of the distances and of the residues, and a thousandth of
-            the mean square of the atoms' places.
+            the mean square of the atoms' positions.
         distances: ``[rows, length, length, 64]``: logits.
     """
 
@@ -41,7 +41,7 @@ class FoldOutput(NamedTuple):
 
 
 class EsmFold(nn.Module):
-    """The network, over the queries of alignments."""
+    """The network; it folds the queries of alignments."""
 
     def __init__(
         self, language: int, layers: int, blocks: int, sequence: int, pair: int, width: int
@@ -86,18 +86,18 @@ class EsmFold(nn.Module):
         """Fold each row's query.
 
         Args:
-            sample: of its alignments only the first row is used.
+            sample: only the first row of its alignments is used.
         """
         hidden = sample.hidden[:, 0]
         query = torch.where(hidden != -100, hidden, sample.tokens[:, 0])
         out = self.net(query, num_recycles=sample.cycles - 1)
         distances: Tensor = out.distogram_logits
         apart = F.cross_entropy(distances.flatten(0, 2), sample.distances.flatten())
-        told = F.cross_entropy(out.lm_logits.flatten(0, 1), query.flatten())
-        return FoldOutput(apart + told + 1e-3 * out.positions.square().mean(), distances)
+        residues = F.cross_entropy(out.lm_logits.flatten(0, 1), query.flatten())
+        return FoldOutput(apart + residues + 1e-3 * out.positions.square().mean(), distances)
 
     def sample_features(self, sample: Alignments) -> InputFeatures:
-        """Describe a sample by its shape and by how often the trunk runs for it."""
+        """Describe a sample by its shape and its number of trunk runs."""
         rows, _, length = sample.tokens.shape
         shape = {"rows": rows, "length": length, "cycles": sample.cycles}
         return InputFeatures(values={name: float(value) for name, value in shape.items()})

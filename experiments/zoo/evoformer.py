@@ -1,10 +1,10 @@
-"""An Evoformer trunk with recycling: how often it runs, how deep and how long, differs by sample.
+"""An Evoformer trunk with recycling: number of runs, depth and length differ by sample.
 
-The trunk of AlphaFold 2 (Jumper et al., 2021, supplement, algorithms 3, 6 to 15 and 31, 32): an
-alignment and a representation of pairs, updated by each other in blocks, run several times over,
-with gradients through the last run alone. It says what was masked in the alignment and how far
-residues are apart. Templates, the extra alignment and the structure module are left out. Memory
-goes with rows * depth * length and rows * length squared, which is what makes batches small.
+The trunk of AlphaFold 2 (Jumper et al., 2021, supplement, algorithms 3, 6 to 15 and 31, 32).
+Blocks update an alignment and a pair representation from each other. They run several times, with
+gradients through the last run alone. It predicts the masked alignment entries and the distances of
+residues. Templates, the extra alignment and the structure module are left out. Memory grows with
+rows * depth * length and rows * length squared, so batches must be small.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ samples = singly(alignments)
 
 
 class EvoformerOutput(NamedTuple):
-    """What a forward pass returns.
+    """Result of forward.
 
     Attributes:
-        loss: scalar: mean cross entropy of what was masked, and 0.3 of that of the distances.
+        loss: scalar: mean cross entropy of the masked entries plus 0.3 times that of the distances.
         hidden: ``[rows, depth, length, TOKENS]``: logits of the alignment's entries.
         distances: ``[rows, length, length, BINS]``: logits, symmetric.
     """
@@ -55,11 +55,11 @@ class EvoformerOutput(NamedTuple):
 
 
 class GatedAttention(nn.Module):
-    """Attention along the dimension before the last, gated by its input (algorithm 7).
+    """Attention along the second to last dimension, gated by its input (algorithm 7).
 
     Args:
         width: of the input and output.
-        heads: how many.
+        heads: number of heads.
         pair: width of the pairs that bias it; 0 for no bias.
     """
 
@@ -93,7 +93,7 @@ class GatedAttention(nn.Module):
 
 
 class Transition(nn.Sequential):
-    """Two layers with a wide middle (algorithm 9)."""
+    """Two layers with a wide hidden layer (algorithm 9)."""
 
     def __init__(self, width: int, factor: int) -> None:
         super().__init__(
@@ -105,7 +105,7 @@ class Transition(nn.Sequential):
 
 
 class OuterProductMean(nn.Module):
-    """From the alignment to pairs: how two columns vary together (algorithm 10)."""
+    """Updates pairs from the alignment: how two columns covary (algorithm 10)."""
 
     def __init__(self, alignment: int, product: int, pair: int) -> None:
         super().__init__()
@@ -123,11 +123,11 @@ class OuterProductMean(nn.Module):
 
 
 class TriangleProduct(nn.Module):
-    """Each pair by the two other sides of all its triangles (algorithms 11 and 12).
+    """Updates each pair from the other two sides of all its triangles (algorithms 11 and 12).
 
     Args:
         pair: width of the pairs.
-        outgoing: sides leave the two residues, or enter them.
+        outgoing: whether sides leave the two residues; otherwise they enter them.
     """
 
     def __init__(self, pair: int, *, outgoing: bool) -> None:
@@ -222,7 +222,7 @@ class Block(nn.Module):
 
 
 class Recycling(nn.Module):
-    """What the last run found, to begin the next with (algorithm 32 without distances)."""
+    """Adds the last run's results to the inputs of the next (algorithm 32 without distances)."""
 
     def __init__(self, alignment: int, pair: int) -> None:
         super().__init__()
@@ -232,13 +232,13 @@ class Recycling(nn.Module):
     def forward(
         self, alignment: Tensor, pairs: Tensor, query: Tensor, before: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return both representations with those of the last run added to them."""
+        """Return both representations plus those of the last run."""
         first = alignment[:, :1] + self.query_norm(query)[:, None]
         return torch.cat((first, alignment[:, 1:]), dim=1), pairs + self.pair_norm(before)
 
 
 class Evoformer(nn.Module):
-    """The trunk between embeddings and two heads.
+    """The trunk with embeddings and two heads.
 
     Args:
         alignment: width of an alignment's entry.
@@ -246,9 +246,9 @@ class Evoformer(nn.Module):
         alignment_heads: of attention over the alignment; divides ``alignment``.
         pair_heads: of attention over pairs; divides ``pair``.
         product: width of the outer product's factors.
-        blocks: how many.
-        transition: how much wider a transition is inside.
-        reach: residues farther apart in sequence than this are told apart no more.
+        blocks: number of blocks.
+        transition: hidden width of a transition, as a multiple of its width.
+        reach: sequence distance at which relative positions are clamped.
         alignment_dropout: of whole rows of the alignment's updates.
         pair_dropout: of whole rows or columns of the pairs' updates.
     """
@@ -301,7 +301,7 @@ class Evoformer(nn.Module):
         return EvoformerOutput(masked + 0.3 * far, hidden, apart)
 
     def _run(self, tokens: Tensor, carried: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        """Embed ``tokens`` (algorithm 3), add what is ``carried``, and run all blocks."""
+        """Embed ``tokens`` (algorithm 3), add the results ``carried`` over, and run all blocks."""
         query = tokens[:, 0]
         alignment = self.entries(tokens) + self.query(query)[:, None]
         places = torch.arange(query.shape[1], device=tokens.device)
@@ -314,7 +314,7 @@ class Evoformer(nn.Module):
         return alignment, pairs
 
     def sample_features(self, sample: Alignments) -> InputFeatures:
-        """Describe a sample by its shape and by how often the trunk runs for it."""
+        """Describe a sample by its shape and its number of trunk runs."""
         rows, depth, length = sample.tokens.shape
         shape = {"rows": rows, "depth": depth, "length": length, "cycles": sample.cycles}
         return InputFeatures(values={name: float(value) for name, value in shape.items()})

@@ -1,7 +1,7 @@
-"""The MoE language model's sizes as a Mixtral of transformers, whose experts are fused.
+"""transformers' Mixtral in the MoE language model's sizes; its experts are fused.
 
-transformers' own code with its eager loop over experts. It has the same parameters to move as the
-zoo's own network; routing and balancing loss are its own.
+It runs transformers' code with its eager loop over experts. Its parameters have the same sizes as
+those of the zoo's own network; routing and balancing loss are transformers'.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class FusedMoELM(nn.Module):
             use_cache=False,
         )
         device, drawn = torch.get_default_device(), torch.get_rng_state()
-        with torch.device("meta"):  # its weights are drawn below, module by module
+        with torch.device("meta"):  # weights are initialized below, module by module
             self.inner: Any = MixtralForCausalLM(sizes).train()
         self.inner.set_experts_implementation("eager")
         if device.type != "meta":
             self.inner.to_empty(device=device)
             self.inner.tie_weights()
-        with torch.device("cpu"):  # its buffers follow from the sizes, and are small
+        with torch.device("cpu"):  # buffers are determined by the sizes, and small
             self.inner.model.rotary_emb = MixtralRotaryEmbedding(self.inner.config)
         torch.set_rng_state(drawn)
         for module in self.modules():
@@ -79,7 +79,7 @@ class FusedMoELM(nn.Module):
 
 
 class _Reset:
-    """Gives one module its initial weights."""
+    """Initializes the weights of one module."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -88,6 +88,6 @@ class _Reset:
     def __call__(self) -> None:
         for parameter in self._module._parameters.values():
             if parameter is not None and parameter.dim() == 1:
-                parameter.fill_(1.0)  # a norm's
+                parameter.fill_(1.0)  # of a norm
             elif parameter is not None:
                 parameter.normal_(std=_DEVIATION)

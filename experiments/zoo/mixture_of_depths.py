@@ -1,10 +1,10 @@
-"""A decoder whose tokens leave out blocks: which ones run, and on how much, depends on the tokens.
+"""A decoder whose tokens skip blocks: the tokens determine which blocks run, and on how many.
 
-Mixture of depths (Raposo et al., 2024, arXiv 2404.02258) with the router that decides token by
-token, as sampling needs it (section 3.5): in every other block a token takes part if its router
-says so, and the block's output is scaled by what the router said; a block that no token wants is
-not called. A loss on the share of the tokens that take part holds it near the capacity asked for.
-Attention is `moe_lm`'s, over the tokens that take part, at their own positions.
+Mixture of depths (Raposo et al., 2024, arXiv 2404.02258) with a router that decides token by token,
+as sampling requires (section 3.5). In every other block a token takes part if its router selects
+it, and the block's output is scaled by the router's output. A block that no token selects is not
+called. A loss on the share of participating tokens keeps it near the requested capacity.
+Attention is `moe_lm`'s, over the participating tokens, at their own positions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ samples = texts
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward network, each behind a norm; returns what they add."""
+    """Attention, then a feed-forward network, each after a norm; returns the residual update."""
 
     def __init__(self, hidden: int, heads: int, width: int) -> None:
         super().__init__()
@@ -38,14 +38,14 @@ class Block(nn.Module):
         self.feed_forward = Expert(hidden, width)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Return what is added to ``[1, tokens, hidden]``, whose turns are ``[tokens, ...]``."""
+        """Return the update of ``[1, tokens, hidden]``; ``cos``, ``sin`` are ``[tokens, ...]``."""
         attended = self.attention(self.attention_norm(x), cos, sin)
         out: Tensor = attended + self.feed_forward(self.norm(x + attended))
         return out
 
 
 class Router(nn.Module):
-    """Says for each token whether it takes part."""
+    """Decides for each token whether it takes part."""
 
     def __init__(self, hidden: int, capacity: float) -> None:
         super().__init__()
@@ -53,22 +53,22 @@ class Router(nn.Module):
         nn.init.constant_(self.score.bias, math.log(capacity / (1 - capacity)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return chances ``[tokens]`` for ``[tokens, hidden]``."""
+        """Return probabilities ``[tokens]`` for ``[tokens, hidden]``."""
         return torch.sigmoid(self.score(x)).squeeze(-1)
 
     def foretell(self, x: Tensor) -> Tensor:
-        """Return how likely any token would take part if ``x`` came here, ``[1]``."""
+        """Return the largest probability that a token of ``x`` takes part, ``[1]``."""
         return torch.sigmoid(F.linear(x, self.score.weight, self.score.bias)).amax(dim=0)
 
 
 class MixtureOfDepths(Decoder):
-    """The language model; a batch's rows are taken one after the other, as each takes its path.
+    """The language model; it processes a batch's rows one after the other, as their paths differ.
 
     Args:
-        layers: how many blocks, of which every other one may be left out.
-        width: inner width of a feed-forward network.
-        capacity: share of the tokens that should take part in a block that may be left out.
-        balance: weight of the loss that holds the share there.
+        layers: number of blocks; every other one can be skipped.
+        width: hidden width of a feed-forward network.
+        capacity: target share of the tokens that take part in a block that can be skipped.
+        balance: weight of the loss that keeps the share there.
     """
 
     def __init__(
@@ -100,13 +100,13 @@ class MixtureOfDepths(Decoder):
                 if len(part):
                     added = block(row[:, part], cos[part], sin[part])
                     row = row.index_add(1, part, added * chance[part, None])
-                soft = takes + (chance - chance.detach())  # the share's gradient is the chance's
+                soft = takes + (chance - chance.detach())  # straight-through gradient
                 losses.append((soft.mean() - self.capacity).square())
             rows.append(row)
         return torch.cat(rows), losses
 
     def routing_probes(self) -> list[RoutingProbe]:
-        """Return the routers, in order: each can be asked about what another is given."""
+        """Return the routers in order; each can be evaluated on an earlier router's input."""
         return [
             RoutingProbe(f"routers.{number}", (f"layers.{2 * number + 1}",), router.foretell)
             for number, router in enumerate(self.routers)

@@ -1,9 +1,8 @@
-"""A decoder language model with routed experts: which of them run depends on the tokens.
+"""A decoder language model with routed experts: the tokens determine which experts run.
 
-A network of the Mixtral kind (Jiang et al., 2024, arXiv 2401.04088): pre-norm blocks of causal
-attention with rotary positions and of top-k routed SwiGLU experts, one module per expert, called
-one after another in ascending order if any token chose it. The loop is the subject, as the order of
-blocks it makes differs by sample.
+A network like Mixtral (Jiang et al., 2024, arXiv 2401.04088): pre-norm blocks of causal attention
+with rotary positions and of top-k routed SwiGLU experts. Each expert is a module. Those that any
+token chose are called one by one in ascending order, so the order of blocks differs by sample.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ PRESETS: dict[str, dict[str, int]] = {
     "small-wide": {"hidden": 512, "layers": 3, "heads": 8, "experts": 64, "width": 128},
     "base-wide": {"hidden": 1024, "layers": 6, "heads": 16, "experts": 64, "width": 256},
 }
-"""Sizes by name; a ``wide`` one has as many parameters as its namesake, in 64 experts per layer."""
+"""Sizes by name; ``wide`` ones have as many parameters, in 64 experts per layer."""
 samples = texts
 
 
 class Rotary(nn.Module):
-    """The turning angles of rotary positions (Su et al., 2021, arXiv 2104.09864)."""
+    """Rotation angles of rotary positions (Su et al., 2021, arXiv 2104.09864)."""
 
     frequencies: Tensor
 
@@ -44,7 +43,7 @@ class Rotary(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fill the frequencies, which follow from the width alone."""
+        """Compute the frequencies, which depend only on the width."""
         exponents = torch.arange(0, self.head_width, 2, device=self.frequencies.device)
         with torch.no_grad():
             self.frequencies.copy_(self.base ** (-exponents.float() / self.head_width))
@@ -57,7 +56,7 @@ class Rotary(nn.Module):
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + half) of ``[rows, heads, length, head_width]`` by their angles."""
+    """Rotate the pairs (i, i + half) of ``[rows, heads, length, head_width]`` by their angles."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -79,7 +78,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(hidden, hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Return ``[rows, length, hidden]`` for the same."""
+        """Return ``[rows, length, hidden]`` for an input of that shape."""
         rows, length, hidden = x.shape
 
         def split(projected: Tensor) -> Tensor:
@@ -105,13 +104,13 @@ class Expert(nn.Module):
         self.down = nn.Linear(width, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``[tokens, hidden]`` for the same."""
+        """Return ``[tokens, hidden]`` for an input of that shape."""
         out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return out
 
 
 class Routed(nn.Module):
-    """Experts of which each token takes the ``top_k`` most likely ones."""
+    """Experts with a router that selects the ``top_k`` likeliest for each token."""
 
     def __init__(
         self, hidden: int, experts: int, top_k: int, expert: Callable[[], nn.Module]
@@ -124,20 +123,20 @@ class Routed(nn.Module):
         self.experts = nn.ModuleList(expert() for _ in range(experts))
 
     def chosen(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the chances of the experts chosen for ``x``, ``[tokens, hidden]``, and which they
-        are, each ``[tokens, top_k]``, and the balancing loss, a scalar."""
+        """Route ``x``, ``[tokens, hidden]``: return the selected experts' probabilities and their
+        indices (each ``[tokens, top_k]``) and the balancing loss, a scalar."""
         chances = F.softmax(self.router(x), dim=-1, dtype=torch.float32)
         weights, chosen = chances.topk(self.top_k, dim=-1)
         load = torch.zeros_like(chances).scatter(1, chosen, 1.0).mean(dim=0) / self.top_k
         return weights, chosen, len(self.experts) * (load * chances.mean(dim=0)).sum()
 
     def foretell(self, x: Tensor) -> Tensor:
-        """Return how likely each expert would run if ``x``, ``[tokens, hidden]``, came here."""
+        """Return each expert's estimated chance to run on ``x``, ``[tokens, hidden]``."""
         return chosen_by_any(F.linear(x, self.router.weight).float(), self.top_k)
 
 
 class MoE(Routed):
-    """SwiGLU experts, whose outputs a token mixes by their chances."""
+    """SwiGLU experts; a token's output is the mean of its experts', weighted by probability."""
 
     def __init__(self, hidden: int, width: int, experts: int, top_k: int) -> None:
         super().__init__(hidden, experts, top_k, lambda: Expert(hidden, width))
@@ -162,7 +161,7 @@ class MoE(Routed):
 
 
 class Layer(nn.Module):
-    """Attention, then ``moe``: experts or one feed-forward network, each behind a norm and around a
+    """Attention, then ``moe`` (experts or one feed-forward network), each after a norm and with a
     residual."""
 
     def __init__(self, hidden: int, heads: int, moe: Callable[[], nn.Module]) -> None:
@@ -173,7 +172,7 @@ class Layer(nn.Module):
         self.moe = moe()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return ``[rows, length, hidden]`` for the same, and the balancing loss of experts."""
+        """Return ``[rows, length, hidden]``, the input's shape, and the experts' balancing loss."""
         x = x + self.attention(self.attention_norm(x), cos, sin)
         out, balance = self.moe(self.moe_norm(x).flatten(0, 1)), None
         if isinstance(self.moe, Routed):
@@ -182,14 +181,14 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A language model around layers of the given kind.
+    """A language model with layers of a given kind.
 
     Args:
         hidden: width of the residual stream.
-        layers: how many blocks.
+        layers: number of layers.
         heads: attention heads; divides ``hidden`` into even widths.
-        layer: makes a block, by its number.
-        vocabulary: how many different tokens; bytes by default.
+        layer: index -> new layer.
+        vocabulary: number of different tokens; bytes by default.
         balance: weight of the layers' own losses.
     """
 
@@ -227,7 +226,7 @@ class Decoder(nn.Module):
         return Output(loss, logits)
 
     def run(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Run the layers on ``[rows, length, hidden]``; return what comes out and their losses."""
+        """Run the layers on ``[rows, length, hidden]``; return their output and their losses."""
         balances = []
         for layer in self.layers:
             x, balance = layer(x, cos, sin)
@@ -236,11 +235,11 @@ class Decoder(nn.Module):
         return x, balances
 
     def sample_features(self, tokens: Tensor, targets: Tensor | None = None) -> InputFeatures:
-        """Describe a sample by its tokens, each with the two before it; see `described`."""
+        """Describe a sample by its tokens, each with its two predecessors; see `described`."""
         return described(tokens, self.vocabulary)
 
     def routing_probes(self) -> list[RoutingProbe]:
-        """Return the layers' experts, in order: each can be asked about what another is given."""
+        """Return the layers' routers in order; each can be run on an earlier router's input."""
         return [
             RoutingProbe(
                 f"layers.{number}.moe",
@@ -257,7 +256,7 @@ class MoELM(Decoder):
 
     Args:
         experts: per layer.
-        width: inner width of an expert.
+        width: hidden width of an expert.
         top_k: experts per token.
         tied: whether the head shares the embedding's weight.
         balance: weight of the load-balancing loss (Fedus et al., 2022, equation 4).
@@ -284,18 +283,18 @@ class MoELM(Decoder):
 
 
 def described(tokens: Tensor, vocabulary: int) -> InputFeatures:
-    """Describe texts by their tokens, each with the two before it.
+    """Describe texts by their tokens, each with its two predecessors.
 
-    Routing follows from a token and its near context, so this is what a pilot can know before the
-    first operator. Where a row has nothing before a token, the code is ``vocabulary``.
+    Routing depends on a token and its near context, so this is what a pilot can know before the
+    first operator. A missing predecessor is coded as ``vocabulary``.
 
     Args:
         tokens: int64 ``[rows, length]``.
-        vocabulary: how many different ones there are.
+        vocabulary: number of different tokens.
 
     Returns:
-        A sample whose elements are int64 ``[rows * length, 3]``: token, previous token, the one
-        before that.
+        A sample whose elements are int64 ``[rows * length, 3]``: token, its predecessor, and the
+        predecessor of that.
     """
     codes = tokens.detach().cpu().numpy()
     rows, length = codes.shape

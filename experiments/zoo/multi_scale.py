@@ -1,10 +1,10 @@
-"""A multi-scale dense network with exits: an image leaves as soon as the network is sure of it.
+"""A multi-scale dense network with early exits: it stops at the first confident exit.
 
-MSDNet (Huang et al., 2018, arXiv 1703.09844): every layer computes features at all scales, from
-those of all layers before it, so that coarse features are there from the start; a classifier after
-each block sees the coarsest scale. In training, as at test, a batch stops at the first exit that is
-sure of all of its images, and the losses of the exits it has passed count alike. The paper's
-reduction of scales towards the end is left out. How far a sample runs depends on what is learned.
+MSDNet (Huang et al., 2018, arXiv 1703.09844): every layer computes features at all scales from
+those of all earlier layers, so coarse features exist from the start. A classifier after each block
+gets the coarsest scale. In training, as in inference, a batch stops at the first exit that is
+confident about all its images; the losses of the exits passed have equal weights. The paper's
+reduction of scales towards the end is left out. How far a sample runs depends on the weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ samples = singly(digits)
 
 
 def _convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
-    """Return a convolution, its norm (over groups, as a batch may be one image) and a ReLU."""
+    """Return a convolution, a norm (over groups, as a batch may be one image) and a ReLU."""
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False),
         nn.GroupNorm(min(4, outputs), outputs),
@@ -59,7 +59,7 @@ class First(nn.Module):
 
 
 class Layer(nn.Module):
-    """At each scale: new features from those there, and from the next finer ones."""
+    """Computes new features at each scale from that scale and the next finer one."""
 
     def __init__(self, widths: list[int], growth: list[int]) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Layer(nn.Module):
         )
 
     def forward(self, features: list[Tensor]) -> list[Tensor]:
-        """Return the features, each with what this layer adds to its channels."""
+        """Return the features, with this layer's new channels concatenated."""
         added = [same(x) for same, x in zip(self.same, features, strict=True)]
         for scale, finer in enumerate(self.finer):
             added[scale + 1] = torch.cat((added[scale + 1], finer(features[scale])), dim=1)
@@ -85,13 +85,13 @@ class MultiScale(nn.Module):
 
     Args:
         width: channels at the finest scale; each coarser one has twice as many.
-        growth: channels that a layer adds at the finest scale, and twice as many at each coarser.
-        scales: resolutions, each half of the one before.
-        blocks: as many exits.
-        layers: in a block.
+        growth: channels that a layer adds at the finest scale; twice as many at each coarser one.
+        scales: number of resolutions, each half of the previous one.
+        blocks: number of blocks, each with an exit.
+        layers: per block.
         channels: of an image.
-        classes: how many there are.
-        sure: chance of the likeliest class from which an exit is sure.
+        classes: number of classes.
+        sure: probability of the likeliest class at which an exit is confident.
     """
 
     def __init__(
@@ -132,11 +132,11 @@ class MultiScale(nn.Module):
         return Output(torch.stack(losses).mean(), logits)
 
     def sample_features(self, batch: ImageBatch) -> InputFeatures:
-        """Describe images by how much ink they have, and how it is spread."""
+        """Describe images by their amount of ink and its distribution."""
         return batch.described()
 
     def routing_probes(self) -> list[RoutingProbe]:
-        """Return the exits but the last: each decides whether the block after it runs."""
+        """Return the exits except the last: each decides whether the next block runs."""
         return [
             RoutingProbe(
                 f"exits.{number}",
@@ -147,8 +147,8 @@ class MultiScale(nn.Module):
         ]
 
     def _goes_on(self, number: int, pooled: Tensor) -> Tensor | None:
-        """Return how likely some image does not leave the network at an exit, ``[layers]``; None if
-        features of another width are given, which say nothing here."""
+        """Return the estimated chance that some image passes an exit, ``[layers]``; None for
+        features of another width, to which the exit does not apply."""
         leave = self.exits[number]
         if pooled.shape[1] != leave.in_features:
             return None

@@ -1,9 +1,9 @@
-"""A network that runs at the width its sample asks for.
+"""A network that runs at the width its sample requests.
 
-A slimmable network (Yu et al., 2019, arXiv 1812.08928): the channels of each layer come in groups,
-a sample asks for so many of them, and a narrow run uses the first groups of a wide one, with norms
-of its own for each width (section 3.2). A group is a module with the weights from all groups before
-it, so that a narrow sample touches no byte of what it leaves out.
+A slimmable network (Yu et al., 2019, arXiv 1812.08928). The channels of each layer come in groups,
+and a sample requests a number of groups. A narrow run uses the first groups of a wide one, with
+separate norms for each width (section 3.2). Each group is a module with the weights from all groups
+before it, so a narrow sample touches no weights of the groups that it skips.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 class Group(nn.Module):
-    """A layer's n-th group of channels: it reads the first n groups of the layer before, and if
-    more are there, those by further weights, which lie with the group that is as wide."""
+    """A convolution that belongs to a layer's n-th group: from the first n input groups to the n-th
+    output group, or from the n-th input group to the earlier output groups."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -43,12 +43,12 @@ class Group(nn.Module):
 
 
 class Layer(nn.Module):
-    """Groups of channels, of which as many run as are asked for, and a norm for each width."""
+    """Groups of channels, of which the requested number runs, and a norm for each width."""
 
     def __init__(self, inputs: list[int], outputs: list[int], stride: int) -> None:
         super().__init__()
-        # Widened by its n-th group, a layer reads one input group more, and has one output group
-        # more: the weights of both are the group's.
+        # The n-th group adds one input group and one output group to a layer: its modules have
+        # the weights of both (``rows`` of the output group, ``columns`` of the input group).
         self.rows = nn.ModuleList(
             Group(sum(inputs[: n + 1]), width, stride) for n, width in enumerate(outputs)
         )
@@ -60,7 +60,7 @@ class Layer(nn.Module):
         )
 
     def forward(self, groups: list[Tensor], wide: int) -> list[Tensor]:
-        """Return ``wide`` groups of channels for as many, or for the one of an image."""
+        """Return ``wide`` groups of channels for as many input groups, or for an image."""
         made: list[Tensor] = []
         for n in range(wide):
             row = self.rows[n](torch.cat(groups[: n + 1], dim=1))
@@ -78,11 +78,11 @@ class Slimmable(nn.Module):
     """Classifies images.
 
     Args:
-        group: channels of a group of the first layer.
-        groups: in a layer; as many widths there are.
-        layers: of which every other one halves the sides and doubles the channels.
+        group: channels per group of the first layer.
+        groups: per layer; also the number of widths.
+        layers: number of layers; every other one halves the sides, then channels double.
         channels: of an image.
-        classes: how many there are.
+        classes: number of classes.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Slimmable(nn.Module):
 
         Args:
             batch: images and their classes.
-            groups: that run in each layer, from 1 to all.
+            groups: number of groups that run in each layer, from 1 to all.
         """
         if not 1 <= groups <= self.groups:
             raise ValueError(f"groups={groups} must lie between 1 and {self.groups}")
@@ -115,7 +115,7 @@ class Slimmable(nn.Module):
         return Output(F.cross_entropy(logits, batch.labels), logits)
 
     def sample_features(self, batch: ImageBatch, groups: int) -> InputFeatures:
-        """Describe images by the width they ask for."""
+        """Describe images, and the width they request."""
         seen = batch.described()
         return InputFeatures(
             values={**seen.values, "groups": float(groups)}, elements=seen.elements

@@ -1,10 +1,10 @@
-"""A Switch Transformer language model: one expert for each token, in every other layer.
+"""A Switch Transformer language model: one expert per token, in every other layer.
 
-A decoder whose feed-forward networks are, in every other layer, one of many experts (Fedus, Zoph
-and Shazeer, 2022, arXiv 2101.03961, section 2): a token goes to its most likely expert, the output
-is scaled by that chance, an expert takes at most its capacity of tokens, and what is above passes
-by on the residual. Experts are modules of their own, called in ascending order if any token goes
-there. The paper's jitter of the router's input is left out.
+A decoder whose feed-forward network is, in every other layer, one of many experts (Fedus, Zoph and
+Shazeer, 2022, arXiv 2101.03961, section 2). A token goes to its likeliest expert, whose output is
+scaled by that probability. An expert takes at most its capacity of tokens; the rest skip it by the
+residual. Experts are modules, called in ascending order if any token goes there. The paper's jitter
+of the router's input is left out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ samples = texts
 
 
 class FeedForward(nn.Module):
-    """Two matrices with a ReLU between, dense or as an expert."""
+    """Two linear layers with a ReLU between, dense or as an expert."""
 
     def __init__(self, hidden: int, width: int) -> None:
         super().__init__()
@@ -38,13 +38,13 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(width, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``[tokens, hidden]`` for the same."""
+        """Return ``[tokens, hidden]`` for an input of that shape."""
         out: Tensor = self.down(F.relu(self.up(x)))
         return out
 
 
 class Switch(Routed):
-    """Experts of which each token takes the most likely one, while that has room."""
+    """Experts with a router that selects the likeliest for each token, up to the capacity."""
 
     def __init__(self, hidden: int, width: int, experts: int, capacity: float) -> None:
         super().__init__(hidden, experts, 1, lambda: FeedForward(hidden, width))
@@ -57,7 +57,7 @@ class Switch(Routed):
             x: ``[tokens, hidden]``.
 
         Returns:
-            The experts' outputs, ``[tokens, hidden]``, zeros where a token found no room, and the
+            The experts' outputs, ``[tokens, hidden]``, zeros for tokens above the capacity, and the
             balancing loss, a scalar.
         """
         chance, chosen, balance = self.chosen(x)
@@ -71,12 +71,12 @@ class Switch(Routed):
 
 
 class SwitchLM(Decoder):
-    """The language model, whose every other layer has experts; see `Decoder`.
+    """The language model; every other layer has experts; see `Decoder`.
 
     Args:
         experts: per layer that has them.
-        width: inner width of an expert, and of a dense feed-forward network.
-        capacity: times its even share of the tokens that an expert takes at most.
+        width: hidden width of an expert, and of a dense feed-forward network.
+        capacity: maximum tokens of an expert, as a multiple of its even share.
     """
 
     def __init__(

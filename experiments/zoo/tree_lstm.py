@@ -1,9 +1,9 @@
-"""A Child-Sum Tree-LSTM: as many calls of a cell as the sample's tree has nodes.
+"""A Child-Sum Tree-LSTM: one call of a cell per node of the sample's tree.
 
 The network of Tai, Socher and Manning (2015, arXiv 1503.00075, equations 2 to 8) from the leaves
-up, without Python recursion or batches: one call per node is the subject, as its shapes follow its
-arity. The cell is the same for all nodes or, syntactically untied, one of several by the node's
-kind (after Socher et al., 2013, "Parsing with Compositional Vector Grammars").
+up, without Python recursion or batching. The shapes of a node's call depend on its arity. All nodes
+share one cell or, in syntactically untied form, each uses one of several by its kind (after Socher
+et al., 2013, "Parsing with Compositional Vector Grammars").
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ PRESETS: dict[str, dict[str, int]] = {
     "small": {"embedding": 256, "hidden": 384},
     "base": {"embedding": 512, "hidden": 1024},
 }
-"""Sizes by name; in the ``untied`` one no tensor is more than a twenty-fourth of the weights."""
+"""Sizes by name; in the ``untied`` one no tensor exceeds a twenty-fourth of the weights."""
 samples = singly(trees)
 
 
 class ChildSumCell(nn.Module):
-    """One node's step: from its kind's vector and its children's states to its own state."""
+    """One node's step: computes its state from its kind's vector and its children's states."""
 
     def __init__(self, embedding: int, hidden: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class ChildSumCell(nn.Module):
         """Return the node's ``h`` and ``c``, each ``[1, hidden]``.
 
         Args:
-            x: the vector of its kind, ``[1, embedding]``.
+            x: the vector of the node's kind, ``[1, embedding]``.
             child_h: the children's ``h``, stacked, ``[arity, hidden]``.
             child_c: the children's ``c``, stacked, ``[arity, hidden]``.
         """
@@ -55,13 +55,13 @@ class ChildSumCell(nn.Module):
 
 
 class TreeLSTM(nn.Module):
-    """Says for every node what kind of node it is part of, from what is below it.
+    """Predicts for every node the kind of its parent, from its subtree.
 
     Args:
         embedding: width of a node kind's vector.
         hidden: width of a node's state.
-        kinds: how many kinds of nodes, and of labels.
-        cells: how many cells share the kinds among them; 1 ties the weights of all nodes.
+        kinds: number of node kinds, which are also the labels.
+        cells: number of cells, among which the kinds are divided; 1 ties the weights of all nodes.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class TreeLSTM(nn.Module):
         return Output(F.cross_entropy(logits.float(), tree.labels), logits)
 
     def sample_features(self, tree: Tree) -> InputFeatures:
-        """Describe a tree by its nodes in the order of the cell's calls.
+        """Describe a tree by its nodes, in the order of the cell's calls.
 
         Returns:
             A sample whose elements are int64 ``[nodes, 3]``: arity, kind, parent's kind.

@@ -1,10 +1,10 @@
-"""A generative adversarial network whose generator looks ahead at what the discriminator will do.
+"""A generative adversarial network whose generator loss unrolls discriminator steps.
 
-An unrolled GAN (Metz et al., 2017, arXiv 1611.02163): before the generator's loss is taken, the
-discriminator makes so many gradient steps on copies of its weights, through which the generator's
-gradient flows back; how many, each sample says. One call returns one loss, of which both get their
-part, so both learn from one step of one optimizer. A forward pass holds as many backward passes of
-the discriminator as are unrolled.
+An unrolled GAN (Metz et al., 2017, arXiv 1611.02163): before the generator's loss is computed, the
+discriminator makes several gradient steps on copies of its weights, through which the generator's
+gradient flows back. The sample gives their number. One call returns the sum of both losses, so one
+step of one optimizer trains both networks. A forward contains one backward of the discriminator for
+each unrolled step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dynoffload.experiments.zoo.building import ZooSample
 from dynoffload.profiler.input_features import InputFeatures
 
 NOISE = 128
-"""Columns of noise in a sample, enough for all presets."""
+"""Columns of noise in a sample; enough for all presets."""
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -34,11 +34,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 class GANOutput(NamedTuple):
-    """What a forward pass returns.
+    """Result of forward.
 
     Attributes:
-        loss: scalar: the discriminator's loss and the generator's, in nats.
-        images: that were made, ``[images, pixels]``.
+        loss: scalar: sum of the discriminator's and the generator's loss, in nats.
+        images: the generated images, ``[images, pixels]``.
     """
 
     loss: Tensor
@@ -54,14 +54,14 @@ def _layers(inputs: int, width: int, layers: int, outputs: int) -> nn.Sequential
 
 
 class UnrolledGAN(nn.Module):
-    """Makes images, and tells them from real ones.
+    """Generates images, and discriminates them from real ones.
 
     Args:
-        noise: width of what the generator is given.
-        width: inner width of both networks.
+        noise: width of the generator's input.
+        width: hidden width of both networks.
         layers: hidden layers of each.
         pixels: of an image.
-        rate: of the discriminator's unrolled steps.
+        rate: learning rate of the discriminator's unrolled steps.
     """
 
     def __init__(
@@ -79,42 +79,42 @@ class UnrolledGAN(nn.Module):
 
         Args:
             batch: real images.
-            noise: ``[images, NOISE]`` or less wide, from which as many are made; a network takes as
-                many columns as it has inputs.
-            unrolled: steps that the discriminator makes ahead.
+            noise: input of the generator, ``[images, at least self.noise]``; extra columns are
+                ignored.
+            unrolled: number of discriminator steps to unroll.
         """
         real = batch.images.flatten(1)
         made = torch.sigmoid(self.generator(noise[:, : self.noise]))
-        told_real, told_made = self.discriminator(real), self.discriminator(made.detach())
-        discriminator = _telling(told_real, told_made)
+        real_logits, made_logits = self.discriminator(real), self.discriminator(made.detach())
+        discriminator = _gan_loss(real_logits, made_logits)
         weights = {name: one.detach() for name, one in self.discriminator.named_parameters()}
         for one in weights.values():
             one.requires_grad_()
         for _ in range(unrolled):
-            loss = _telling(self._judged(weights, real), self._judged(weights, made))
-            slopes = torch.autograd.grad(loss, tuple(weights.values()), create_graph=True)
+            loss = _gan_loss(self._discriminate(weights, real), self._discriminate(weights, made))
+            gradients = torch.autograd.grad(loss, tuple(weights.values()), create_graph=True)
             weights = {
-                name: one - self.rate * slope
-                for (name, one), slope in zip(weights.items(), slopes, strict=True)
+                name: one - self.rate * gradient
+                for (name, one), gradient in zip(weights.items(), gradients, strict=True)
             }
-        judged = self._judged(weights, made)
+        judged = self._discriminate(weights, made)
         generator = F.binary_cross_entropy_with_logits(judged, torch.ones_like(judged))
         return GANOutput(discriminator + generator, made.detach())
 
-    def _judged(self, weights: dict[str, Tensor], images: Tensor) -> Tensor:
+    def _discriminate(self, weights: dict[str, Tensor], images: Tensor) -> Tensor:
         judged: Tensor = functional_call(self.discriminator, weights, (images,))
         return judged
 
     def sample_features(self, batch: ImageBatch, noise: Tensor, unrolled: int) -> InputFeatures:
-        """Describe a sample by how many steps are unrolled."""
+        """Describe a sample by its images and its number of unrolled steps."""
         seen = batch.described()
         return InputFeatures(
             values={**seen.values, "unrolled": float(unrolled)}, elements=seen.elements
         )
 
 
-def _telling(real: Tensor, made: Tensor) -> Tensor:
-    """Return the loss of telling real images from made ones."""
+def _gan_loss(real: Tensor, made: Tensor) -> Tensor:
+    """Return the loss of discriminating real images from generated ones."""
     return F.binary_cross_entropy_with_logits(
         real, torch.ones_like(real)
     ) + F.binary_cross_entropy_with_logits(made, torch.zeros_like(made))
@@ -132,7 +132,7 @@ def samples(
     Args:
         split: training or held-out digits.
         seed: of the draws.
-        most: steps that are unrolled at the most.
+        most: maximum number of unrolled steps.
         rows: images per batch.
     """
     generator = torch.Generator().manual_seed(seed)
