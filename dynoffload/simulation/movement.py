@@ -9,8 +9,7 @@ recomputed just before its backward: weights are read twice, and activations sta
 
 [Note: moving ahead]  While a visit runs, the link first stores the results of the previous visit
 and then fetches the regions of the next one, with two buffers for each. Regions shared by two
-neighbouring visits do not move. The link carries one transfer at a time, and a step waits for its
-first fetch.
+neighbouring visits stay. The link carries one transfer at a time; a step waits for its first fetch.
 """
 
 from __future__ import annotations
