@@ -196,16 +196,16 @@ def learn_correction(
     for part in np.unique(folds):
         inside = folds != part
         factor = residual_factor(chances[inside], ran[inside])
-        mine = folds[followed] == part
-        steps = followed[mine]
-        rows[mine] = _posterior_rows(factor, chances[steps], ran[steps], sites)
+        in_fold = folds[followed] == part
+        steps = followed[in_fold]
+        rows[in_fold] = _posterior_rows(factor, chances[steps], ran[steps], sites)
     start = blend_rows(chances, np.zeros_like(chances))
     calibrated = np.empty_like(chances)
     for part in np.unique(folds):
         taught = folds[followed] != part
         blend = _learn_blend(start, rows, followed, taught, ran, sites, hints, count)
-        mine = folds == part
-        calibrated[mine] = sigmoid((start[mine] * blend[sites, 0]).sum(axis=2))
+        in_fold = folds == part
+        calibrated[in_fold] = sigmoid((start[in_fold] * blend[sites, 0]).sum(axis=2))
     every = np.ones(len(followed), dtype=np.bool_)
     blend = _learn_blend(start, rows, followed, every, ran, sites, hints, count)
     stored = np.asarray(residual_factor(chances, ran).astype(np.float16), dtype=np.float32)
@@ -274,10 +274,10 @@ def _learn_blend(
     neutral = np.array([0.0, 1.0, 1.0, 0.0, 0.0])
     shared, blend[:, 0] = fitted(both, np.concatenate((truth, truth)), all_of_them, neutral)
     for source in range(1, SOURCES):
-        told = hints[steps][..., source - 1]
+        hint_values = hints[steps][..., source - 1]
         with_hint = rows[taught]
-        _enter_hints(with_hint, told)
-        blend[:, source] = fitted(with_hint, truth, ~np.isnan(told), shared)[1]
+        _enter_hints(with_hint, hint_values)
+        blend[:, source] = fitted(with_hint, truth, ~np.isnan(hint_values), shared)[1]
     return blend
 
 

@@ -107,8 +107,8 @@ def fit_pilot(
         for part in parts
     ]
     chances = np.empty(data.present.shape, dtype=np.float32)
-    for done, (number, told) in enumerate(run_tasks(predict_others, tasks, jobs), 1):
-        chances[parts[number]] = told
+    for done, (number, predicted) in enumerate(run_tasks(predict_others, tasks, jobs), 1):
+        chances[parts[number]] = predicted
         say(f"cross-validation: {done} of {len(parts)} fits")
     correction, calibrated = learn_correction(chances, data.present, data.sites, folds, hints)
     threshold, accuracy = _best_threshold(bare, examples, calibrated[:, bundles])

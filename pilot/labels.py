@@ -105,7 +105,7 @@ def encode_example(vocabulary: Vocabulary, label: Label) -> Example:
     hints: list[BlockHint] = []
     for hint in label.hints:
         known = [(vocabulary.index_of(p), v) for p, v in zip(hint.blocks, hint.values, strict=True)]
-        told = [(block, value) for block, value in known if block >= 0]
+        pairs = [(block, value) for block, value in known if block >= 0]
         place = bisect_right(calls, hint.call)
-        hints.append(BlockHint(place, tuple(b for b, _ in told), tuple(v for _, v in told)))
+        hints.append(BlockHint(place, tuple(b for b, _ in pairs), tuple(v for _, v in pairs)))
     return Example(label.sample, [block for _, block in order], label.source, hints)

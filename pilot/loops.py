@@ -215,11 +215,11 @@ def _completed(rule: Rule, blocks: Sequence[Block]) -> Rule:
             if all(blocks[b].variant or blocks[b].path not in shaped for b in run):
                 exact[key[by_variant]].add(tuple(blocks[b].variant for b in run))
         variants |= exact  # a block for all other shapes does not determine the variant
-        told = {code: next(iter(seen)) for code, seen in paths.items() if len(seen) == 1}
+        modules_of = {code: next(iter(seen)) for code, seen in paths.items() if len(seen) == 1}
         shapes = {code: next(iter(seen)) for code, seen in variants.items() if len(seen) == 1}
-        if len(told) < CLEAR * len(paths) or len(shapes) < CLEAR * len(variants):
+        if len(modules_of) < CLEAR * len(paths) or len(shapes) < CLEAR * len(variants):
             continue
-        for code, which in told.items():
+        for code, which in modules_of.items():
             for other, how in shapes.items():
                 key = (code, other) if by_path == 0 else (other, code)
                 made = [

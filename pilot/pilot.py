@@ -173,8 +173,8 @@ class Pilot:
         texts = []
         widths = known.get("columns")
         if isinstance(widths, list) and widths and found["columns"][0] not in widths:
-            told = " or ".join(map(str, widths))
-            texts.append(f"{told} codes to an element, not {found['columns'][0]}")
+            expected = " or ".join(map(str, widths))
+            texts.append(f"{expected} codes to an element, not {found['columns'][0]}")
         strange = [name for name in found["values"] if name not in known["values"]]
         if strange and len(known["values"]) < MAX_NAMED:
             texts.append(f"numbers without {strange[0]!r}")

@@ -45,7 +45,7 @@ class StepTracker:
         self._seen: Counter[int] = Counter()  # occurrences by block and by family code
         self._slot = -1  # the last slot, in canonical order, that ran
         self._family = -1  # family of the last block
-        self._under_way: LoopModel | None = None  # model of the current loop
+        self._loop_model: LoopModel | None = None  # model of the current loop
         self._loop: list[int] = []  # blocks of the current loop so far
         self._expected: list[int] = []  # its predicted blocks
 
@@ -53,10 +53,10 @@ class StepTracker:
         """Record that a block ran; negative: a block unknown to the vocabulary."""
         family = self._template.family_of.get(block, -1)
         if family >= 0 and family == self._family:
-            if self._under_way is not None:
-                self._go_on(block)
+            if self._loop_model is not None:
+                self._continue_loop(block)
             return
-        self._leave()
+        self._leave_loop()
         self._family = family
         if block < 0:
             return
@@ -68,9 +68,9 @@ class StepTracker:
             self._slot = place
             self._resolve(place)
         if place == self._slot and place in self._template.loops:
-            self._under_way = self._pilot.loops[self._template.loops.index(place)]
-            self._expected = self._under_way.predict(self._sample)
-            self._go_on(block)
+            self._loop_model = self._pilot.loops[self._template.loops.index(place)]
+            self._expected = self._loop_model.predict(self._sample)
+            self._continue_loop(block)
 
     def hint(self, blocks: Sequence[int], values: Sequence[float]) -> None:
         """Record a routing hint: probabilities, 0 to 1, of some coming blocks."""
@@ -86,8 +86,8 @@ class StepTracker:
                 chances.append(value)
         if places:
             at_hand = min(places) == len(self._ran)
-            told = np.array(chances, dtype=np.float32)
-            self._posterior.hint(np.array(places), told, at_hand=at_hand)
+            hinted = np.array(chances, dtype=np.float32)
+            self._posterior.hint(np.array(places), hinted, at_hand=at_hand)
             self.decided = True
 
     def remaining(self) -> list[int]:
@@ -99,9 +99,9 @@ class StepTracker:
         self.decided = False
         order: list[int] = []
         fidelity = 1.0
-        if self._under_way is not None:
-            fidelity = self._under_way.fidelity
-            order = self._under_way.predict(self._sample)[len(self._loop) :]
+        if self._loop_model is not None:
+            fidelity = self._loop_model.fidelity
+            order = self._loop_model.predict(self._sample)[len(self._loop) :]
             self._expected = [*self._loop, *order]
         rest, confidence = self._pilot.decode(
             self._sample, self.chances, self._pilot.threshold, start=self._slot + 1
@@ -120,12 +120,12 @@ class StepTracker:
         # Recent drift corrects the model's estimates, not hints from the network for this step.
         return np.where(self._posterior.hinted[self._bundles], slots, self._adjust(slots))
 
-    def _leave(self) -> None:
+    def _leave_loop(self) -> None:
         """Leave the current loop: a block outside it ran."""
         self.decided |= len(self._expected) > len(self._loop)
-        self._under_way, self._loop, self._expected = None, [], []
+        self._loop_model, self._loop, self._expected = None, [], []
 
-    def _go_on(self, block: int) -> None:
+    def _continue_loop(self, block: int) -> None:
         """Record another block of the current loop."""
         place = len(self._loop)
         self._loop.append(block)

@@ -32,7 +32,7 @@ HOLDOUT = 0.25
 """Share of the samples that scores are measured on."""
 FOLLOWED_BY_ONE = 64
 """Up to this many samples are replayed block by block in one process, more in the workers."""
-_MARK = 16  # digits kept of a trace's digest
+_DIGITS = 16  # digits kept of a trace's digest
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def train_pilot(
                 "profile at least 4 steps, better some hundreds"
             )
         inside, aside = split_by_source([label.source for label in labels], holdout, seed)
-        learned = sorted(_mark(labels[i]) for i in inside)
+        learned = sorted(_short_digest(labels[i]) for i in inside)
         report("cutting blocks")
         vocabulary = build_vocabulary([labels[i].calls for i in inside], budget)
         examples = [encode_example(vocabulary, labels[i]) for i in inside]
@@ -160,13 +160,13 @@ def evaluate_pilot(
         examples = [encode_example(pilot.vocabulary, label) for label in labels]
         known = pilot.card.get("traces")
         learned = set(map(str, known)) if isinstance(known, list) else set()
-        again = sum(_mark(label) in learned for label in labels)
+        again = sum(_short_digest(label) in learned for label in labels)
         return replace(evaluate(pilot, examples, jobs), trained_on=again)
 
 
-def _mark(label: Label) -> str:
+def _short_digest(label: Label) -> str:
     """Return the identifier of a trace in the card of a pilot trained on it."""
-    return label.digest[:_MARK]
+    return label.digest[:_DIGITS]
 
 
 def evaluate(pilot: Pilot, examples: Sequence[Example], jobs: int | None = 1) -> Evaluation:

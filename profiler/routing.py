@@ -22,7 +22,7 @@ from dynoffload.profiler.input_features import advising
 
 logger = logging.getLogger(__name__)
 
-_said: set[tuple[str, str]] = set()  # (probe, problem) pairs logged since the last `probes_of`
+_logged: set[tuple[str, str]] = set()  # (probe, problem) pairs logged since the last `probes_of`
 
 _SLACK = 1e-3  # rounding error allowed outside 0 to 1
 MAX_HINTED = 4096
@@ -78,7 +78,7 @@ def probes_of(model: nn.Module) -> dict[str, tuple[RoutingProbe, ...]]:
     found: Sequence[RoutingProbe] = made
     if len({probe.path for probe in found}) != len(found):
         raise TraceError(f"{name} names one probe twice: each decides in one place")
-    _said.clear()
+    _logged.clear()
     paths = {path for path, _ in model.named_modules()}
     for probe in found:
         strangers = {probe.path, *probe.blocks} - paths
@@ -107,13 +107,13 @@ def hints_of(probe: RoutingProbe, args: Sequence[Any]) -> tuple[float, ...] | No
                 return None
             flat = torch.as_tensor(values).detach().float().cpu().reshape(-1)
         except Exception as error:
-            _say_once(probe.path, type(error).__name__, str(error))
+            _warn_once(probe.path, type(error).__name__, str(error))
             return None
         if len(flat) != len(probe.blocks):
-            _say_once(probe.path, "length", f"{len(flat)} values for {len(probe.blocks)} blocks")
+            _warn_once(probe.path, "length", f"{len(flat)} values for {len(probe.blocks)} blocks")
             return None
         if not ((flat >= -_SLACK) & (flat <= 1 + _SLACK)).all():
-            _say_once(probe.path, "range", "values that are no chances, 0 to 1; they are cut off")
+            _warn_once(probe.path, "range", "values that are no chances, 0 to 1; they are cut off")
         return tuple(flat.nan_to_num(0.5).clamp(0, 1).tolist())
 
 
@@ -121,11 +121,11 @@ def hinted(
     table: Mapping[str, Sequence[RoutingProbe]], path: str, args: Sequence[Any], call: int
 ) -> list[RoutingHint]:
     """Return the hints that the call at ``path`` gives, none if it is not a probe's."""
-    told = [(probe, hints_of(probe, args)) for probe in table.get(path, ())]
-    return [RoutingHint(call, probe.blocks, values) for probe, values in told if values is not None]
+    made = [(probe, hints_of(probe, args)) for probe in table.get(path, ())]
+    return [RoutingHint(call, probe.blocks, values) for probe, values in made if values is not None]
 
 
-def _say_once(path: str, kind: str, what: str) -> None:
-    if (path, kind) not in _said:
-        _said.add((path, kind))
+def _warn_once(path: str, kind: str, what: str) -> None:
+    if (path, kind) not in _logged:
+        _logged.add((path, kind))
         logger.warning("no hint for %s: %s: %s", path, kind, what)

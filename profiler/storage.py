@@ -348,12 +348,12 @@ def _hints(document: Any, arrays: Mapping[str, npt.NDArray[Any]], calls: int) ->
     good = values.dtype.kind == "f" and values.ndim == 1 and ((values >= 0) & (values <= 1)).all()
     _require(bool(good), "a hint is no chance")
     _require(all(len(blocks) <= MAX_HINTED for blocks in sets), "a hint is about too many blocks")
-    told = iter(values.tolist())
+    flat_values = iter(values.tolist())
     hints: list[RoutingHint] = []
     for call, number in rows.tolist():
         _require(0 <= call < calls, "a hint belongs to no module call")
         _require(0 <= number < len(sets), "a hint is about nothing")
-        hints.append(RoutingHint(call, sets[number], tuple(islice(told, len(sets[number])))))
+        hints.append(RoutingHint(call, sets[number], tuple(islice(flat_values, len(sets[number])))))
     needed = sum(len(hint.blocks) for hint in hints)
     _require(needed == len(values), "hints of the wrong length")
     return hints

@@ -103,20 +103,20 @@ def summarize_calls(trace: Trace) -> CallSummary:
 
     calls, columns = trace.calls, Columns.of(trace.operators)
     owner = forward_owners(trace, columns)
-    mine = owner >= 0
+    is_owned = owner >= 0
     idioms = np.zeros((len(calls), len(Idioms._fields)), dtype=np.int64)
-    np.add.at(idioms, owner[mine], columns.idioms[mine])
+    np.add.at(idioms, owner[is_owned], columns.idioms[is_owned])
     bounds = np.array([0, *(np.flatnonzero(np.diff(owner)) + 1).tolist(), len(owner)])
     row_ends = np.repeat(bounds[1:], np.diff(bounds))
     activations = np.zeros(len(calls), dtype=np.int64)
     for region in trace.regions:
         born, died = region.born, region.died
-        if region.kind != "activation" or not 0 <= born < len(owner) or not mine[born]:
+        if region.kind != "activation" or not 0 <= born < len(owner) or not is_owned[born]:
             continue
         if died < 0 or died >= row_ends[born]:
             activations[owner[born]] += region.nbytes
     regions = {r.name: r for r in trace.regions if r.kind not in ("activation", "input")}
-    owners = {calls[index].path: None for index in np.unique(owner[mine]).tolist()}
+    owners = {calls[index].path: None for index in np.unique(owner[is_owned]).tolist()}
     user = np.repeat(owner, np.diff(columns.stops))
     pairs = np.unique(np.stack((user, columns.used), axis=1)[user >= 0], axis=0).tolist()
     owned = {(calls[call].path, trace.regions[used].name): None for call, used in pairs}

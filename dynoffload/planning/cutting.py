@@ -123,8 +123,8 @@ def build_vocabulary(summaries: Sequence[CallSummary], budget: int | None = None
     variants = {path: module.variants() for path, module in modules.items()}
     seen: dict[tuple[str, str], _Seen] = {}
     for number, summary in enumerate(summaries):
-        _look(summary, number, atomic, variants, seen)
-    _await_other_shapes(seen, modules)
+        _count_calls(summary, number, atomic, variants, seen)
+    _add_unseen_shapes(seen, modules)
     blocks = []
     for index, ((path, variant), block) in enumerate(seen.items()):
         blocks.append(
@@ -143,7 +143,7 @@ def build_vocabulary(summaries: Sequence[CallSummary], budget: int | None = None
     return Vocabulary(network, tuple(blocks), frozenset(repeated))
 
 
-def _await_other_shapes(seen: dict[tuple[str, str], _Seen], modules: Mapping[str, _Module]) -> None:
+def _add_unseen_shapes(seen: dict[tuple[str, str], _Seen], modules: Mapping[str, _Module]) -> None:
     """Add a block for unseen shapes of each module whose calls of all seen shapes visit the same
     modules: such a call is assumed to use the same regions."""
     by_path: dict[str, list[_Seen]] = defaultdict(list)
@@ -197,10 +197,10 @@ def _regions(summaries: Iterable[CallSummary]) -> tuple[dict[str, int], dict[str
         alike = np.array([numbers[name] for name in names], dtype=np.int64)
         largest = np.append(largest, np.full(len(numbers) - len(largest), -1))
         np.maximum.at(largest, alike[summary.region], summary.region_bytes)
-        told = (alike[summary.owned] @ np.array([2**32, 1])).tolist()
-        if pairs.issuperset(told):
+        pair_codes = (alike[summary.owned] @ np.array([2**32, 1])).tolist()
+        if pairs.issuperset(pair_codes):
             continue
-        pairs.update(told)
+        pairs.update(pair_codes)
         for path, region in summary.owned.tolist():
             owned[names[path]][names[region]] = None
     sizes = zip(numbers, largest.tolist(), strict=True)
@@ -214,7 +214,7 @@ def _bytes(
     return sum(sizes[name] for name in {name for path in paths for name in owned.get(path, ())})
 
 
-def _look(
+def _count_calls(
     summary: CallSummary,
     number: int,
     atomic: set[str],

@@ -181,7 +181,7 @@ class _Reading:
         self._parameter: dict[int, int] = {}  # region of the trace -> parameter
         self._gradient: dict[int, int] = {}
         self._states: dict[int, dict[str, int]] = {}
-        self._asked: dict[int, list[int]] = defaultdict(list)  # backward operator -> storages read
+        self._unpacked: dict[int, list[int]] = defaultdict(list)  # by backward operator
         self._parts: dict[tuple[int, int], int] = {}  # (region, saving operator) -> storage
         self._part_bytes: dict[int, int] = {}
         self._split: set[int] = set()  # regions of which parts are saved
@@ -246,7 +246,7 @@ class _Reading:
             for region in read:
                 at = _saver(region, read, one, by_call[one.call], begun[region])
                 storage = self._part(region, at)
-                self._asked[number].append(storage)
+                self._unpacked[number].append(storage)
                 last[storage] = number
                 first[storage] = min(first.get(storage, at), at)
         span = range(backward[0][0], backward[-1][0]) if backward else range(0)
@@ -306,7 +306,7 @@ class _Reading:
             ended[last[region]].append(region)
         pieces = []
         for number, one in operators:
-            reads = tuple(dict.fromkeys(self._asked[number]))
+            reads = tuple(dict.fromkeys(self._unpacked[number]))
             pieces.append(
                 Piece(
                     one.seconds,
