@@ -1,7 +1,7 @@
-"""Images with their classes: an endless, seeded stream of scikit-learn's handwritten digits.
+"""Labelled images: an endless, seeded stream of scikit-learn's handwritten digits.
 
-They are the 1,797 digits of 8 by 8 pixels of the UCI Optical Recognition of Handwritten Digits data
-set (Alpaydin and Kaynak, 1998). Each batch names its images, so that some can be held out.
+These are the 1,797 digits of 8 by 8 pixels of the UCI Optical Recognition of Handwritten Digits
+data set (Alpaydin and Kaynak, 1998). Each batch names its images, so that some can be held out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from dynoffload.datasets.sources import DataError, Split, split_of
 from dynoffload.profiler.input_features import MAX_ELEMENTS, InputFeatures
 
-_LEVELS = 16  # of a pixel, as a feature
+_LEVELS = 16  # grey levels of a pixel, as a feature
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class ImageBatch:
     source: str
 
     def described(self) -> InputFeatures:
-        """Describe the images by their number, and how bright they are, and by their pixels.
+        """Return the images' number, size and brightness, and their pixels, as input features.
 
         Returns:
-            A sample whose elements are int64 ``[pixels, 2]``: each pixel's place and its level, of
-            sixteen, over the images.
+            A sample whose elements are int64 ``[pixels, 2]``: the position and the grey level (of
+            sixteen) of each pixel of all images.
         """
         count, _, height, width = self.images.shape
         grey = self.images.mean(dim=1).flatten(1)
@@ -60,15 +60,15 @@ class ImageBatch:
 def digits(
     split: Split | str = Split.TRAIN, *, rows: int = 1, seed: int = 0
 ) -> Iterator[ImageBatch]:
-    """Yield digits for ever, the same ones for the same arguments.
+    """Yield digits endlessly, the same ones for the same arguments.
 
     Args:
         split: training or held-out digits, by the hash of their numbers.
         rows: images per batch.
-        seed: of the draws.
+        seed: seed of the draws.
 
     Raises:
-        DataError: scikit-learn, which brings them, is not installed.
+        DataError: scikit-learn, which contains them, is not installed.
         ValueError: rows is not positive.
     """
     if rows < 1:

@@ -1,23 +1,23 @@
-"""Protein families by a generative model: alignments whose columns covary where the fold touches.
+"""Synthetic protein families: alignments whose columns covary where residues of the fold touch.
 
-An endless, seeded stream of batches for a network of AlphaFold's kind: a multiple sequence
-alignment with masked entries, the distances of the fold behind it, and how often the network is to
-recycle. Families are not real proteins; they are drawn from the model below, each by its number.
-Samples differ by which of its sequences, which window and which mask they show.
+An endless, seeded stream of batches for AlphaFold-like networks: a multiple sequence alignment with
+masked entries, the distances of the underlying fold, and the number of recycling cycles. Families
+are not real proteins; each is drawn by its number from the model below. Samples of a family differ
+in the sequences, the window and the mask.
 
 [Note: the model]
-*Fold.* Residues lie 3.8 angstrom apart on a walk whose direction persists and is drawn back to
-the centre, so that it stays compact. Residues at least `SEPARATION` apart in sequence and within
+*Fold.* Residues are 3.8 angstrom apart on a random walk with a persistent direction and a pull to
+the centre that keeps it compact. Residues at least `SEPARATION` apart in sequence and within
 `CONTACT` angstrom touch; each has at most one partner, the nearest first.
-*Ancestor.* Each place prefers residues by the Robinson frequencies of amino acids (1991), tilted
-to hydrophobic ones (Kyte and Doolittle, 1982) near the centre and away from them outside. Partners
-complement each other: what a residue's partner prefers is fixed by `_COMPLEMENT`.
-*Family.* Sequences descend from one another: each new one copies a random earlier one and changes
-places at rates drawn from a gamma distribution, as sites of real proteins do. A changed place draws
-anew from its preferences; its partner follows with probability `COUPLING`. Then stretches are lost,
-which leaves gaps, but never in the first sequence, the query.
-*Mask.* Of all entries 15% are hidden, and are what the network says, as for AlphaFold's alignment
-(Jumper et al., 2021, supplement 1.2.7); its random replacements are left out.
+*Ancestor.* Each site prefers residues by the Robinson frequencies of amino acids (1991), shifted
+towards hydrophobic ones (Kyte and Doolittle, 1982) near the centre and away from them outside.
+`_COMPLEMENT` maps a residue's preferences to its partner's.
+*Family.* Each new sequence copies a random earlier one and mutates its sites at rates drawn from a
+gamma distribution, as in real proteins. A mutated site is drawn again from its preferences; its
+partner follows with probability `COUPLING`. Then runs of sites are deleted, which leaves gaps, but
+never in the first sequence, the query.
+*Mask.* 15% of all entries are hidden; they are the prediction targets, as for AlphaFold's alignment
+(Jumper et al., 2021, supplement 1.2.7), but without its random replacements.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ RESIDUES = "ARNDCQEGHILKMFPSTWYV"
 """The amino acids, in the order of their numbers."""
 GAP, MASK = len(RESIDUES), len(RESIDUES) + 1
 TOKENS = len(RESIDUES) + 2
-"""How many different entries an alignment has: residues, the gap, the mask."""
+"""Number of different entries of an alignment: residues, the gap, the mask."""
 BINS = 16
-"""Of distances: evenly from 4 to 20 angstrom, the first and the last open."""
+"""Number of distance bins, even from 4 to 20 angstrom, the first and the last open."""
 FAMILIES = 256
-"""How many families either split has."""
+"""Number of families of each split."""
 LONGEST = 512
 """Residues of a family's longest protein."""
 SEPARATION, CONTACT = 4, 8.0
@@ -49,8 +49,8 @@ COUPLING = 0.8
 HIDDEN = 0.15
 """Share of an alignment's entries that are masked."""
 
-_SEQUENCES = 128  # of a family; a sample shows some of them
-# Of each residue: Kyte and Doolittle's hydropathy, Robinson's frequency, what complements it.
+_SEQUENCES = 128  # of a family; a sample contains some of them
+# For each residue: Kyte and Doolittle's hydropathy, Robinson's frequency, its complement.
 _HYDROPATHY = np.fromstring(
     "1.8 -4.5 -3.5 -3.5 2.5 -3.5 -3.5 -0.4 -3.2 4.5 3.8 -3.9 1.9 2.8 -1.6 -0.8 -0.7 -0.9 -1.3 4.2",
     sep=" ",
@@ -73,9 +73,9 @@ class Alignments:
     Attributes:
         tokens: int64 ``[rows, depth, length]``: residues, `GAP`, or `MASK` where hidden; the query
             comes first.
-        hidden: int64 ``[rows, depth, length]``: what was masked, -100 elsewhere.
+        hidden: int64 ``[rows, depth, length]``: the true residues where masked, -100 elsewhere.
         distances: int64 ``[rows, length, length]``: bins of the distances of the query's residues.
-        cycles: how often the trunk runs, 1 without recycling.
+        cycles: number of times the trunk runs, 1 without recycling.
         source: the families, such as ``"family-017+family-201"``.
     """
 
@@ -91,8 +91,8 @@ class Family:
     """One family.
 
     Attributes:
-        places: float64 ``[length, 3]``: where the residues of the query lie, in angstrom.
-        partner: int64 ``[length]``: which residue each touches, -1 for none.
+        places: float64 ``[length, 3]``: positions of the query's residues, in angstrom.
+        partner: int64 ``[length]``: the residue each touches, -1 for none.
         sequences: int8 ``[sequences, length]``: the query first.
     """
 
@@ -101,7 +101,7 @@ class Family:
     sequences: npt.NDArray[np.int8]
 
     def __len__(self) -> int:
-        """Return how many residues the query has."""
+        """Return the number of residues of the query."""
         return len(self.partner)
 
     def bins(self, start: int, length: int) -> _Codes:
@@ -123,24 +123,24 @@ def alignments(
     max_cycles: int = 4,
     seed: int = 0,
 ) -> Iterator[Alignments]:
-    """Yield batches for ever, the same ones for the same arguments.
+    """Yield batches endlessly, the same ones for the same arguments.
 
     Depth, length and the number of cycles are drawn uniformly for each batch, as AlphaFold draws
-    the cycles of training, and are the same however many rows there are; the families of its rows,
-    and their windows, uniformly.
+    its training cycles; they do not depend on the number of rows. The families and windows of the
+    rows are drawn uniformly.
 
     Args:
-        split: families to train on or held-out ones.
-        rows: alignments of a batch.
+        split: training or held-out families.
+        rows: alignments per batch.
         min_depth: fewest sequences.
         max_depth: most sequences.
         min_length: fewest residues.
         max_length: most residues.
         max_cycles: most cycles.
-        seed: of the draws; the families do not depend on it.
+        seed: seed of the draws; the families do not depend on it.
 
     Raises:
-        ValueError: the bounds leave no sample, or families are not that deep or long.
+        ValueError: the bounds leave no sample, or exceed the families' depth or length.
     """
     if not (1 <= min_depth <= max_depth <= _SEQUENCES):
         raise ValueError(
@@ -161,7 +161,7 @@ def alignments(
 def _draw(
     split: Split, rows: int, bounds: tuple[tuple[int, int], ...], seed: int
 ) -> Iterator[Alignments]:
-    """Yield the batches; apart from `alignments` so that bad arguments raise at the call."""
+    """Yield the batches; separate from `alignments` so that bad arguments raise at the call."""
     shapes, generator = (np.random.default_rng((seed, stream)) for stream in range(2))
     while True:
         depth, length, cycles = (int(shapes.integers(a, b + 1)) for a, b in bounds)
@@ -189,7 +189,7 @@ def _sample(
     shown = drawn.sequences[np.concatenate(([0], others)), start : start + length]
     chosen = shown.astype(np.int64)
     masked = generator.random(chosen.shape) < HIDDEN
-    masked.flat[generator.integers(masked.size)] = True  # there is always something to say
+    masked.flat[generator.integers(masked.size)] = True  # at least one target
     tokens = np.where(masked, MASK, chosen)
     hidden = np.where(masked, chosen, -100)
     return tokens, hidden, drawn.bins(start, length), f"family-{number:03d}"
@@ -205,7 +205,7 @@ def family(number: int, split: Split | str = Split.TRAIN) -> Family:
     if not 0 <= number < FAMILIES:
         raise ValueError(f"no family {number}: they are numbered from 0 to {FAMILIES - 1}")
     generator = np.random.default_rng((Split(split) is Split.HELD_OUT, number))
-    # One in four is of the full length, so that long samples can be drawn at all.
+    # One in four has the full length, so that long samples can be drawn.
     length = LONGEST if number % 4 == 0 else int(generator.integers(LONGEST // 4, LONGEST))
     places = _fold(length, generator)
     partner = _partners(places)
@@ -213,7 +213,7 @@ def family(number: int, split: Split | str = Split.TRAIN) -> Family:
 
 
 def _fold(length: int, generator: np.random.Generator) -> _Floats:
-    """Return the places of a compact walk, ``[length, 3]``."""
+    """Return the positions of a compact walk, ``[length, 3]``."""
     places = np.zeros((length, 3))
     direction = np.array([1.0, 0.0, 0.0])
     radius = 2.2 * length**0.38  # of gyration, of real proteins (Skolnick et al., 1997)
@@ -227,7 +227,7 @@ def _fold(length: int, generator: np.random.Generator) -> _Floats:
 
 
 def _partners(places: _Floats) -> _Codes:
-    """Return which residue each touches, -1 for none."""
+    """Return the residue that each residue touches, -1 for none."""
     length = len(places)
     apart = np.linalg.norm(places[:, None] - places[None], axis=-1)
     partner = np.full(length, -1, dtype=np.int64)
@@ -250,7 +250,7 @@ def _descend(
     outward = np.linalg.norm(places - places.mean(axis=0), axis=1)
     buried = (np.median(outward) - outward) / (outward.std() + 1e-9)
     liking = _FREQUENCY * np.exp(0.25 * buried[:, None] * _HYDROPATHY)
-    # Of two partners, the one that comes first is free.
+    # The second of two partners takes the complement of the first's preferences.
     second = (partner >= 0) & (partner < np.arange(length))
     liking[second] = liking[partner[second]][:, _COMPLEMENT]
     sums = np.cumsum(liking, axis=1)

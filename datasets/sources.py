@@ -1,7 +1,7 @@
-"""The source text of the Python standard library: real data that every machine already has.
+"""Source files of the Python standard library, used as data available on every machine.
 
-A list of source files in a fixed order, split by the hash of their names: the split of a file does
-not change when others are added. `text` makes byte sequences of them, `trees` syntax trees and
+The files have a fixed order and are split by the hash of their names, so that adding files does not
+change the split of others. `text` yields byte sequences of them, `trees` syntax trees and
 `statements` single statements.
 """
 
@@ -24,13 +24,13 @@ import numpy as np
 from dynoffload.errors import DynOffloadError
 
 MIN_BYTES = 2_048
-"""Smaller files say too little to be a sample."""
+"""Smaller files are left out: they are too short for samples."""
 MAX_BYTES = 256 * 1_024
-"""Larger files of the library are tables, not programs."""
+"""Larger files are left out: in the standard library they are tables, not programs."""
 HELD_OUT_OF_TEN = 2
-"""How many of ten files are held out."""
+"""Files held out, of ten."""
 KEPT_FILES = 64
-"""How many files' items one stream keeps, so that a file is not parsed at each draw."""
+"""Files whose items a stream caches, to avoid parsing a file at each draw."""
 _LEFT_OUT = {"__pycache__", "dist-packages", "site-packages", "test", "tests", "idle_test"}
 
 
@@ -49,7 +49,7 @@ class Split(str, Enum):
 
 
 def split_of(name: str) -> Split:
-    """Return the half that what is called so belongs to, by the hash of its name alone."""
+    """Return the split that a name belongs to, by its hash alone."""
     digest = hashlib.sha256(name.encode()).digest()
     return Split.HELD_OUT if digest[0] % 10 < HELD_OUT_OF_TEN else Split.TRAIN
 
@@ -60,8 +60,8 @@ class SourceFile:
 
     Attributes:
         name: the path below the folder of the library, with forward slashes: ``"json/decoder.py"``.
-        path: where it lies.
-        nbytes: its size.
+        path: its path in the file system.
+        nbytes: its size in bytes.
     """
 
     name: str
@@ -70,7 +70,7 @@ class SourceFile:
 
     @property
     def split(self) -> Split:
-        """The half it belongs to."""
+        """The split it belongs to."""
         return split_of(self.name)
 
     def read(self) -> bytes:
@@ -88,10 +88,10 @@ class SourceFile:
             ) from error
 
     def parse(self, text: bytes | str) -> ast.Module:
-        """Return the syntax tree of ``text``, the file's.
+        """Return the syntax tree of ``text``, the file's content.
 
         Raises:
-            DataError: if it is no Python source.
+            DataError: if it is not Python source.
         """
         try:
             with warnings.catch_warnings():
@@ -149,10 +149,10 @@ def draw_items(
     wanted: str,
     seed: int,
 ) -> Iterator[tuple[SourceFile, Item]]:
-    """Yield items of files for ever: a file in proportion to its bytes, one of its items uniformly.
+    """Yield items endlessly: a file is drawn in proportion to its bytes, then its item uniformly.
 
     Raises:
-        DataError: no file has an item, of which ``wanted`` says what it is.
+        DataError: no file has an item; the message calls it ``wanted``.
     """
     generator = np.random.default_rng(seed)
     weights = np.array([source.nbytes for source in files], dtype=np.float64)

@@ -1,7 +1,7 @@
-"""Statements of Python source with their kinds, for networks that read until they know.
+"""Python statements labelled with their kinds, for networks that may stop reading early.
 
-An endless, seeded stream of simple statements (no loops or definitions), each as its bytes and the
-kind that Python's grammar gives it. Each knows its file, so that samples can be split by file.
+An endless, seeded stream of simple statements (no loops or definitions), each with its bytes and
+its kind in Python's grammar. Each records its file, so that samples can be split by file.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Statement:
 
     Attributes:
         tokens: int64 ``[length]``: its bytes.
-        label: int64, a scalar: the number of its kind.
-        source: the name of the file.
+        label: int64 scalar: the number of its kind.
+        source: the name of its file.
     """
 
     tokens: Tensor
@@ -51,19 +51,19 @@ def statements(
     seed: int = 0,
     root: Path | None = None,
 ) -> Iterator[Statement]:
-    """Yield statements for ever, the same ones for the same arguments.
+    """Yield statements endlessly, the same ones for the same arguments.
 
-    A file is drawn in proportion to its bytes, and one of its statements uniformly.
+    A file is drawn in proportion to its bytes, then one of its statements uniformly.
 
     Args:
         split: training or held-out files.
-        min_bytes: of the shortest.
-        max_bytes: of the longest.
-        seed: of the draws.
+        min_bytes: minimum length.
+        max_bytes: maximum length.
+        seed: seed of the draws.
         root: the folder of source files; the standard library by default.
 
     Raises:
-        DataError: a file is no Python source, or no file has a statement of such a length.
+        DataError: a file is not Python source, or no file has a statement of such a length.
         ValueError: the bounds leave no length.
     """
     if not 1 <= min_bytes <= max_bytes:
@@ -87,7 +87,7 @@ def parse(source: SourceFile) -> list[tuple[bytes, int]]:
     """Return the text and the kind of every simple statement of a file, in source order.
 
     Raises:
-        DataError: the file cannot be read or is no Python source.
+        DataError: the file cannot be read or is not Python source.
     """
     text = source.read()
     module = source.parse(text)

@@ -1,7 +1,7 @@
 """Byte sequences of Python source, for language models.
 
-An endless, seeded stream of batches of bytes with the bytes that follow them. Each batch knows the
-files it was cut from, so that samples can be split by file.
+An endless, seeded stream of batches of bytes, with the next byte of each as target. Each batch
+records the file it was cut from, so that samples can be split by file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from dynoffload.datasets.sources import DataError, SourceFile, Split, source_files
 
 VOCABULARY = 256
-"""How many different tokens there are: one for each byte."""
+"""Number of different tokens, one for each byte value."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class TextBatch:
 
     Attributes:
         tokens: int64 ``[rows, length]``.
-        targets: int64 ``[rows, length]``: for each token the one after it.
+        targets: int64 ``[rows, length]``: the token after each token.
         source: the name of the file.
     """
 
@@ -44,15 +44,15 @@ def batches(
     seed: int = 0,
     root: Path | None = None,
 ) -> Iterator[TextBatch]:
-    """Yield batches of source text for ever, the same ones for the same arguments.
+    """Yield batches of source text endlessly, the same ones for the same arguments.
 
-    A file is drawn in proportion to its bytes, and the places of its rows uniformly.
+    A file is drawn with probability proportional to its bytes, its rows' positions uniformly.
 
     Args:
         split: training or held-out files.
         rows: sequences per batch.
         length: tokens per sequence.
-        seed: of the draws.
+        seed: seed of the draws.
         root: the folder of source files; the standard library by default.
 
     Raises:
@@ -71,13 +71,13 @@ def batches(
 
 
 def _draw(files: list[SourceFile], rows: int, length: int, seed: int) -> Iterator[TextBatch]:
-    """Yield the batches; apart from `batches` so that bad arguments raise at the call."""
+    """Yield the batches; separate from `batches` so that bad arguments raise at the call."""
     generator = np.random.default_rng(seed)
     chances = np.array([source.nbytes for source in files], dtype=np.float64)
     chances /= chances.sum()
     texts: dict[str, npt.NDArray[np.uint8]] = {}
     while True:
-        # An array of one: a scalar is drawn from the same stream, but differently.
+        # An array of one: drawing a scalar consumes the stream differently.
         source = files[generator.choice(len(files), size=1, p=chances)[0]]
         if source.name not in texts:
             texts[source.name] = np.frombuffer(source.read(), dtype=np.uint8)

@@ -1,8 +1,8 @@
-"""Syntax trees of Python source, for networks whose shape follows the sample.
+"""Syntax trees of Python source, for networks whose structure depends on the sample.
 
-An endless, seeded stream of trees, one per function or class definition, in post-order with a label
-for every node: the kind of the node that it is part of. Names and values are not part of a tree.
-Each tree knows its file, so that samples can be split by file.
+An endless, seeded stream of trees, one per function or class definition, in post-order. Each node's
+label is the kind of its parent. Names and values are not part of a tree. Each tree records its
+file, so that samples can be split by file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from dynoffload.datasets.sources import SourceFile, Split, draw_items, source_files
 
 # The grammar of Python 3.11 to 3.14. The list is fixed, not read from the running Python, so that a
-# network over these kinds is the same network on each of them.
+# network over these kinds is the same in every version.
 KINDS: tuple[str, ...] = tuple(
     """
     Other Module
@@ -35,7 +35,7 @@ KINDS: tuple[str, ...] = tuple(
     TypeVar ParamSpec TypeVarTuple
     """.split()
 )
-"""The kinds of nodes, in the order of their numbers; ``Other`` is what a later grammar adds."""
+"""The kinds of nodes, in the order of their numbers; ``Other`` is any kind of a later grammar."""
 
 _KIND_OF = {name: number for number, name in enumerate(KINDS)}
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -46,13 +46,13 @@ class Tree:
     """One definition's syntax tree, nodes in post-order: children before parents, the root last.
 
     Attributes:
-        kinds: int64 ``[nodes]``: numbers into `KINDS`.
-        labels: int64 ``[nodes]``: the kind of the node that each node is part of; for the root that
-            of the scope it is defined in.
+        kinds: int64 ``[nodes]``: indices into `KINDS`.
+        labels: int64 ``[nodes]``: the kind of each node's parent; for the root, the kind of the
+            scope that defines it.
         children: for each node the indices of its children, left to right; all are smaller than its
             own.
         name: the definition's qualified name.
-        source: the name of the file.
+        source: the name of its file.
     """
 
     kinds: Tensor
@@ -62,7 +62,7 @@ class Tree:
     source: str
 
     def __len__(self) -> int:
-        """Return how many nodes it has."""
+        """Return the number of nodes."""
         return len(self.children)
 
 
@@ -74,19 +74,19 @@ def trees(
     seed: int = 0,
     root: Path | None = None,
 ) -> Iterator[Tree]:
-    """Yield trees for ever, the same ones for the same arguments.
+    """Yield trees endlessly, the same ones for the same arguments.
 
-    A file is drawn in proportion to its bytes, and one of its definitions uniformly.
+    A file is drawn in proportion to its bytes, then one of its definitions uniformly.
 
     Args:
         split: training or held-out files.
-        min_nodes: the smallest tree.
-        max_nodes: the largest tree.
-        seed: of the draws.
+        min_nodes: size of the smallest tree.
+        max_nodes: size of the largest tree.
+        seed: seed of the draws.
         root: the folder of source files; the standard library by default.
 
     Raises:
-        DataError: if a file is no Python source, or no file has a definition of such a size.
+        DataError: if a file is not Python source, or no file has a definition of such a size.
         ValueError: if the bounds leave no size.
     """
     if not 1 <= min_nodes <= max_nodes:
@@ -103,7 +103,7 @@ def parse(source: SourceFile) -> list[Tree]:
     """Return a tree for every function and class definition of a file, in source order.
 
     Raises:
-        DataError: if the file cannot be read or is no Python source.
+        DataError: if the file cannot be read or is not Python source.
     """
     module = source.parse(source.read())
     found: list[Tree] = []
@@ -126,12 +126,12 @@ def _kind(node: ast.AST) -> int:
 
 
 def _tree(definition: ast.AST, scope: ast.AST, name: str, source: str) -> Tree:
-    """Return a definition's nodes in post-order, by an explicit stack as trees can be deep."""
+    """Return a definition's tree; uses an explicit stack, as trees can be deep."""
     kinds: list[int] = []
     labels: list[int] = []
     children: list[tuple[int, ...]] = []
-    # Each entry: a node, its parent's kind, its children once they were pushed, and where the list
-    # of its children's indices is collected.
+    # Each entry: a node, its parent's kind, the indices of its children (None until they are
+    # pushed), and the list that receives its own index.
     collected: list[int] = []
     stack: list[tuple[ast.AST, int, list[int] | None, list[int]]] = [
         (definition, _kind(scope), None, collected)
@@ -140,7 +140,7 @@ def _tree(definition: ast.AST, scope: ast.AST, name: str, source: str) -> Tree:
         node, parent, below, siblings = stack.pop()
         if below is None:
             below = []
-            # Whether a name is read or written is not a part of it.
+            # Whether a name is read or written is left out of the tree.
             parts = [
                 part
                 for part in ast.iter_child_nodes(node)

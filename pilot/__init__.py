@@ -1,9 +1,9 @@
-"""The pilot: which blocks a sample will run, and in which order.
+"""The pilot: predicts which blocks a sample will run, and in which order.
 
-What a model sees: `features`, `codes`. What all orders have in common: `template`, `loops`.
-What each sample decides: `boosting` (with `association` and `trees`), corrected within the step by
-`correction` and `tracking`. `pilot` is the predictor and its file. Training: `labels` of traces,
-`fit`, `train`; within a run, `online`. How good it is: `evaluate`.
+Model inputs: `features`, `codes`. Structure shared by all orders: `template`, `loops`. Choices per
+sample: `boosting` (with `association` and `trees`), corrected within the step by `correction` and
+`tracking`. `pilot` is the predictor and its file. Training: `labels` of traces, `fit`, `train`;
+within a run, `online`. Scores: `evaluate`.
 
 LightGBM, safetensors and rich are imported by the functions that use them.
 """

@@ -1,9 +1,9 @@
-"""Association tables: which codes go with which blocks, learned from whole steps.
+"""Association tables: the probability that an element's codes run a block, learned from steps.
 
-`Association` is a table of P(an element with this n-gram runs this block). Only the step as a whole
-says which blocks ran, and a block runs if any element runs it: the tables are a noisy-or, fitted by
-expectation-maximisation. Counting "block ran while the code was there" would blame every element
-for what its 63 neighbours did. Longer n-grams lean on shorter ones.
+`Association` is a table of P(an element with this n-gram runs this block). Traces record which
+blocks a whole step ran, not which element ran them, and a block runs if any element runs it. So the
+tables are a noisy-or, fitted by expectation-maximisation. Counting co-occurrences would credit
+every element of a step with the blocks of all others. Shorter n-grams are the prior of longer ones.
 
 Sources: Pearl, "Probabilistic Reasoning in Intelligent Systems", 1988 (noisy-or); Dempster, Laird
 and Rubin 1977 (EM); Katz 1987 (backing off to shorter n-grams).
@@ -26,13 +26,13 @@ Bools = npt.NDArray[np.bool_]
 ORDERS = 3
 """Unigrams, bigrams and trigrams."""
 LEAST = (1, 3, 3)
-"""How many samples must show an n-gram of each order."""
+"""Samples that must contain an n-gram, by order."""
 MOST = (1024, 1024, 512)
-"""How many n-grams of each order are kept: with 400 blocks, 2 MB as float16."""
+"""N-grams kept, by order: with 400 blocks, 2 MB as float16."""
 STRENGTH = (1.0, 4.0, 4.0)
-"""How many observations of its own outweigh what an n-gram's prefix says."""
+"""Weight of the prior from an n-gram's prefix, in observations, by order."""
 ITERATIONS = 8
-"""Rounds of EM per order; the estimates settle within half of them."""
+"""Rounds of EM per order; the estimates converge within half of them."""
 CHUNK_STEPS = 2048
 """Steps whose counts are held in one array."""
 
@@ -41,19 +41,19 @@ _SMALL = 1e-5
 
 @dataclass(frozen=True)
 class Association:
-    """P(an element runs a block), by the longest of its n-grams that is known.
+    """P(an element runs a block), by the longest known n-gram of the element.
 
     Attributes:
-        books: the hashes of the n-grams of each order that are known, ascending.
-        table: ``log(1 - P)``, float32 ``[rows, blocks]``: row 0 for an unknown code, then those of
-            each book in turn.
+        books: for each order, the hashes of its known n-grams, ascending.
+        table: ``log(1 - P)``, float32 ``[rows, blocks]``: row 0 for an unknown code, then the rows
+            of each book in turn.
     """
 
     books: tuple[Codes, ...]
     table: Floats
 
     def rows(self, sample: InputFeatures) -> Codes:
-        """Return the table row of each of a sample's elements; none where no codes were learned."""
+        """Return the table row of each of a sample's elements; empty if no codes were learned."""
         if not len(sample.elements) or not self.books:
             return np.zeros(0, dtype=np.int64)
         hashes = hash_prefixes(columns_of(sample.elements), len(self.books))
@@ -66,8 +66,8 @@ class Association:
         return rows
 
     def evidence(self, sample: InputFeatures) -> tuple[Floats, Floats]:
-        """Return ``log P(no element runs it)`` and the surest single element's, each
-        ``[blocks]``."""
+        """Return ``log P(no element runs it)`` and ``log(1 - P)`` of the likeliest single element,
+        each ``[blocks]``."""
         rows = self.rows(sample)
         if not rows.size:
             nothing = np.zeros(self.table.shape[1], dtype=np.float32)
@@ -117,10 +117,10 @@ def learn_association(samples: Sequence[InputFeatures], present: Bools) -> Assoc
 def _maximise(
     rows: list[Codes], present: Bools, chance: Floats, prior: Floats, fixed: int, strength: float
 ) -> Floats:
-    """Return ``chance`` with the rows from ``fixed`` on fitted by EM, leaning on ``prior``.
+    """Return ``chance`` with the rows from ``fixed`` on fitted by EM, regularised by ``prior``.
 
-    With C the count of each row in each step, the silence of a step is ``C @ log(1 - chance)``,
-    and the blame of a row its chance times ``C.T @ (present / P(any runs))``.
+    C counts each row in each step. ``silence`` is ``log(1 - chance)``, so a step's log P(no element
+    runs it) is ``C @ silence``. ``blame`` is ``C.T @ (present / P(any runs))``.
     """
     counts = [
         (steps, _counts([rows[step] for step in steps], len(chance)))
@@ -141,7 +141,7 @@ def _maximise(
 
 
 def _counts(rows: list[Codes], size: int) -> Floats:
-    """Return how often each row of the table stands in each step, ``[steps, size]``."""
+    """Return how often each table row occurs in each step, ``[steps, size]``."""
     flat = [step * size + of_step for step, of_step in enumerate(rows)]
     counts = np.bincount(np.concatenate(flat), minlength=len(rows) * size)
     return counts.reshape(len(rows), size).astype(np.float32)

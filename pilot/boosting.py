@@ -1,12 +1,12 @@
-"""The boosted pilot: trees that LightGBM trained, over what the association tables say.
+"""The boosted model: LightGBM trees stacked on the association tables.
 
-`BoostedTables` sees, for each sample and block, what the noisy-or tables of
-`dynoffload.pilot.association` estimate, how that compares with the rest of the block's site, the
-sample's own numbers and the idiom-encoded block, and says whether the block runs. One ensemble
-ranks all blocks, also those it saw rarely.
+`BoostedTables` predicts, for each sample and block, whether the block runs. Its inputs are the
+noisy-or estimates of `dynoffload.pilot.association`, their difference from the other blocks of the
+site, the sample's numbers and the block's features. One ensemble serves all blocks, including rare
+ones.
 
-The tables of a training sample are fitted on other sources than its own (cross-fitting), else the
-trees would learn to trust them for what they memorised. LightGBM trains; `dynoffload.pilot.trees`
+The tables of a training sample are fitted on other sources than its own (cross-fitting), so that
+the trees do not learn to trust memorised entries. LightGBM trains; `dynoffload.pilot.trees`
 predicts. Source: Ke et al., "LightGBM", NeurIPS 2017; Wolpert, "Stacked generalization", 1992.
 """
 
@@ -30,20 +30,20 @@ from dynoffload.profiler.safefile import checked_integers, checked_weights
 Bools = npt.NDArray[np.bool_]
 
 ROUNDS = 24
-"""Trees at most: with 400 blocks, 0.1 ms of a prediction."""
+"""The most trees: with 400 blocks, they take 0.1 ms per prediction."""
 LEAVES = 15
 FOLDS = 3
 MAX_ROWS = 300_000
-"""Rows of (sample, block) that the trees are trained on at most."""
+"""The most (sample, block) rows that the trees are trained on."""
 PRIOR = 2
-"""The column of evidence that depends on the block alone."""
+"""The evidence column that depends on the block alone."""
 EVIDENCE = 5
-"""Columns of evidence; see `evidence`."""
+"""Number of evidence columns; see `evidence`."""
 
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """What a model learns from.
+    """Training data of a model.
 
     Attributes:
         samples: one per step.
@@ -60,7 +60,7 @@ class TrainingSet:
     sites: npt.NDArray[np.int64]
 
     def part(self, steps: npt.NDArray[np.int64]) -> TrainingSet:
-        """Return the training set of some of the steps."""
+        """Return the training set of the given steps."""
         return replace(
             self,
             samples=[self.samples[i] for i in steps],
@@ -71,17 +71,17 @@ class TrainingSet:
 
 @dataclass(frozen=True)
 class BoostedTables:
-    """Association tables and the trees that read them.
+    """Association tables and the trees that use them.
 
     The trees' columns are the evidence, then the blocks' features, then the sample's numbers.
 
     Attributes:
         association: the tables.
-        prior: log-odds that a block runs, whatever the sample, ``[blocks]``.
+        prior: log-odds that a block runs, independent of the sample, ``[blocks]``.
         described: the blocks' features, ``[blocks, features]``.
         sites: the number of each block's site, ``[blocks]``.
         scaler: how a sample's numbers become a vector.
-        trees: give log-odds.
+        trees: the ensemble; it returns log-odds.
     """
 
     association: Association
@@ -93,7 +93,7 @@ class BoostedTables:
 
     @cached_property
     def _by_block(self) -> Masks:
-        """The leaves that the columns that no sample changes leave possible."""
+        """Leaf masks after applying the columns that do not depend on the sample."""
         masks = self.trees.every_leaf(len(self.prior))
         self._narrow(masks, {PRIOR: self.prior, **dict(enumerate(self.described.T, EVIDENCE))})
         return masks
@@ -110,13 +110,13 @@ class BoostedTables:
         return np.asarray(1 / (1 + np.exp(-np.clip(odds, -30, 30))), dtype=np.float32)
 
     def _narrow(self, masks: Masks, columns: Mapping[int, Floats]) -> None:
-        """Take from ``masks`` the leaves that values of some columns make impossible."""
+        """Remove from ``masks`` the leaves that these columns' values rule out."""
         for number, column in columns.items():
             if number in self.trees.bins:
                 masks &= self.trees.leaves(number, column)
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """Return what is stored: tables as float16, trees as they are."""
+        """Return the arrays to store: tables as float16, trees unchanged."""
         return {
             **{f"book{i}": book for i, book in enumerate(self.association.books)},
             **self.trees.arrays(),
@@ -127,17 +127,17 @@ class BoostedTables:
         }
 
     def document(self) -> dict[str, Any]:
-        """Return what is stored beside the arrays, as plain JSON data."""
+        """Return what is stored in addition to the arrays, as plain JSON data."""
         return {"scaler": self.scaler.to_json(), "books": len(self.association.books)}
 
     @classmethod
     def load(
         cls, document: Any, arrays: Mapping[str, npt.NDArray[Any]], blocks: int
     ) -> BoostedTables:
-        """Build the model from what was stored.
+        """Build the model from its stored form.
 
         Raises:
-            ValueError, KeyError, TypeError: if the parts are not those of a model for so many
+            ValueError, KeyError, TypeError: if the parts are not a model of this number of
             blocks.
         """
         count = int(document["books"])
@@ -167,10 +167,10 @@ class BoostedTables:
 def evidence(
     association: Association, prior: Floats, sites: npt.NDArray[np.int64], sample: InputFeatures
 ) -> Floats:
-    """Return what the tables say of a sample's blocks, ``[EVIDENCE, blocks]``.
+    """Return the tables' evidence on each block for a sample, ``[EVIDENCE, blocks]``.
 
-    The rows: log-odds of the noisy-or, log-odds of the surest element alone, prior log-odds, how
-    many blocks of the site are expected to run, and the noisy-or's distance from the site's mean.
+    Rows: log-odds of the noisy-or, log-odds of the likeliest element alone, prior log-odds, the
+    expected number of running blocks of the site, and the noisy-or log-odds minus the site's mean.
     """
     silent, surest = association.evidence(sample)
     odds = _log_odds(silent)
@@ -186,7 +186,7 @@ def evidence(
 
 
 def train_tables(data: TrainingSet, seed: int) -> BoostedTables:
-    """Fit the tables and the trees; ``seed`` is for the folds and the trees."""
+    """Fit the tables and the trees; ``seed`` seeds the folds, the row sampling and the trees."""
     import lightgbm
 
     samples, present = data.samples, data.present
@@ -222,7 +222,7 @@ def train_tables(data: TrainingSet, seed: int) -> BoostedTables:
     }
     trees = Trees.of_booster(lightgbm.train(settings, rows, ROUNDS))
     association = learn_association(samples, present)
-    # Kept in the precision it is stored in, so that a file predicts as the pilot it was made of.
+    # Round to the stored precision, so that a loaded pilot predicts the same.
     table = association.table.astype(np.float16).astype(np.float32)
     association = replace(association, table=table)
     prior = _prior(present)

@@ -1,4 +1,4 @@
-"""Codes: a sample's elements as columns of integers, and numbers for those that training saw."""
+"""Codes: a sample's elements as integer columns, and the numbering of n-grams seen in training."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy.typing as npt
 Codes = npt.NDArray[np.int64]
 
 PAD = -1
-"""The code that stands where a sequence has no earlier element."""
+"""The code for a missing predecessor at the start of a sequence."""
 MAX_COLUMNS = 8
-"""The most columns of an element that are read."""
+"""The most columns of an element that are used."""
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT = np.uint64(29)
@@ -21,9 +21,9 @@ _SHIFT = np.uint64(29)
 def columns_of(elements: Codes) -> Codes:
     """Return a sample's elements as ``[n, columns]``, at least one column.
 
-    A plain sequence ``[n]`` gets its two predecessors as columns of their own: ``[code, the one
-    before, the one before that]``. Elements of more than one column are taken as they are, most
-    telling column first, at most `MAX_COLUMNS` of them.
+    Each element of a plain sequence ``[n]`` gets its two predecessors as columns: ``[code,
+    previous, one before that]``. Elements of several columns are kept as they are, the most
+    informative column first, at most `MAX_COLUMNS` of them.
     """
     codes = np.asarray(elements, dtype=np.int64)
     if codes.ndim == 2 and codes.shape[1] > 1:
@@ -53,7 +53,7 @@ def hash_prefixes(columns: Codes, orders: int) -> list[Codes]:
 
 
 def look_up(book: Codes, hashes: Codes) -> Codes:
-    """Return the number of each hash in a book of ascending hashes, from 1 on; 0 if unknown."""
+    """Return the number, from 1, of each hash in a book of ascending hashes; 0 if unknown."""
     if not book.size:
         return np.zeros(hashes.shape, dtype=np.int64)
     places = np.minimum(np.searchsorted(book, hashes), book.size - 1)
@@ -61,11 +61,11 @@ def look_up(book: Codes, hashes: Codes) -> Codes:
 
 
 def learn_book(hashes: Sequence[Codes], *, least: int, most: int) -> Codes:
-    """Return the n-grams seen in at least ``least`` samples, the ``most`` frequent of them.
+    """Return the ``most`` frequent of the n-grams seen in at least ``least`` samples.
 
     Args:
         hashes: one array per sample.
-        least: samples that must show an n-gram.
+        least: samples that must contain an n-gram.
         most: n-grams kept.
     """
     shown = [np.unique(h) for h in hashes if h.size]

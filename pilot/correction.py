@@ -1,12 +1,12 @@
-"""Correction within the step: the rest predicted anew from what has run so far.
+"""Within-step correction: updates predictions of the remaining blocks from those that ran so far.
 
-`Correction` is learned from what a model predicted of steps it had not seen and what they ran;
-`Posterior` is one step's chances as they change. Two things are learned. How residuals go together:
-a block that ran against expectation makes others likelier, by the covariance of what was wrong. The
-expectation of the rest follows from its Cholesky factor, one column per observed block. And how far
-to trust each source: for each site a logistic regression blends the model's log-odds with the
-residuals, and two more blend these with a hint, one given ahead (other decisions were open before
-it) or one at hand. That also calibrates the chances.
+`Correction` is learned from a model's predictions for unseen steps and the steps' true blocks;
+`Posterior` holds the probabilities of one step as it runs. Two things are learned. First, how
+residuals correlate: a block that ran unexpectedly changes the probability of others by the
+covariance of residuals. The conditional mean follows from its Cholesky factor, one column per
+observed block. Second, how far to trust each source: for each site a logistic regression blends the
+model's log-odds with the residuals. Two more blend these with a hint, given ahead (while earlier
+decisions are open) or at hand. This also calibrates the probabilities.
 
 Sources: Schäfer and Strimmer, "A shrinkage approach to large-scale covariance matrix estimation",
 2005 (their target D, the diagonal); Platt, "Probabilistic outputs for support vector machines",
@@ -30,27 +30,27 @@ Bools = npt.NDArray[np.bool_]
 Wide = npt.NDArray[np.float64]
 
 COLUMNS = 5
-"""What is blended: a constant, log-odds, the residuals' share, the hint, and its side."""
+"""Blended columns: constant, log-odds, shift by residuals, hint minus 0.5, and its sign."""
 SOURCES = 3
-"""What a blend can rest on: no hint, one given ahead, one at hand."""
+"""Kinds of blend: no hint, a hint given ahead, a hint at hand."""
 MAX_RESIDUAL = 5.0
-"""Residuals are brought back to so many deviations."""
+"""Residuals are clipped to this many standard deviations."""
 RIDGE = 1.0
-"""Imagined evidence, per number, that a site blends as all sites do."""
+"""Strength of the prior, per weight, that draws each site's blend to that of all sites."""
 MAX_STEPS = 512
-"""Steps that are followed to learn how far to believe residuals."""
-_NEWTON = 12
-_LEAST = 0.02  # the deviation that residuals are measured in, at least
+"""Steps replayed to learn how far to trust residuals."""
+_NEWTON = 12  # iterations
+_LEAST = 0.02  # lower bound of a residual's standard deviation
 
 
 @dataclass(frozen=True)
 class Correction:
-    """What was learned of a model's errors.
+    """Learned statistics of a model's errors.
 
     Attributes:
         sites: the number of each block's site, ``[blocks]``.
-        factor: the Cholesky factor of the covariance of residuals, transposed (row i holds what
-            block i tells of those after it), float32 ``[blocks, blocks]``.
+        factor: the Cholesky factor of the covariance of residuals, transposed (row i holds the
+            effect of block i on those after it), float32 ``[blocks, blocks]``.
         blend: for each site the weights of `COLUMNS` without a hint, with one given ahead and with
             one at hand, ``[sites, SOURCES, COLUMNS]``.
     """
@@ -60,11 +60,11 @@ class Correction:
     blend: Floats
 
     def start(self, chances: Floats) -> Posterior:
-        """Begin a step of which a model foretold ``chances``, ``[blocks]``."""
+        """Begin a step for which a model predicted ``chances``, ``[blocks]``."""
         return Posterior(self, chances)
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """Return what is stored."""
+        """Return the arrays to store."""
         return {
             "correction_factor": self.factor.astype(np.float16),
             "correction_blend": self.blend,
@@ -74,10 +74,10 @@ class Correction:
     def load(
         cls, arrays: Mapping[str, npt.NDArray[Any]], sites: npt.NDArray[np.int64]
     ) -> Correction:
-        """Build a correction from what was stored, and the sites of the blocks.
+        """Build a correction from its stored form and the sites of the blocks.
 
         Raises:
-            ValueError, KeyError: if the parts are not those of a correction for these blocks.
+            ValueError, KeyError: if the parts are not a correction for these blocks.
         """
         factor = checked_weights("correction_factor", arrays["correction_factor"])
         blend = checked_weights("correction_blend", arrays["correction_blend"])
@@ -91,10 +91,10 @@ class Correction:
 
 
 class Posterior:
-    """One step: what was foretold, what ran, and what to expect of the rest.
+    """State of one step: predictions, the blocks that ran, and the probabilities of the rest.
 
     Attributes:
-        known: how many of the blocks are known to have run or not.
+        known: number of blocks, in canonical order, that are known to have run or not.
     """
 
     def __init__(self, correction: Correction, chances: Floats) -> None:
@@ -108,7 +108,7 @@ class Posterior:
         self._ran = np.zeros(chances.shape, dtype=np.bool_)
 
     def observe(self, ran: bool | Bools) -> None:
-        """The next block, in canonical order, ran or did not."""
+        """Record whether the next block, in canonical order, ran."""
         i, factor = self.known, self._correction.factor
         residual = (ran - self._chances[..., i]) / self._deviation[..., i]
         residual = np.clip(residual, -MAX_RESIDUAL, MAX_RESIDUAL)
@@ -118,24 +118,24 @@ class Posterior:
         self.known += 1
 
     def hint(self, places: npt.NDArray[np.int64], values: Floats, *, at_hand: bool = False) -> None:
-        """The network hints at blocks to come.
+        """Record a routing hint about coming blocks.
 
         Args:
-            places: which blocks.
-            values: how likely the hint makes each, 0 to 1.
-            at_hand: whether no other decision is open before that about them.
+            places: indices of the blocks.
+            values: the hinted probability of each, 0 to 1.
+            at_hand: whether no earlier decision is still open.
         """
         self._hints[places] = values
         self._sources[places] = 2 if at_hand else 1
 
     @property
     def hinted(self) -> Bools:
-        """Which blocks the network hinted at."""
+        """Mask of the blocks with a hint."""
         return ~np.isnan(self._hints)
 
     @property
     def chances(self) -> Floats:
-        """P(runs) of each block: 0 or 1 of the known ones, corrected for the rest."""
+        """P(runs) of each block: 0 or 1 if known, the corrected estimate otherwise."""
         result = self._ran.astype(np.float32)
         rest = slice(self.known, None)
         rows = self.rows(rest)
@@ -144,14 +144,14 @@ class Posterior:
         return result
 
     def rows(self, here: slice) -> Floats:
-        """Return what is blended for some blocks, ``[..., COLUMNS]``."""
+        """Return the blended columns of some blocks, ``[..., COLUMNS]``."""
         rows = blend_rows(self._chances[..., here], (self._mean * self._deviation)[..., here])
         _enter_hints(rows, self._hints[..., here])
         return rows
 
 
 def blend_rows(chances: Floats, shift: Floats) -> Floats:
-    """Return what is blended without hints, ``[..., COLUMNS]`` for arrays of one shape."""
+    """Return the blended columns without hints, ``[..., COLUMNS]``, for arrays of equal shape."""
     rows = np.ones((*chances.shape, COLUMNS), dtype=np.float32)
     rows[..., 1] = np.log(chances / (1 - chances))
     shifted = np.clip(chances + shift, 1e-3, 1 - 1e-3)
@@ -161,7 +161,7 @@ def blend_rows(chances: Floats, shift: Floats) -> Floats:
 
 
 def _enter_hints(rows: npt.NDArray[Any], hints: Floats) -> None:
-    """Put hints into the columns that are theirs."""
+    """Write hints into their columns, in place."""
     rows[..., 3] = np.nan_to_num(hints, nan=0.5) - 0.5
     rows[..., 4] = np.sign(rows[..., 3])
 
@@ -173,19 +173,19 @@ def learn_correction(
     folds: npt.NDArray[np.int64],
     hints: Floats | None = None,
 ) -> tuple[Correction, Floats]:
-    """Learn how a model errs.
+    """Learn the statistics of a model's errors.
 
     Args:
-        chances: what it foretold of steps it had not learned from, ``[steps, blocks]``.
-        ran: what they ran, ``[steps, blocks]``.
+        chances: its predictions for steps it was not trained on, ``[steps, blocks]``.
+        ran: which blocks ran, ``[steps, blocks]``.
         sites: the number of each block's site, ``[blocks]``, blocks in canonical order.
-        folds: the number of each step's part, ``[steps]``: no part teaches what is said of it.
-        hints: what the network hinted about each block, ahead and at hand, NaN where it did not,
+        folds: the fold of each step, ``[steps]``; a fold is calibrated from the other folds.
+        hints: the hint about each block, given ahead and at hand, NaN where there was none,
             ``[steps, blocks, 2]``.
 
     Returns:
-        the correction, and ``chances`` as they are corrected before a step by what the other parts
-        teach, ``[steps, blocks]``.
+        the correction, and ``chances`` as calibrated before the step begins by what was learned
+        from the other folds, ``[steps, blocks]``.
     """
     chances = np.clip(chances, 1e-4, 1 - 1e-4).astype(np.float32)
     if hints is None:
@@ -196,16 +196,16 @@ def learn_correction(
     for part in np.unique(folds):
         inside = folds != part
         factor = residual_factor(chances[inside], ran[inside])
-        mine = folds[followed] == part
-        steps = followed[mine]
-        rows[mine] = _posterior_rows(factor, chances[steps], ran[steps], sites)
+        in_fold = folds[followed] == part
+        steps = followed[in_fold]
+        rows[in_fold] = _posterior_rows(factor, chances[steps], ran[steps], sites)
     start = blend_rows(chances, np.zeros_like(chances))
     calibrated = np.empty_like(chances)
     for part in np.unique(folds):
         taught = folds[followed] != part
         blend = _learn_blend(start, rows, followed, taught, ran, sites, hints, count)
-        mine = folds == part
-        calibrated[mine] = sigmoid((start[mine] * blend[sites, 0]).sum(axis=2))
+        in_fold = folds == part
+        calibrated[in_fold] = sigmoid((start[in_fold] * blend[sites, 0]).sum(axis=2))
     every = np.ones(len(followed), dtype=np.bool_)
     blend = _learn_blend(start, rows, followed, every, ran, sites, hints, count)
     stored = np.asarray(residual_factor(chances, ran).astype(np.float16), dtype=np.float32)
@@ -215,7 +215,7 @@ def learn_correction(
 def _posterior_rows(
     factor: Floats, chances: Floats, ran: Bools, sites: npt.NDArray[np.int64]
 ) -> Floats:
-    """Return what is blended for each block when its site begins, but for hints,
+    """Return each block's blended columns, without hints, at the start of its site,
     ``[steps, blocks, COLUMNS]``."""
     posterior = Posterior(Correction(sites, factor, np.zeros(0, dtype=np.float32)), chances)
     rows = np.empty((*chances.shape, COLUMNS), dtype=np.float32)
@@ -227,7 +227,7 @@ def _posterior_rows(
 
 
 def residual_factor(chances: Floats, ran: Bools) -> Floats:
-    """Return the transposed Cholesky factor of the covariance of residuals, shrunk to its
+    """Return the transposed Cholesky factor of the covariance of residuals, shrunk towards its
     diagonal."""
     residual = (ran - chances) / _deviation(chances)
     residual = np.clip(residual, -MAX_RESIDUAL, MAX_RESIDUAL).astype(np.float64)
@@ -235,7 +235,7 @@ def residual_factor(chances: Floats, ran: Bools) -> Floats:
     covariance = residual.T @ residual / max(steps, 1)
     variances = np.diag(covariance)
     apart = float((covariance**2).sum() - (variances**2).sum())
-    # How far single steps' products lie from their mean, off the diagonal, without forming them.
+    # Variance of the off-diagonal products over steps, without forming the products.
     squares = residual**2
     products = float((squares.sum(axis=1) ** 2).sum() - (squares**2).sum())
     spread = (products / max(steps, 1) - apart) / max(steps, 1)
@@ -255,14 +255,14 @@ def _learn_blend(
     hints: Floats,
     count: int,
 ) -> Floats:
-    """Fit the logistic regressions, without hints and with them, each drawn to one over all sites:
-    to what is blended before each of the steps ``followed`` that is ``taught``, and as each of its
-    sites begins."""
+    """Fit the logistic regressions with and without hints, each regularised to one over all sites.
+    Data: the ``followed`` steps selected by ``taught``, at the start of the step and of each site.
+    """
     steps = followed[taught]
     truth = ran[steps]
 
     def fitted(rows: Floats, truth: Bools, chosen: Bools, towards: Wide) -> tuple[Wide, Wide]:
-        """Return the weights over all sites, and those of each."""
+        """Return the weights over all sites, and those of each site."""
         wide = rows.astype(np.float64)
         every = _logistic(wide[chosen], truth[chosen], towards)
         parts = [chosen & (sites == site) for site in range(count)]
@@ -274,15 +274,15 @@ def _learn_blend(
     neutral = np.array([0.0, 1.0, 1.0, 0.0, 0.0])
     shared, blend[:, 0] = fitted(both, np.concatenate((truth, truth)), all_of_them, neutral)
     for source in range(1, SOURCES):
-        told = hints[steps][..., source - 1]
+        hint_values = hints[steps][..., source - 1]
         with_hint = rows[taught]
-        _enter_hints(with_hint, told)
-        blend[:, source] = fitted(with_hint, truth, ~np.isnan(told), shared)[1]
+        _enter_hints(with_hint, hint_values)
+        blend[:, source] = fitted(with_hint, truth, ~np.isnan(hint_values), shared)[1]
     return blend
 
 
 def _logistic(rows: Wide, truth: Bools, towards: Wide) -> Wide:
-    """Return the weights that fit best, drawn ``towards`` others, by Newton's steps."""
+    """Fit weights regularised ``towards`` others, by Newton's method."""
     weights = towards.copy()
     for _ in range(_NEWTON):
         chance = 1 / (1 + np.exp(-np.clip(rows @ weights, -30, 30)))

@@ -1,4 +1,4 @@
-"""Scores of predicted block orders, and the baselines that a pilot must beat.
+"""Scores of predicted block orders, and the baselines a pilot must beat.
 
 Block-order accuracy of one sample is 1 - Levenshtein(predicted, true) / max(length), over the
 training vocabulary; a block unknown to it (-1) is always wrong.
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from dynoffload.pilot.pilot import Pilot
 
 TUNING_SAMPLES = 200
-"""Training samples that the most frequent order's threshold is chosen on."""
+"""Training samples used to choose the most frequent order's threshold."""
 
 Predictor = Callable[[Example], Sequence[int]]
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How good a predictor is on held-out samples. Shares are between 0 and 1.
+    """Scores of a predictor on held-out samples. Shares are between 0 and 1.
 
     Attributes:
-        samples: how many samples were scored.
+        samples: number of samples scored.
         block_order_accuracy: mean over samples.
         varying_order: the same over the blocks whose presence or place varies in training; NaN
-            where none does.
-        whole_order: share of samples whose whole order is right.
+            if there are none.
+        whole_order: share of samples predicted without any error.
     """
 
     samples: int
@@ -59,27 +59,27 @@ def block_order_accuracy(predicted: Sequence[int], true: Sequence[int]) -> float
 
 
 class LastOrder:
-    """Predicts what the last sample ran."""
+    """Predicts the order of the previous sample."""
 
     def __init__(self, first: Sequence[int] = ()) -> None:
-        """Start from an order, or from none."""
+        """Start from a given order, by default an empty one."""
         self._last = list(first)
 
     def __call__(self, example: Example) -> Sequence[int]:
-        """Return the order of the example before, then remember this one's."""
+        """Return the previous example's order, then remember this one's."""
         answer = self._last
         self._last = [block for block in example.blocks if block >= 0]
         return answer
 
 
 def most_frequent_order(orders: Sequence[Sequence[int]], blocks: Sequence[Block]) -> list[int]:
-    """Return one order for all samples: the best of some, judged on the training samples.
+    """Return one fixed order: the candidate with the best accuracy on the training samples.
 
-    One is the order seen most often (the first of equals); the others hold, in canonical order, the
-    blocks that more than a share of the samples run.
+    One candidate is the most frequent order (the first of equals). Each other one holds, in
+    canonical order, the blocks that at least a given share of the samples run.
 
     Args:
-        orders: of the training samples, at least one.
+        orders: orders of the training samples, at least one.
         blocks: the vocabulary's blocks.
     """
     known = [tuple(b for b in order if b >= 0) for order in orders]
@@ -100,13 +100,13 @@ def most_frequent_order(orders: Sequence[Sequence[int]], blocks: Sequence[Block]
 def varying_blocks(orders: Sequence[Sequence[int]], blocks: int = 0) -> frozenset[int]:
     """Return the blocks whose presence or place varies between orders.
 
-    A block keeps its place when every order has it equally often and its place among the blocks
+    A block keeps its place if every order contains it equally often and its place among the blocks
     of constant count is always the same.
 
     Args:
-        orders: some.
-        blocks: how many the vocabulary has; those that no order has, as a cell in shapes that were
-            not met, are others' to run.
+        orders: orders of training samples.
+        blocks: size of the vocabulary; blocks that no order has, such as a cell with shapes not
+            seen in training, count as varying.
     """
     if not orders:
         return frozenset()
@@ -124,8 +124,8 @@ def score(
     """Score a predictor on samples in the order given.
 
     Args:
-        predict: called with each example in turn; it must look at the sample only. (It gets the
-            example so that a baseline may remember its order after answering.)
+        predict: called with each example in turn; it must use the sample only. (It gets the
+            example so that a baseline can remember its order after predicting.)
         examples: held-out samples, at least one.
         varying: `varying_blocks` of the training orders.
     """
@@ -145,7 +145,7 @@ def score(
 
 
 def one_ahead(pilot: Pilot, example: Example) -> float:
-    """Return the share of a step's blocks that were foretold when the block before them ran."""
+    """Return the share of a step's blocks predicted correctly when the previous block ran."""
     step = StepTracker(pilot, example.sample)
     expected = step.remaining()
     hints = list(example.hints)

@@ -1,7 +1,7 @@
-"""Features: what the pilot's models see of a sample and of a block.
+"""Features of samples and blocks: the inputs of the pilot's models.
 
-`Example` is one recorded sample with its order, `Scaler` turns a sample's named numbers into a
-vector of fixed length, `block_features` a block into its idiom vector, size and place.
+`Example` is one recorded sample with its order. `Scaler` turns a sample's named numbers into a
+vector of fixed length; `block_features` turns a block into its idiom counts, sizes and place.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from dynoffload.profiler.input_features import InputFeatures
 Floats = npt.NDArray[np.float32]
 
 MAX_VALUES = 32
-"""The most named numbers of a sample that the models look at."""
+"""The most named numbers of a sample that the models use."""
 MAX_CENTRE, MIN_SCALE, MAX_SCALE = 100.0, 1e-7, 100.0
-"""What centres and scales of numbers on a logarithmic scale can be."""
+"""Valid range of centres (magnitude) and scales, on a logarithmic scale."""
 CLIP = 8.0
-"""Scaled numbers farther out than this many deviations are brought back to it."""
+"""Scaled numbers are clipped to this many standard deviations."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Example:
     """One sample and the order in which it ran the blocks.
 
     Attributes:
-        sample: what was seen before the step.
+        sample: input features, known before the step.
         blocks: indices into the vocabulary in forward order; -1 for a block unknown to it.
-        source: the file or document the sample is from, so that splits hold whole sources out.
-        hints: what the network foretold of its decisions while it ran, in order.
+        source: the file or document the sample is from, so that splits hold out whole sources.
+        hints: the network's routing hints during the step, in order.
     """
 
     sample: InputFeatures
@@ -45,12 +45,12 @@ class Example:
 
 @dataclass(frozen=True)
 class BlockHint:
-    """What the network foretold at one moment of a step.
+    """A routing hint, in blocks of the vocabulary.
 
     Attributes:
-        place: how many blocks had begun by then.
+        place: number of blocks that had begun when it was given.
         blocks: the blocks it is about.
-        values: how likely each is to run, 0 to 1.
+        values: probability that each runs, 0 to 1.
     """
 
     place: int
@@ -60,10 +60,10 @@ class BlockHint:
 
 @dataclass(frozen=True)
 class Scaler:
-    """Names and scales of the numbers a model looks at.
+    """Names and scales of the numbers a model uses.
 
     Attributes:
-        names: the sample's values used, besides its number of elements.
+        names: names of the sample's values used, in addition to its number of elements.
         centre: ``[1 + names]``.
         scale: ``[1 + names]``, none zero.
     """
@@ -91,10 +91,10 @@ class Scaler:
 
     @classmethod
     def from_json(cls, data: Any) -> Scaler:
-        """Read a scaler back.
+        """Return the scaler from what `to_json` returned.
 
         Raises:
-            ValueError: if the data is not a scaler's.
+            ValueError: if the data is not a valid scaler.
         """
         names = tuple(str(name) for name in data["names"])
         centre = np.array(data["centre"], dtype=np.float32)
@@ -108,7 +108,7 @@ class Scaler:
 
 
 def learn_scaler(samples: Sequence[InputFeatures]) -> Scaler:
-    """Choose the numbers that vary between samples and scale them to mean 0, deviation 1."""
+    """Choose the numbers that vary between samples; scale them to mean 0, deviation 1."""
     names = sorted({name for sample in samples for name in sample.values})
     varying = [n for n in names if len({sample.values.get(n, 0.0) for sample in samples}) > 1]
     kept = tuple(varying[:MAX_VALUES])
@@ -119,17 +119,17 @@ def learn_scaler(samples: Sequence[InputFeatures]) -> Scaler:
 
 
 def _numbers(sample: InputFeatures, names: Sequence[str]) -> Floats:
-    """Return the size of a sample and its values, on a signed logarithmic scale."""
+    """Return a sample's number of elements and its values, on a signed logarithmic scale."""
     values = [float(len(sample.elements)), *(sample.values.get(name, 0.0) for name in names)]
     numbers = np.nan_to_num(np.array(values, dtype=np.float64), nan=0.0, posinf=1e30, neginf=-1e30)
     return (np.sign(numbers) * np.log1p(np.abs(numbers))).astype(np.float32)
 
 
 def block_features(blocks: Sequence[Block], chosen: Sequence[int]) -> Floats:
-    """Return the idiom-encoded blocks, ``[chosen, 9]``, each column of mean 0 and deviation 1.
+    """Return the features of blocks, ``[chosen, 9]``, each column of mean 0 and deviation 1.
 
-    Columns: log of each of the six idiom counts, log of the bytes of the block and of its
-    activations, and its place in the vocabulary.
+    Columns: log(1 + n) of each of the six idiom counts, of the block's bytes and of its activation
+    bytes, and its index in the vocabulary.
     """
     rows = [
         [*map(float, blocks[i].idioms), float(blocks[i].nbytes), float(blocks[i].activation_bytes)]
@@ -157,7 +157,7 @@ def sites_of(blocks: Sequence[Block], chosen: Sequence[int]) -> npt.NDArray[np.i
 
 
 def site_stops(sites: npt.NDArray[np.int64]) -> tuple[int, ...]:
-    """Return where each run of one site ends, of the sites of blocks ``[blocks]``."""
+    """Return where each run of equal sites ends, for the sites of blocks ``[blocks]``."""
     return (*(np.flatnonzero(np.diff(sites)) + 1).tolist(), len(sites))
 
 

@@ -1,7 +1,7 @@
-"""Fitting a pilot from samples and the orders they ran.
+"""Fits a pilot to samples and the orders they ran.
 
-Cross-validation over whole sources tells how the model errs, and which threshold is best; the model
-then learns from all samples.
+Cross-validation over whole sources measures the model's errors and chooses the threshold; the final
+model is trained on all samples.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from dynoffload.planning.blocks import Vocabulary
 from dynoffload.profiler.input_features import InputFeatures
 
 FOLDS = 3
-"""Parts of the samples, each predicted by what is learned from the others."""
+"""Cross-validation folds."""
 MAX_VALIDATION = 256
-"""Samples that thresholds are tried on at most."""
+"""The most samples that thresholds are tried on."""
 THRESHOLDS = tuple(round(0.05 * step, 2) for step in range(2, 17))
 
 BUNDLED = 8
-"""Steps in which slots must have run, and not run, to be taken for one."""
+"""Steps in which slots must have run, and must not have run, to be bundled."""
 MAX_UNROLLED = 768
-"""The longest loop that gets a slot for each block."""
+"""The longest loop that is unrolled into a slot for each block."""
 
 Progress = Callable[[str], None]
 Filled = dict[Slot, tuple[int, ...]]
@@ -55,14 +55,14 @@ def fit_pilot(
     Args:
         vocabulary: the network's blocks.
         examples: recorded samples, at least two.
-        seed: makes the result the same every time.
-        on_progress: called now and then with what is being done.
-        jobs: processes that fit the models of cross-validation, as `run_tasks` takes them. They do
-            not change the result if this process uses one thread, as they do.
+        seed: makes the result reproducible.
+        on_progress: called with a description of the current work.
+        jobs: processes that fit the models of cross-validation, as `run_tasks` takes them. They
+            use one thread each; the result does not depend on them if this process does too.
 
     Raises:
-        PilotError: if there are too few samples, or an order names a block that the vocabulary does
-            not have.
+        PilotError: if there are too few samples, or an order names a block that is not in the
+            vocabulary.
     """
     _validate(vocabulary, examples)
     say = on_progress or (lambda _: None)
@@ -107,8 +107,8 @@ def fit_pilot(
         for part in parts
     ]
     chances = np.empty(data.present.shape, dtype=np.float32)
-    for done, (number, told) in enumerate(run_tasks(predict_others, tasks, jobs), 1):
-        chances[parts[number]] = told
+    for done, (number, predicted) in enumerate(run_tasks(predict_others, tasks, jobs), 1):
+        chances[parts[number]] = predicted
         say(f"cross-validation: {done} of {len(parts)} fits")
     correction, calibrated = learn_correction(chances, data.present, data.sites, folds, hints)
     threshold, accuracy = _best_threshold(bare, examples, calibrated[:, bundles])
@@ -123,7 +123,7 @@ def fit_pilot(
 
 
 def predict_others(data: TrainingSet, others: Sequence[InputFeatures], seed: int) -> Floats:
-    """Return what a model of some steps predicts of other samples, ``[others, blocks]``."""
+    """Train a model and return its predictions for other samples, ``[others, blocks]``."""
     model = train_tables(data, seed)
     return np.stack([model.probabilities(sample) for sample in others])
 
@@ -131,8 +131,8 @@ def predict_others(data: TrainingSet, others: Sequence[InputFeatures], seed: int
 def _best_threshold(
     pilot: Pilot, examples: Sequence[Example], chances: Floats
 ) -> tuple[float, float]:
-    """Return the threshold with the best block-order accuracy on some samples, the nearest to a
-    half of equals (what drifts later must be able to pass it), and that accuracy."""
+    """Return the threshold with the best block-order accuracy on some samples, and that accuracy.
+    Of equals the nearest to 0.5 is taken, so that drifted probabilities can still cross it."""
     found = np.zeros(len(THRESHOLDS))
     tried = np.linspace(0, len(examples) - 1, min(len(examples), MAX_VALIDATION)).astype(int)
     for example, predicted in ((examples[i], chances[i]) for i in tried):
@@ -147,9 +147,9 @@ def _best_threshold(
 def bundled(present: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
     """Return the number of the bundle of each optional slot, ascending, ``[optional]``.
 
-    Slots that follow one another and ran in the same steps, always, are one question to a model:
-    the layers between two exits, the cells of a round. Of what ran, or did not, in fewer steps
-    than `BUNDLED`, that may be by chance.
+    Consecutive slots that ran in exactly the same steps are predicted as one: the layers between
+    two exits, the cells of a round. Slots that ran, or did not run, in fewer than `BUNDLED` steps
+    are not bundled, as they may agree by chance.
 
     Args:
         present: which optional slot ran in which step, ``[steps, optional]``.
@@ -161,8 +161,8 @@ def bundled(present: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
 
 
 def placed_hints(template: OrderTemplate, examples: Sequence[Example]) -> Floats:
-    """Return what was hinted last about each optional slot while others were undecided before it,
-    and what when it was at hand; NaN if nothing was, ``[examples, optional, 2]``."""
+    """Return the last hint about each optional slot, ``[examples, optional, 2]``: first given ahead
+    (while earlier slots were undecided), then given at hand; NaN if there was none."""
     hints = np.full((len(examples), len(template.optional), 2), np.nan, dtype=np.float32)
     for row, example in zip(hints, examples, strict=True):
         seen: Counter[int] = Counter()
@@ -189,9 +189,8 @@ def _learn_shape(
 ) -> tuple[OrderTemplate, list[Filled], tuple[LoopModel, ...]]:
     """Learn the template and its loops.
 
-    A loop whose length no rule tells, and whose shorter runs are the longest with parts left out
-    (its end, or of its last round the middle), is unrolled: what runs is asked of the models, round
-    by round.
+    A loop is unrolled if no rule gives its length and all its runs are its longest run with parts
+    left out (such as its end). Each of its calls then has a slot that the model predicts.
     """
     orders = [example.blocks for example in examples]
     samples = [example.sample for example in examples]
@@ -215,8 +214,8 @@ def _learn_shape(
 
 
 def _is_part(run: Sequence[int], longest: Sequence[int]) -> bool:
-    """Return whether a run is another with some calls left out, where the n-th call of a block is
-    the n-th in both."""
+    """Return whether ``run`` is ``longest`` with some calls left out; the n-th call of a block in
+    one matches the n-th in the other."""
 
     def calls(blocks: Sequence[int]) -> list[tuple[int, int]]:
         seen: Counter[int] = Counter()

@@ -1,8 +1,8 @@
-"""Labels: what a pilot learns from one trace, small enough to hold thousands of.
+"""Labels: compact training data extracted from traces; thousands fit in memory.
 
 `label_traces` reads every trace of a directory once, in worker processes, and returns a `Label` of
-each; `encode_example` makes of a label what models learn from. Which calls are blocks depends on
-all traces together, so a label holds no order of blocks yet.
+each. `encode_example` converts a label to an `Example`. A label has no order of blocks, since which
+calls are blocks depends on all traces together.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from dynoffload.profiler.routing import RoutingHint
 from dynoffload.profiler.storage import check_network, load_trace, trace_files
 
 NAMED = 3
-"""Traces that cannot be read and are named, each with its reason."""
+"""The most unreadable traces that an error names, each with its reason."""
 FEW = 24
-"""Traces that this process labels itself: sooner done than workers are started."""
+"""Up to this many traces are labelled in this process, faster than starting workers."""
 
 
 @dataclass(frozen=True, eq=False)
 class Label:
-    """What a pilot learns from one trace.
+    """Training data from one trace.
 
     Attributes:
-        calls: its calls, their costs, the regions.
-        sample: what the sample showed before it ran.
-        hints: what the network foretold of its decisions.
+        calls: its calls, their costs and the regions.
+        sample: input features, known before the step.
+        hints: the network's routing hints.
         digest: SHA-256 of the trace file.
     """
 
@@ -47,7 +47,7 @@ class Label:
 
     @property
     def source(self) -> str:
-        """Which file or document the sample came from."""
+        """The file or document the sample came from."""
         return self.calls.source
 
 
@@ -56,8 +56,8 @@ def label_traces(traces: str | Path, jobs: int | None, report: Report) -> list[L
 
     Args:
         traces: directory that `dynoffload profile` wrote; its ``*.trace`` files are read.
-        jobs: processes, as `run_tasks` takes them, which find the traces under the same path.
-        report: told how far it is.
+        jobs: processes, as `run_tasks` takes them; all must see the traces under the same path.
+        report: receives progress.
 
     Raises:
         TraceError: if there is no trace, some cannot be read, or they are of several networks.
@@ -83,9 +83,9 @@ def label_traces(traces: str | Path, jobs: int | None, report: Report) -> list[L
 
 
 def make_label(path: str) -> Label | str:
-    """Return the label of a trace file, or why there is none; called in worker processes."""
+    """Return the label of a trace file, or the error as text; called in worker processes."""
     try:
-        trace = load_trace(Path(path))  # refuses what is larger than any trace
+        trace = load_trace(Path(path))  # refuses files that are too large
         with Path(path).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         return Label(summarize_calls(trace), trace.sample, tuple(trace.hints), digest)
@@ -99,13 +99,13 @@ def make_label(path: str) -> Label | str:
 
 
 def encode_example(vocabulary: Vocabulary, label: Label) -> Example:
-    """Return a label as the pilot learns from it."""
+    """Return the training example of a label."""
     order = vocabulary.encode(label.calls)
     calls = [call for call, _ in order]
     hints: list[BlockHint] = []
     for hint in label.hints:
         known = [(vocabulary.index_of(p), v) for p, v in zip(hint.blocks, hint.values, strict=True)]
-        told = [(block, value) for block, value in known if block >= 0]
+        pairs = [(block, value) for block, value in known if block >= 0]
         place = bisect_right(calls, hint.call)
-        hints.append(BlockHint(place, tuple(b for b, _ in told), tuple(v for _, v in told)))
+        hints.append(BlockHint(place, tuple(b for b, _ in pairs), tuple(v for _, v in pairs)))
     return Example(label.sample, [block for _, block in order], label.source, hints)

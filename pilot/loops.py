@@ -1,11 +1,10 @@
-"""Loops: stretches of blocks that follow the sample's elements, one after the other.
+"""Loops: runs of blocks driven by the sample's elements, one element after the other.
 
-`LoopModel` learns how a loop's blocks come from the elements that drive it: how many blocks an
-element makes (solved exactly, as whole numbers, from the lengths of the recorded stretches), which
-of the element's codes decide them, and what each value of those codes makes. A Tree-LSTM's cells by
-arity, a cell per token, a loop that skips some kinds of node: all are small tables. Where no rule
-explains the records, the most frequent stretch is repeated. There is one model per loop slot of the
-`OrderTemplate`.
+`LoopModel` learns how the elements determine a loop's blocks: how many blocks an element runs
+(solved in whole numbers from the lengths of the recorded runs), which of the element's codes decide
+them, and which blocks each value of those codes gives. A Tree-LSTM's cells by arity, a cell per
+token, a loop that skips some kinds of node: all are small tables. If no rule fits the records, the
+most frequent run is predicted. Each loop slot of the `OrderTemplate` has one model.
 """
 
 from __future__ import annotations
@@ -29,24 +28,24 @@ Codes = npt.NDArray[np.int64]
 Run = tuple[int, ...]
 
 EXPLAINED = 0.98
-"""The share of training samples whose stretch a rule must give the length of, to be believed."""
+"""The share of training samples whose run length a rule must predict to be accepted."""
 MAX_LENGTH_CODES = 512
 """The most distinct codes for which lengths are solved."""
 MAX_RUN = 1 << 20
-"""The longest stretch that is foretold; what comes after that is foretold when it is near."""
+"""The longest run that is predicted."""
 CLEAR = 0.9
-"""The share of a column's codes that must say one thing for a rule to be completed by it."""
+"""The share of a column's codes that must be unambiguous for a rule to be completed."""
 MAX_KEYS = 4096
-"""The most pairs of codes that a completed rule names."""
+"""The most keys of a completed rule."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What each element makes, by some of its codes.
+    """Maps some of an element's codes to the blocks it runs.
 
     Attributes:
         columns: the columns of the elements that decide.
-        table: the blocks made, by the values of those columns.
+        table: the blocks run, by the values of those columns.
     """
 
     columns: tuple[int, ...]
@@ -54,15 +53,15 @@ class Rule:
 
     @cached_property
     def keys(self) -> Codes:
-        """The table's keys, ``[keys, columns]``; a value never seen is taken for the nearest."""
+        """The table's keys, ``[keys, columns]``; an unseen value uses the nearest key."""
         return np.array(sorted(self.table), np.int64).reshape(len(self.table), len(self.columns))
 
     def apply(self, codes: Codes) -> list[int]:
-        """Return the blocks that elements with these codes ``[n, columns]`` make, in order."""
+        """Return the blocks that elements with these codes ``[n, columns]`` run, in order."""
         result: list[int] = []
         table = self.table
         if max(self.columns, default=0) >= codes.shape[1]:
-            return result  # elements of another kind than those of training, or none
+            return result  # elements of another width than in training, or none
         for key in map(tuple, codes[:, self.columns].tolist()):
             run = table.get(key)
             if run is None:
@@ -78,11 +77,11 @@ class Rule:
 
 @dataclass(frozen=True)
 class LoopModel:
-    """What stands in one loop of the template.
+    """Predicts the blocks of one loop of the template.
 
     Attributes:
-        how: the rule found, or the stretch that was recorded most often.
-        fidelity: share of the training stretches that it gives back exactly.
+        how: the rule found, or the most frequent recorded run.
+        fidelity: share of the training runs that it predicts exactly.
     """
 
     how: Rule | Run
@@ -103,7 +102,7 @@ class LoopModel:
 
     @classmethod
     def from_json(cls, data: Any, blocks: int) -> LoopModel:
-        """Read a model of a vocabulary of so many blocks back.
+        """Return the model that `to_json` wrote, for a vocabulary of ``blocks`` blocks.
 
         Raises:
             ValueError, LookupError, TypeError: if the data is not such a model.
@@ -129,8 +128,8 @@ def learn_loop(
 
     Args:
         samples: one per record.
-        runs: the blocks that stood in the loop; an empty tuple where there was none.
-        blocks: the vocabulary's, by whose paths and variants a rule is completed.
+        runs: the blocks that the loop ran; an empty tuple where it did not run.
+        blocks: the vocabulary's blocks; rules are completed by their paths and variants.
     """
     codes = [columns_of(sample.elements) for sample in samples]
     if len({code.shape[1] for code in codes}) == 1 and sum(code.shape[0] for code in codes):
@@ -144,7 +143,7 @@ def learn_loop(
 
 
 def _element_lengths(codes: list[Codes], lengths: Codes) -> list[Codes] | None:
-    """Return how many blocks each element makes, or None where no rule says.
+    """Return how many blocks each element runs, or None if no rule fits.
 
     Tried in order: the same number for all; then, column by column, one whole number per code (the
     least-squares solution of "lengths = histogram of codes x blocks per code").
@@ -169,7 +168,7 @@ def _element_lengths(codes: list[Codes], lengths: Codes) -> list[Codes] | None:
 
 
 def _learn_rule(codes: list[Codes], runs: Sequence[Run], lengths: list[Codes]) -> Rule:
-    """Return the rule over the fewest columns that tells elements apart as well as any."""
+    """Return the rule over the fewest columns that predicts as well as any."""
     keys: list[tuple[int, ...]] = []
     made: list[Run] = []
     for code, run, length in zip(codes, runs, lengths, strict=True):
@@ -196,10 +195,10 @@ def _learn_rule(codes: list[Codes], runs: Sequence[Run], lengths: list[Codes]) -
 
 
 def _completed(rule: Rule, blocks: Sequence[Block]) -> Rule:
-    """Return a rule over two columns with what it makes of pairs of codes that never met.
+    """Extend a rule over two columns to pairs of codes that were not seen together.
 
-    One column says which modules run, the other in which variant. Ambiguous pairs, and those whose
-    block there is not, are left out; unknown shapes are the block of the variant ``""``.
+    One column determines which modules run, the other their variant. Ambiguous codes and pairs
+    without a block are left out; unknown shapes use the block of the variant ``""``.
     """
     if len(rule.columns) != 2 or not blocks:
         return rule
@@ -215,12 +214,12 @@ def _completed(rule: Rule, blocks: Sequence[Block]) -> Rule:
             variants[key[by_variant]].add(tuple(blocks[b].variant for b in run))
             if all(blocks[b].variant or blocks[b].path not in shaped for b in run):
                 exact[key[by_variant]].add(tuple(blocks[b].variant for b in run))
-        variants |= exact  # a block for any other shape does not say which
-        told = {code: next(iter(seen)) for code, seen in paths.items() if len(seen) == 1}
+        variants |= exact  # a block for all other shapes does not determine the variant
+        modules_of = {code: next(iter(seen)) for code, seen in paths.items() if len(seen) == 1}
         shapes = {code: next(iter(seen)) for code, seen in variants.items() if len(seen) == 1}
-        if len(told) < CLEAR * len(paths) or len(shapes) < CLEAR * len(variants):
+        if len(modules_of) < CLEAR * len(paths) or len(shapes) < CLEAR * len(variants):
             continue
-        for code, which in told.items():
+        for code, which in modules_of.items():
             for other, how in shapes.items():
                 key = (code, other) if by_path == 0 else (other, code)
                 made = [
@@ -236,7 +235,7 @@ def _completed(rule: Rule, blocks: Sequence[Block]) -> Rule:
 def _votes(
     keys: list[tuple[int, ...]], made: list[Run], columns: tuple[int, ...]
 ) -> dict[tuple[int, ...], Counter[Run]]:
-    """Return how often elements make what, by some columns of their keys."""
+    """Count the runs of the elements, by some columns of their keys."""
     votes: dict[tuple[int, ...], Counter[Run]] = defaultdict(Counter)
     for key, run in zip(keys, made, strict=True):
         votes[tuple(key[c] for c in columns)][run] += 1
@@ -244,7 +243,7 @@ def _votes(
 
 
 def _left_out_hits(count: Counter[Run]) -> int:
-    """Return how many of some elements the others of them foretell."""
+    """Return how many elements with one key are predicted by the others (leave-one-out)."""
     (_, most), (_, second) = (*count.most_common(2), ((), 0))[:2]
     return most if most > second + 1 else 0
 

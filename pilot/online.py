@@ -1,14 +1,14 @@
-"""Learning while the network trains: the pilot that corrects itself, and one made from scratch.
+"""Online learning: corrects a pilot while the network trains, or trains one from scratch.
 
-`OnlineLearner` predicts before each step and observes it after. It corrects each block's odds by
-how often the block ran of late (routing drifts faster than a pilot is retrained), keeps the latest
-steps to learn a new pilot from, compares its predictions with repeating the last order, and notices
-when they do worse than they did: the steps from before are forgotten then, and a new pilot is due
-soon. `learn` takes seconds; the caller says when and on which thread.
+`OnlineLearner` predicts before each step and observes it after. It corrects each block's log-odds
+by how often the block ran recently, as routing drifts faster than a pilot is retrained. It keeps
+the latest steps to train a new pilot and compares its accuracy with repeating the last order. If
+its accuracy falls, it drops the older steps and a new pilot is due soon. `learn` takes seconds; the
+caller chooses when and on which thread.
 
-The correction is online gradient descent on two numbers per optional block: what is added to its
-log-odds, with forgetting, and how far it goes on as it went last. With p the corrected chance, y
-whether the block ran and l whether it did in the step before (1 or -1),
+The correction is online gradient descent on two numbers per optional block: a bias of its log-odds,
+with decay, and a habit, the weight of the previous step. With p the corrected probability, y
+whether the block ran and l whether it ran in the previous step (1 or -1),
 bias <- (1 - FORGET) * (bias + RATE * (y - p)) and habit <- habit + HABIT_RATE * (y - p) * l.
 """
 
@@ -38,36 +38,36 @@ from dynoffload.profiler.input_features import InputFeatures
 logger = logging.getLogger(__name__)
 
 RATE = 0.8
-"""How far one step moves a block's log-odds, times its residual."""
+"""Learning rate of a block's bias."""
 HABIT_RATE = 0.05
-"""How far one step moves what the step before adds to a block's log-odds, times its residual."""
+"""Learning rate of a block's habit."""
 FORGET = 0.02
-"""How much of the correction each step forgets."""
+"""Share of the bias that decays each step."""
 MAX_HABIT = 4.0
-"""The most that the step before adds to a block's log-odds, or takes off."""
+"""Limit of a block's habit, in either direction."""
 FIRST = 16
 """Steps after which a first pilot can be learned."""
 GROWTH = 2.0
-"""A new pilot is due when so many times the steps that the one before was learned from were
-seen."""
+"""A new pilot is due once the steps seen have grown by this factor over those that the previous
+pilot was learned from."""
 WINDOW = 1024
-"""Steps kept to learn from, the latest ones."""
+"""The number of latest steps kept to learn from."""
 AVERAGE = 0.1
 """Weight of the newest step in the running accuracies."""
 SETTLED = 16
-"""Steps of a pilot's after which its running accuracy is taken for what it can do."""
+"""Steps after which a pilot's running accuracy is taken as its reference level."""
 DRIFT = 0.1
-"""Accuracy lost since then from which the network, or its data, is taken for another."""
+"""Drop of accuracy below that level that counts as drift of the network or its data."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """How the pilot in use has done of late, as running means of block-order accuracy.
+    """Recent accuracy of the pilot in use: running means of block-order accuracy.
 
     Attributes:
-        pilot: of the pilot's predictions; NaN before the first.
-        last_order: of repeating the last order, on the same steps; NaN before the first.
-        steps: how many steps the means are over.
+        pilot: accuracy of the pilot's predictions; NaN before the first.
+        last_order: accuracy of repeating the last order, on the same steps; NaN before the first.
+        steps: number of steps averaged.
     """
 
     pilot: float = float("nan")
@@ -76,25 +76,25 @@ class Standing:
 
 
 class _Correction:
-    """A pilot with its drift: what is replaced as one when a new pilot is learned."""
+    """A pilot with its correction; replaced as a whole when a new pilot is learned."""
 
     def __init__(self, pilot: Pilot) -> None:
         self.pilot = pilot
         self.standing = Standing()
-        self.level = math.nan  # its accuracy when it had settled
+        self.level = math.nan  # its accuracy after `SETTLED` steps
         self.slots = [pilot.template.slots[index] for index in pilot.template.optional]
         self.bias = np.zeros(len(self.slots), dtype=np.float32)
         self.habit = np.zeros(len(self.slots), dtype=np.float32)
-        self.last = np.zeros(len(self.slots), dtype=np.float32)  # 1 ran, -1 did not, 0 not known
+        self.last = np.zeros(len(self.slots), dtype=np.float32)  # 1 ran, -1 did not, 0 unknown
 
     def corrected(self, chances: Floats) -> Floats:
-        """Return the chances, their log-odds moved by what ran of late."""
+        """Return the probabilities with corrected log-odds."""
         clipped = np.clip(chances, 1e-6, 1 - 1e-6)
         odds = np.log(clipped / (1 - clipped)) + self.bias + self.habit * self.last
         return np.asarray(1 / (1 + np.exp(-odds)), dtype=np.float32)
 
     def follow(self, corrected: Floats, blocks: Sequence[int]) -> None:
-        """Move the correction towards what ran."""
+        """Update the correction with the blocks that ran."""
         filled = tokens(blocks, self.pilot.template.families)
         ran: npt.NDArray[np.float32] = np.array([slot in filled for slot in self.slots], np.float32)
         residual = ran - corrected
@@ -105,7 +105,7 @@ class _Correction:
 
 
 class _Asked(NamedTuple):
-    """What was predicted last."""
+    """The latest prediction."""
 
     sample: InputFeatures
     current: _Correction
@@ -115,13 +115,13 @@ class _Asked(NamedTuple):
 
 
 class OnlineLearner:
-    """Predicts, follows and learns within one run.
+    """Predicts, observes and learns within one run.
 
     Attributes:
-        drifts: how often the accuracy was found to have fallen.
+        drifts: number of times drift was detected.
 
-    `predict` and `observe` are for the training thread and take well under a millisecond each;
-    `learn` may run on another thread meanwhile and swaps the new pilot in when it is done.
+    `predict` and `observe` are for the training thread and take well under a millisecond each.
+    `learn` may run on another thread at the same time; it swaps the new pilot in at its end.
     """
 
     def __init__(
@@ -135,10 +135,10 @@ class OnlineLearner:
         """Start with a trained pilot or from nothing.
 
         Args:
-            vocabulary: the network's blocks, which every order observed is over.
-            pilot: where there is one already, of the same network.
-            grow: whether to keep samples for learning; without, only corrections are made.
-            seed: for learning.
+            vocabulary: the network's blocks, which all observed orders index.
+            pilot: an existing pilot of the same network, if any.
+            grow: whether to keep samples for learning; if False, only the correction learns.
+            seed: seed of `learn`.
 
         Raises:
             PilotError: if the pilot is of another network.
@@ -164,16 +164,16 @@ class OnlineLearner:
 
     @property
     def standing(self) -> Standing:
-        """How the predictions have done of late."""
+        """Recent accuracy of the predictions."""
         return Standing() if self._current is None else self._current.standing
 
     @property
     def due(self) -> bool:
-        """Whether enough was seen since the last `learn` for it to pay."""
+        """Whether enough steps were seen since the last `learn` to learn again."""
         return self._grow and self._seen >= self._next
 
     def predict(self, sample: InputFeatures) -> Prediction | None:
-        """Return the order a sample will run, or None as long as there is no pilot."""
+        """Return the predicted order of a sample, or None while there is no pilot."""
         current = self._current
         if current is None:
             self._asked = None
@@ -187,7 +187,7 @@ class OnlineLearner:
 
     @property
     def tracker(self) -> StepTracker | None:
-        """The step that was predicted last, to be followed until it is observed."""
+        """The tracker of the step predicted last; None once that step is observed."""
         return None if self._asked is None else self._asked.step
 
     def observe(
@@ -197,13 +197,13 @@ class OnlineLearner:
         source: str = "",
         hints: Sequence[BlockHint] = (),
     ) -> None:
-        """Take note of what a sample ran.
+        """Learn from the order that a sample ran.
 
         Args:
-            sample: as it was given to `predict`, if it was.
+            sample: the object passed to `predict`, if it was called.
             blocks: the order it ran, -1 for a block unknown to the vocabulary.
-            source: the file or document it is from, where that is known.
-            hints: what the network hinted meanwhile.
+            source: the file or document it is from, if known.
+            hints: the network's routing hints during the step.
         """
         order = list(blocks)
         asked, self._asked = self._asked, None
@@ -230,13 +230,13 @@ class OnlineLearner:
             seen, drifts = self._seen, self.drifts
         pilot = fit_pilot(self._vocabulary, examples, seed=self._seed)
         with self._lock:
-            if self.drifts == drifts:  # else it was learned from steps of before
+            if self.drifts == drifts:  # otherwise it was learned from steps before the drift
                 self._next = seen + max(FIRST, int((GROWTH - 1) * len(examples)))
             self._current = _Correction(pilot)
         return pilot
 
     def _judge(self, asked: _Asked, order: Sequence[int]) -> None:
-        """Bring the running accuracies of the pilot that was asked up to date."""
+        """Update the running accuracies of the pilot that predicted; detect drift."""
         if self._last is None:
             return
         pilot = block_order_accuracy(asked.predicted, order)
@@ -251,11 +251,11 @@ class OnlineLearner:
             current.level = pilot
         elif pilot < current.level - DRIFT:
             with self._lock:
-                if current is self._current:  # no other pilot has come meanwhile
+                if current is self._current:  # the pilot was not replaced
                     self._forget(current)
 
     def _forget(self, current: _Correction) -> None:
-        """What runs is no longer what was learned: keep the latest steps only."""
+        """Handle drift: keep only the latest steps."""
         logger.info(
             "the pilot's accuracy has fallen from %.0f%% to %.0f%%: %s",
             100 * current.level,

@@ -1,9 +1,9 @@
-"""The pilot: from what a sample shows before its step, the order in which it will run the blocks.
+"""The predictor and its file: input features of a sample in, predicted order of blocks out.
 
-`Pilot` lays out the template of its network, asks its model which optional blocks the sample runs,
-fills the loops from the sample's elements, and reads off the list. The session asks
-`Pilot.check` once whether the pilot knows its network, and `predict` before each step; a prediction
-takes well under a millisecond on one core.
+`Pilot` starts from the template of its network, predicts with its model which optional blocks run,
+fills the loops from the sample's elements, and returns the resulting order. The session calls
+`Pilot.check` once and `predict` before each step. A prediction takes well under a millisecond on
+one core.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ VERSION = 5
 MAX_SLOTS = 1 << 16
 """The most slots of a pilot's template."""
 MAX_ORDER = 1 << 20
-"""The most blocks that one prediction lists: of a longer order it gives the beginning."""
+"""The most blocks of one prediction; longer orders are cut off."""
 MAX_NAMED = 64
-"""The most names of numbers that a card tells."""
+"""The most names of numbers that a card lists."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a pilot expects of one sample.
+    """Prediction for one sample.
 
     Attributes:
         blocks: indices into the vocabulary, in forward order.
         seconds: how long the prediction took, in seconds.
-        confidence: for each of ``blocks``, the estimated chance that it runs, ``[blocks]``.
+        confidence: for each of ``blocks``, the estimated probability that it runs, ``[blocks]``.
     """
 
     blocks: list[int]
@@ -63,16 +63,16 @@ class Pilot:
 
     Attributes:
         vocabulary: the network's blocks.
-        template: what all orders have in common.
-        model: says which optional blocks run; None where there are none.
+        template: the structure shared by all orders.
+        model: predicts which optional blocks run; None if there are none.
         loops: a model for each of the template's loops, in its order.
-        threshold: the estimated chance from which an optional block is predicted.
-        varying: the blocks whose presence or place varied in training, which scores weigh.
+        threshold: the probability from which an optional block is predicted.
+        varying: the blocks whose presence or place varied in training, scored separately.
         most_frequent: the one order that fits the training samples best, a baseline for scores.
-        card: how it was made: plain JSON data for people to read, and for a warning.
-        correction: what was learned of the model's errors; None where there is no model.
+        card: how it was made, as plain JSON data; also the basis of `unlike`.
+        correction: learned statistics of the model's errors; None if there is no model.
         bundles: the number of each optional slot's bundle, ascending from 0: slots that always run
-            together are one question to the model.
+            together are predicted as one.
     """
 
     vocabulary: Vocabulary
@@ -88,14 +88,14 @@ class Pilot:
 
     @cached_property
     def bundle_of(self) -> npt.NDArray[np.int64]:
-        """The bundle of each optional slot; without ``bundles`` each is its own."""
+        """The bundle of each optional slot; without ``bundles`` each slot is its own."""
         return np.array(self.bundles or range(len(self.template.optional)), dtype=np.int64)
 
     def predict(self, sample: InputFeatures) -> Prediction:
-        """Return the order of blocks that a sample will run.
+        """Return the predicted order of blocks of a sample.
 
         Args:
-            sample: what `describe_input` read off the forward call.
+            sample: the result of `describe_input` for the forward call.
         """
         start = time.perf_counter()
         chances = self.chances(sample)
@@ -103,14 +103,14 @@ class Pilot:
         return Prediction(blocks, time.perf_counter() - start, confidence)
 
     def chances(self, sample: InputFeatures) -> Floats:
-        """Return P(runs) for each optional slot, calibrated where that was learned."""
+        """Return calibrated P(runs) for each optional slot; empty without a model."""
         posterior = self.start(sample)
         if posterior is None:
             return np.zeros(0, dtype=np.float32)
         return posterior.chances[self.bundle_of]
 
     def start(self, sample: InputFeatures) -> Posterior | None:
-        """Return what the model expects of a step, to be corrected as it runs; None without one."""
+        """Return the model's posterior for a step, updated as it runs; None without a model."""
         if self.model is None or self.correction is None:
             return None
         return self.correction.start(self.model.probabilities(sample))
@@ -118,12 +118,12 @@ class Pilot:
     def decode(
         self, sample: InputFeatures, chances: Floats, threshold: float, start: int = 0
     ) -> tuple[list[int], Floats]:
-        """Return the order that chances make at a threshold, and the confidence in its blocks.
+        """Return the order given by probabilities and a threshold, and each block's confidence.
 
         Args:
-            sample: what the step runs.
-            chances: of the optional slots.
-            threshold: from which an optional slot is taken.
+            sample: the sample of the step.
+            chances: P(runs) of the optional slots.
+            threshold: the probability from which an optional slot is included.
             start: the slot to begin at.
         """
         template = self.template
@@ -149,10 +149,10 @@ class Pilot:
         return blocks[:MAX_ORDER], np.concatenate(confidence)[:MAX_ORDER]
 
     def check(self, fingerprint: str) -> None:
-        """Refuse to steer a network that this pilot was not trained for.
+        """Check that this pilot was trained for the given network.
 
         Args:
-            fingerprint: of the network at hand, by `dynoffload.profiler.network.fingerprint`.
+            fingerprint: the network's `dynoffload.profiler.network.fingerprint`.
 
         Raises:
             PilotError: if the fingerprints differ.
@@ -165,16 +165,16 @@ class Pilot:
             )
 
     def unlike(self, sample: InputFeatures) -> str:
-        """Return how a sample differs in kind from those that this was trained on; "" if it does
-        not, or that is not known. Not every sample need show all numbers."""
+        """Return how a sample's features differ in kind from the training samples', "" if they do
+        not or this is unknown. Missing numbers are no difference, unless all are missing."""
         known, found = self.card.get("seen"), shown_by([sample])
         if not isinstance(known, dict) or not isinstance(known.get("values"), list):
             return ""
         texts = []
         widths = known.get("columns")
         if isinstance(widths, list) and widths and found["columns"][0] not in widths:
-            told = " or ".join(map(str, widths))
-            texts.append(f"{told} codes to an element, not {found['columns'][0]}")
+            expected = " or ".join(map(str, widths))
+            texts.append(f"{expected} codes to an element, not {found['columns'][0]}")
         strange = [name for name in found["values"] if name not in known["values"]]
         if strange and len(known["values"]) < MAX_NAMED:
             texts.append(f"numbers without {strange[0]!r}")
@@ -218,7 +218,7 @@ class Pilot:
         """Read a pilot from a file that `save` wrote. Nothing in the file is executed.
 
         Raises:
-            PilotError: if the file is missing, foreign, damaged or of another version.
+            PilotError: if the file is missing, not a pilot, damaged or of another version.
         """
         path = Path(path)
         if not path.is_file():
@@ -271,8 +271,8 @@ class Pilot:
 
 
 def shown_by(samples: Sequence[InputFeatures]) -> dict[str, Any]:
-    """Return what some samples show: how many codes to an element (0: no elements), each number of
-    them that occurs, and the names of their numbers."""
+    """Return the kinds of features in some samples: the distinct numbers of codes per element (0:
+    no elements), and the names of their numbers."""
     shapes = [sample.elements.shape for sample in samples]
     columns = {(shape[1] if shape[1:] else 1) if shape[0] else 0 for shape in shapes}
     return {
@@ -282,7 +282,7 @@ def shown_by(samples: Sequence[InputFeatures]) -> dict[str, Any]:
 
 
 def _load_bundles(document: Any, optional: int) -> tuple[int, ...]:
-    """Return the bundles of a stored pilot; ValueError if they are none."""
+    """Return the bundles of a stored pilot; ValueError if they are invalid."""
     bundles = tuple(int(number) for number in document)
     steps = [0, *(after - before for before, after in pairwise(bundles))]
     if len(bundles) != optional or bundles[:1] not in ((), (0,)) or not set(steps) <= {0, 1}:

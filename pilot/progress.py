@@ -1,6 +1,6 @@
-"""A progress bar that appears once a job has taken two seconds, and is gone with the job.
+"""A progress bar that appears once a job has taken two seconds and disappears at its end.
 
-Without a terminal it is a line for each part of the job.
+Without a terminal it prints one line per part of the job.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ PATIENCE = 2.0
 
 
 class Report(Protocol):
-    """Says how far a job is."""
+    """Reports the progress of a job."""
 
     def __call__(self, doing: str, done: int | None = None, total: int | None = None) -> None:
-        """Say what is being done and, where it is known, how much of how much is done."""
+        """Report the current part of the job and, if known, its progress and total."""
         ...
 
 
 @contextmanager
 def progress_bar(wanted: bool) -> Iterator[Report]:
-    """Yield a `Report` that shows a bar on stderr from the third second on, or shows nothing."""
+    """Yield a `Report` that shows a bar on stderr after `PATIENCE`, or does nothing."""
     if not wanted:
         yield lambda doing, done=None, total=None: None
         return
@@ -60,5 +60,5 @@ def progress_bar(wanted: bool) -> Iterator[Report]:
     try:
         yield report
     finally:
-        if bar.live.is_started:  # else stopping it would print an empty line
+        if bar.live.is_started:  # stopping a bar that never started prints an empty line
             bar.stop()

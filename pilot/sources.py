@@ -1,7 +1,7 @@
-"""Parts of samples by where they are from: what is held out, and parts to try in turn.
+"""Splits samples by source, into training and held-out sets or into folds.
 
-Samples of one source, a file or a family, are alike: one that is learned from tells of the others.
-So a source is in one part as a whole.
+Samples of one source, a file or a family, are similar, so training on some would leak the others. A
+source is therefore never divided.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 
 def split_by_source(sources: Sequence[str], share: float, seed: int) -> tuple[list[int], list[int]]:
-    """Return the indices to learn from and those held out: whole sources, about ``share`` of all.
+    """Return the training and the held-out indices: whole sources, about ``share`` held out.
 
-    With one source only, the last samples are held out: the nearest there is to unseen ones.
+    With only one source, the last samples are held out.
 
     Raises:
         ValueError: if there are fewer than two samples.
@@ -44,10 +44,10 @@ def split_by_source(sources: Sequence[str], share: float, seed: int) -> tuple[li
 
 
 def source_folds(sources: Sequence[str], folds: int, seed: int) -> npt.NDArray[np.int64]:
-    """Return the number of the part each sample belongs to: whole sources, parts of like size.
+    """Return the fold of each sample: whole sources, folds of similar size.
 
-    With fewer sources than parts, samples that follow one another make a part; there are never
-    more parts than samples.
+    With fewer sources than folds, each fold is a run of consecutive samples. There are never more
+    folds than samples.
     """
     folds = min(folds, len(sources))
     sizes = Counter(sources)

@@ -1,11 +1,11 @@
-"""The order template: what the orders of all samples have in common.
+"""The order template: the structure shared by the orders of all samples.
 
-`OrderTemplate` puts every place a block was seen in into one canonical sequence of slots, says
-which slots are always filled, and marks the stretches in which blocks repeat a varying number of
-times (one cell per tree node, say) as loops. It has one level and tolerates unknown blocks.
+`OrderTemplate` merges every occurrence of a block in any sample into one canonical sequence of
+slots, records which slots are always filled, and marks runs of blocks that repeat a varying number
+of times (such as one cell per tree node) as loops. Loops do not nest; unknown blocks are skipped.
 
 A slot is ``(block, occurrence)`` or ``(LOOP - family, run)``: a block that always runs twice has
-two slots, and a family of looping blocks that runs in two stretches has two loops.
+two slots, and a family of looping blocks with two separate runs has two loops.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dynoffload.errors import PilotError
 from dynoffload.planning.blocks import Block
 
 MAX_SLOTS = 8192
-"""The most slots that are put in order: what runs before what takes four bytes for each pair."""
+"""The most slots of a template; ordering them takes four bytes for each pair."""
 _ROWS = 512  # slots whose followers are counted at once
 LOOP = -2
 """The first code that names a family of looping blocks, in place of a block's index."""
@@ -55,24 +55,24 @@ class OrderTemplate:
 
     @cached_property
     def optional(self) -> npt.NDArray[np.int64]:
-        """Which slots hold one block in some samples only, ascending."""
+        """Indices of the slots that hold one block in some samples only, ascending."""
         sure = np.zeros(len(self.slots), dtype=np.bool_)
         sure[list(self.always)] = True
         return np.flatnonzero(~sure & (self.blocks >= 0))
 
     @cached_property
     def loops(self) -> tuple[int, ...]:
-        """Which slots hold a stretch of looping blocks, ascending."""
+        """Indices of the slots that hold a run of looping blocks, ascending."""
         return tuple(np.flatnonzero(self.blocks <= LOOP).tolist())
 
     @cached_property
     def place_of(self) -> dict[Slot, int]:
-        """The place of each slot."""
+        """The index of each slot."""
         return {slot: place for place, slot in enumerate(self.slots)}
 
     @cached_property
     def optional_number(self) -> dict[Slot, int]:
-        """The number of each optional slot among them."""
+        """The number of each optional slot among the optional ones."""
         return {self.slots[place]: number for number, place in enumerate(self.optional.tolist())}
 
     @cached_property
@@ -89,7 +89,7 @@ def learn_template(
     Args:
         orders: one list of block indices per sample; negative ones (unseen blocks) are skipped.
         blocks: the vocabulary's blocks, whose paths break ties.
-        unrolled: looping blocks that get a slot for each time they run, and no loop.
+        unrolled: looping blocks that get a slot for each occurrence, and no loop.
 
     Raises:
         PilotError: if there are more than `MAX_SLOTS`.
@@ -103,7 +103,7 @@ def learn_template(
 
 
 def tokens(order: Order, families: tuple[frozenset[int], ...]) -> dict[Slot, tuple[int, ...]]:
-    """Return the slots an order fills, in its own order, with the blocks in each."""
+    """Return the slots an order fills, in the order's sequence, with the blocks in each."""
     home = {block: family for family, members in enumerate(families) for block in members}
     seen: Counter[int] = Counter()
     result: dict[Slot, tuple[int, ...]] = {}
@@ -117,12 +117,12 @@ def tokens(order: Order, families: tuple[frozenset[int], ...]) -> dict[Slot, tup
 
 
 def _families(orders: Sequence[Order], blocks: Sequence[Block]) -> tuple[frozenset[int], ...]:
-    """Return the looping blocks, grouped by who stands beside whom.
+    """Return the looping blocks, grouped into families by adjacency.
 
-    A path loops when one sample calls it more than once and samples differ in how often. A block
+    A path loops if some sample calls it more than once and samples differ in how often. A block
     that only some samples have and that always stands between looping blocks belongs to the loop.
-    Blocks are of one family if each leads to the other (a strongly connected component), or if they
-    are of one path: of two loops one after the other, the second never leads back to the first.
+    Blocks form a family if each leads to the other (a strongly connected component) or if they
+    share a path. Of two consecutive loops, the second never leads back to the first.
     """
     from scipy.sparse.csgraph import connected_components
 
@@ -163,10 +163,10 @@ def _families(orders: Sequence[Order], blocks: Sequence[Block]) -> tuple[frozens
 def _canonical(
     sequences: list[list[Slot]], blocks: Sequence[Block], families: tuple[frozenset[int], ...]
 ) -> list[Slot]:
-    """Return all slots in the order that contradicts the fewest samples.
+    """Return all slots in an order that contradicts few samples.
 
-    Kahn's algorithm on "mostly runs before"; where a cycle remains, the slot with the least weight
-    of unplaced predecessors goes first. Slots that never met are ordered by path and number.
+    Kahn's algorithm on "mostly runs before". In a cycle, the slot with the least weight of unplaced
+    predecessors goes first. Slots that never occur together are ordered by path and number.
     """
     slots = sorted({slot for sequence in sequences for slot in sequence})
     if len(slots) > MAX_SLOTS:

@@ -1,8 +1,8 @@
-"""Tracking a step: what has run so far, and the rest predicted anew.
+"""Tracks a running step and updates the prediction of its remaining blocks.
 
-`StepTracker` observes each block as it runs, lays it over the template, passes what is thus known
-to the `Posterior` of the optional blocks, and answers with the order to expect from here on. Only
-forward is followed: backward replays what forward ran.
+`StepTracker` observes each block as it runs, matches it to the template, updates the `Posterior` of
+the optional blocks, and returns the expected rest of the order. It follows forward only, as
+backward replays forward.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from dynoffload.profiler.input_features import InputFeatures
 
 
 class StepTracker:
-    """One step.
+    """Tracks one step.
 
     Args:
-        pilot: predicts.
-        sample: what the step runs.
-        adjust: given P(runs) of the optional slots, returns it as it is of late.
+        pilot: the predictor.
+        sample: the sample of the step.
+        adjust: given P(runs) of the optional slots, returns them corrected for recent drift.
 
     Attributes:
-        decided: whether anything was learned since the rest was last asked for: an optional block
-            ran or did not, or a loop went another way than was foretold.
+        decided: whether the prediction may have changed since the last `expect`: an optional block
+            was decided, a hint came, or a loop deviated from its prediction.
     """
 
     def __init__(
@@ -39,24 +39,24 @@ class StepTracker:
         self._adjust = adjust
         self._pilot, self._sample = pilot, sample
         self._template, self._bundles = pilot.template, pilot.bundle_of
-        self._posterior = pilot.start(sample)  # None where the network has no optional blocks
+        self._posterior = pilot.start(sample)  # None if the network has no optional blocks
         self._ran: list[bool] = []  # of the first bundles of optional slots
-        self._passed = 0  # optional slots
-        self._seen: Counter[int] = Counter()  # by block, and by family's code
-        self._slot = -1  # the last slot, in canonical order, that anything ran in
-        self._family = -1  # that the last block was of
-        self._under_way: LoopModel | None = None
-        self._loop: list[int] = []  # blocks of the loop under way
-        self._expected: list[int] = []  # as they were foretold
+        self._passed = 0  # optional slots that are decided
+        self._seen: Counter[int] = Counter()  # occurrences by block and by family code
+        self._slot = -1  # the last slot, in canonical order, that ran
+        self._family = -1  # family of the last block
+        self._loop_model: LoopModel | None = None  # model of the current loop
+        self._loop: list[int] = []  # blocks of the current loop so far
+        self._expected: list[int] = []  # its predicted blocks
 
     def observe(self, block: int) -> None:
-        """A block ran; negative: one that the vocabulary does not know."""
+        """Record that a block ran; negative: a block unknown to the vocabulary."""
         family = self._template.family_of.get(block, -1)
         if family >= 0 and family == self._family:
-            if self._under_way is not None:
-                self._go_on(block)
+            if self._loop_model is not None:
+                self._continue_loop(block)
             return
-        self._leave()
+        self._leave_loop()
         self._family = family
         if block < 0:
             return
@@ -68,12 +68,12 @@ class StepTracker:
             self._slot = place
             self._resolve(place)
         if place == self._slot and place in self._template.loops:
-            self._under_way = self._pilot.loops[self._template.loops.index(place)]
-            self._expected = self._under_way.predict(self._sample)
-            self._go_on(block)
+            self._loop_model = self._pilot.loops[self._template.loops.index(place)]
+            self._expected = self._loop_model.predict(self._sample)
+            self._continue_loop(block)
 
     def hint(self, blocks: Sequence[int], values: Sequence[float]) -> None:
-        """The network hints how likely some of the blocks to come are, 0 to 1."""
+        """Record a routing hint: probabilities, 0 to 1, of some coming blocks."""
         if self._posterior is None:
             return
         places: list[int] = []
@@ -86,22 +86,22 @@ class StepTracker:
                 chances.append(value)
         if places:
             at_hand = min(places) == len(self._ran)
-            told = np.array(chances, dtype=np.float32)
-            self._posterior.hint(np.array(places), told, at_hand=at_hand)
+            hinted = np.array(chances, dtype=np.float32)
+            self._posterior.hint(np.array(places), hinted, at_hand=at_hand)
             self.decided = True
 
     def remaining(self) -> list[int]:
-        """Return the blocks to expect from here on, in order."""
+        """Return the remaining blocks that are expected, in order."""
         return self.expect()[0]
 
     def expect(self) -> tuple[list[int], Floats]:
-        """Return the blocks to expect from here on, and the chance of each, ``[blocks]``."""
+        """Return the expected remaining blocks and the probability of each, ``[blocks]``."""
         self.decided = False
         order: list[int] = []
         fidelity = 1.0
-        if self._under_way is not None:
-            fidelity = self._under_way.fidelity
-            order = self._under_way.predict(self._sample)[len(self._loop) :]
+        if self._loop_model is not None:
+            fidelity = self._loop_model.fidelity
+            order = self._loop_model.predict(self._sample)[len(self._loop) :]
             self._expected = [*self._loop, *order]
         rest, confidence = self._pilot.decode(
             self._sample, self.chances, self._pilot.threshold, start=self._slot + 1
@@ -111,33 +111,33 @@ class StepTracker:
 
     @property
     def chances(self) -> Floats:
-        """P(runs) of each optional slot, from what is known."""
+        """P(runs) of each optional slot, given the step so far."""
         if self._posterior is None:
             return np.zeros(0, dtype=np.float32)
         slots = self._posterior.chances[self._bundles]
         if self._adjust is None:
             return slots
-        # What ran of late tells of the model, not of what the network says of this very step.
+        # Recent drift corrects the model's estimates, not hints from the network for this step.
         return np.where(self._posterior.hinted[self._bundles], slots, self._adjust(slots))
 
-    def _leave(self) -> None:
-        """Another block, that is not of the loop under way."""
+    def _leave_loop(self) -> None:
+        """Leave the current loop: a block outside it ran."""
         self.decided |= len(self._expected) > len(self._loop)
-        self._under_way, self._loop, self._expected = None, [], []
+        self._loop_model, self._loop, self._expected = None, [], []
 
-    def _go_on(self, block: int) -> None:
-        """Another block of the loop under way."""
+    def _continue_loop(self, block: int) -> None:
+        """Record another block of the current loop."""
         place = len(self._loop)
         self._loop.append(block)
         self.decided |= self._expected[place : place + 1] != [block]
 
     def _resolve(self, place: int) -> None:
-        """What is optional up to ``place`` is known now: it ran there, and not before it."""
+        """Decide the optional slots up to ``place``: only that at ``place`` itself ran."""
         optional = self._template.optional
         passed = int(np.searchsorted(optional, place, side="right"))
         for number in range(self._passed, passed):
             if self._bundles[number] < len(self._ran):
-                continue  # decided with the first of its bundle
+                continue  # decided with the first slot of its bundle
             ran = int(optional[number]) == place
             if self._posterior is not None:
                 self._posterior.observe(ran)

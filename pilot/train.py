@@ -1,7 +1,7 @@
-"""The offline job: from a directory of traces to a pilot with its scores.
+"""Offline training: makes a pilot and its scores from a directory of traces.
 
-`train_pilot` and `evaluate_pilot` read traces, hold whole sources out, and score the pilot and the
-baselines it must beat on the same samples.
+`train_pilot` holds out whole sources. It and `evaluate_pilot` score the pilot and the baselines it
+must beat on the same samples.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 HOLDOUT = 0.25
 """Share of the samples that scores are measured on."""
 FOLLOWED_BY_ONE = 64
-"""Samples that one process follows block by block; more are shared out among the workers."""
-_MARK = 16  # digits of a trace's digest
+"""Up to this many samples are replayed block by block in one process, more in the workers."""
+_DIGITS = 16  # digits kept of a trace's digest
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class Evaluation:
     """Scores of a pilot and of the baselines on the same samples.
 
     Attributes:
-        pilot: before the first operator, from the sample alone.
-        following: the same pilot, corrected after each step by what that step ran.
-        last_order: repeating the order of the sample before.
-        most_frequent: the one order that fitted the training samples best.
-        one_ahead: share of the blocks that were foretold when the block before them ran, the rest
-            of the step being foretold anew as it runs; mean over samples.
+        pilot: predictions before the step, from the sample alone.
+        following: the same pilot, corrected online after each step.
+        last_order: repeating the order of the previous sample.
+        most_frequent: the one order that fits the training samples best.
+        one_ahead: share of the blocks predicted correctly when the previous block ran, with the
+            prediction updated during the step; mean over samples.
         latency_s: median seconds of one prediction.
-        trained_on: how many of the samples the pilot was trained on.
+        trained_on: number of the samples that the pilot was trained on.
     """
 
     pilot: Scores
@@ -59,7 +59,7 @@ class Evaluation:
     trained_on: int = 0
 
     def rows(self) -> dict[str, Scores]:
-        """Return the scores by the name of who made them, as a table's rows."""
+        """Return the scores by the predictor's name, as a table's rows."""
         return {
             "pilot": self.pilot,
             "pilot, following": self.following,
@@ -70,13 +70,13 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a training job made.
+    """Result of a training job.
 
     Attributes:
-        pilot: trained on the sources that were not held out.
-        evaluation: scores on the sources held out.
-        train_samples: how many samples the pilot learned from.
-        seconds: how long the job took, reading included.
+        pilot: the pilot, trained on the sources that were not held out.
+        evaluation: scores on the held-out sources.
+        train_samples: number of samples the pilot was trained on.
+        seconds: duration of the job, including reading.
     """
 
     pilot: Pilot
@@ -100,9 +100,9 @@ def train_pilot(
 
     Args:
         traces: directory that `dynoffload profile` wrote; its ``*.trace`` files are read.
-        budget: bytes of fast memory that blocks shall fit in; None to cut by structure alone.
+        budget: bytes of fast memory that limit the blocks' size; None to cut by structure alone.
         holdout: share of the samples held out, in whole sources, between 0 and 1.
-        seed: makes the result the same every time.
+        seed: makes the result reproducible.
         progress: show a bar on stderr once the job has taken two seconds.
         jobs: processes that label the traces and fit the models, as
             `dynoffload.pilot.workers.run_tasks` takes them; None for those of
@@ -123,7 +123,7 @@ def train_pilot(
                 "profile at least 4 steps, better some hundreds"
             )
         inside, aside = split_by_source([label.source for label in labels], holdout, seed)
-        learned = sorted(_mark(labels[i]) for i in inside)
+        learned = sorted(_short_digest(labels[i]) for i in inside)
         report("cutting blocks")
         vocabulary = build_vocabulary([labels[i].calls for i in inside], budget)
         examples = [encode_example(vocabulary, labels[i]) for i in inside]
@@ -160,13 +160,13 @@ def evaluate_pilot(
         examples = [encode_example(pilot.vocabulary, label) for label in labels]
         known = pilot.card.get("traces")
         learned = set(map(str, known)) if isinstance(known, list) else set()
-        again = sum(_mark(label) in learned for label in labels)
+        again = sum(_short_digest(label) in learned for label in labels)
         return replace(evaluate(pilot, examples, jobs), trained_on=again)
 
 
-def _mark(label: Label) -> str:
-    """Return what a trace is known by in the card of a pilot that was trained on it."""
-    return label.digest[:_MARK]
+def _short_digest(label: Label) -> str:
+    """Return the identifier of a trace in the card of a pilot trained on it."""
+    return label.digest[:_DIGITS]
 
 
 def evaluate(pilot: Pilot, examples: Sequence[Example], jobs: int | None = 1) -> Evaluation:

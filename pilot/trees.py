@@ -1,8 +1,8 @@
-"""Boosted trees as look-up tables, evaluated by numpy as LightGBM evaluates them, bit for bit.
+"""Boosted trees as lookup tables, evaluated by numpy, bit for bit as LightGBM evaluates them.
 
 Each leaf of a tree is one bit of a 16-bit mask. For each column the thresholds of all trees cut the
-numbers into bins, and a table holds which leaves a value of each bin leaves possible: a look-up per
-column, joined by AND. The lowest bit that is left is the leaf.
+values into bins, and a table holds the leaves that remain reachable for each bin. The masks of all
+columns are combined by AND; the lowest remaining bit is the leaf.
 
 Source: Lucchese et al., "QuickScorer: a fast algorithm to rank documents with additive ensembles of
 regression trees", SIGIR 2015.
@@ -27,7 +27,7 @@ MAX_TREES = 64
 MAX_LEAVES = 16
 """The most leaves of a tree: the bits of a mask."""
 LARGEST_LEAF = 1e6
-"""The largest value of a leaf: leaves are summed."""
+"""The largest magnitude of a leaf's value; limited because leaves are summed."""
 
 _EVERY = np.uint16(0xFFFF)
 _ZERO = np.float32(1e-35)  # LightGBM's kZeroThreshold
@@ -41,31 +41,31 @@ class Trees:
     """An ensemble of binary trees over float32 columns.
 
     Attributes:
-        bins: for each column that a split looks at, the thresholds, ascending float32 ``[edges]``,
-            and the leaves that are possible below, between and above them, ``[edges + 1, trees]``.
-        value: of each leaf, float64 ``[trees, MAX_LEAVES]``.
+        bins: for each column used by a split, the thresholds, ascending float32 ``[edges]``, and
+            masks of the leaves reachable below, between and above them, ``[edges + 1, trees]``.
+        value: value of each leaf, float64 ``[trees, MAX_LEAVES]``.
     """
 
     bins: Mapping[int, tuple[Floats, Masks]]
     value: npt.NDArray[np.float64]
 
     def every_leaf(self, rows: int) -> Masks:
-        """Return masks before any column is known, ``[rows, trees]``."""
+        """Return masks with all leaves reachable, ``[rows, trees]``."""
         return np.full((rows, len(self.value)), _EVERY)
 
     def leaves(self, column: int, values: Floats) -> Masks:
-        """Return which leaves a column's values leave possible, ``[values, trees]``."""
+        """Return masks of the leaves reachable with a column's values, ``[values, trees]``."""
         edges, table = self.bins[column]
         return table[np.searchsorted(edges, values)]
 
     def score(self, masks: Masks) -> npt.NDArray[np.float64]:
-        """Return the sum of the trees' leaves, ``[rows]``, once all columns are in the masks."""
+        """Return the sum of the trees' leaves, ``[rows]``, for masks that include all columns."""
         found = self.value[np.arange(len(self.value)), _LOWEST_BIT[masks]]
-        # Tree after tree, as LightGBM adds: a pairwise sum would round otherwise.
+        # Sum tree by tree, as LightGBM does: a pairwise sum would round differently.
         return np.asarray(np.cumsum(found, axis=1)[:, -1])
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """Return what is stored."""
+        """Return the arrays to store."""
         edges, tables = zip(*self.bins.values(), strict=True) if self.bins else ((), ())
         nothing = np.zeros((0, len(self.value)), dtype=np.uint16)
         return {
@@ -78,10 +78,10 @@ class Trees:
 
     @classmethod
     def load(cls, arrays: Mapping[str, npt.NDArray[Any]], columns: int) -> Trees:
-        """Build trees from what was stored.
+        """Build trees from their stored form.
 
         Raises:
-            ValueError, KeyError: if the parts are not trees over so many columns.
+            ValueError, KeyError: if the parts are not trees over ``columns`` columns.
         """
         types = {"columns": "i8", "edges": "i8", "thresholds": "f4", "masks": "i2", "values": "f8"}
         named = {name: arrays[f"tree_{name}"] for name in types}
@@ -154,10 +154,10 @@ class Trees:
 
 
 def _as_float32(threshold: float) -> np.float32:
-    """Return a float32 threshold that decides as LightGBM's does of every float32 value.
+    """Return a float32 threshold that splits every float32 value as LightGBM's does.
 
-    It is rounded down. LightGBM takes values up to `_ZERO` in size for 0, so a threshold among
-    these stands above or below all of them.
+    It is rounded down. LightGBM treats values of magnitude up to `_ZERO` as 0, so a threshold in
+    that range is moved above or below all of them.
     """
     most = np.finfo(np.float32).max
     near = np.float32(np.clip(threshold, -most, most))

@@ -1,8 +1,8 @@
-"""The processes that a training job runs its tasks in: joblib's, on this machine or elsewhere.
+"""Worker processes for training jobs, through joblib, on this machine or a cluster.
 
-Within ``joblib.parallel_config("dask", client=client)`` tasks run on that Dask cluster, and so with
-joblib's other backends. Each task computes with one thread, so that results do not depend on who
-runs it.
+Within ``joblib.parallel_config("dask", client=client)`` tasks run on that Dask cluster; joblib's
+other backends work alike. Each task computes with one thread, so that results do not depend on
+which worker runs it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any, TypeVar
 from dynoffload.errors import ConfigError
 
 Made = TypeVar("Made")
-_LOOK_S = 0.5  # how often a worker looks whether its parent lives
+_LOOK_S = 0.5  # seconds between a worker's checks that its parent is alive
 
 
 def run_tasks(
     task: Callable[..., Made], given: Iterable[tuple[Any, ...]], jobs: int | None = None
 ) -> Iterator[tuple[int, Made]]:
-    """Yield the number of each task and what it returned, as they end.
+    """Yield the number and the result of each task, in order of completion.
 
     Args:
-        task: a function of a module, called with each of ``given``.
+        task: a module-level function, called with each of ``given``.
         given: the arguments of each task.
-        jobs: processes; 1 for this process alone, -1 for one per core, None for what
-            `joblib.parallel_config` says, and without it this process alone.
+        jobs: processes; 1 for this process alone, -1 for one per core, None for the setting of
+            `joblib.parallel_config`, by default this process alone.
 
     Raises:
         ConfigError: if ``jobs`` is no number of processes.
@@ -61,9 +61,9 @@ def _numbered(task: Callable[..., Made], number: int, *arguments: Any) -> tuple[
 
 
 def _end_with(parent: int) -> None:
-    """Let this worker end with its parent: one that is killed tells its workers nothing, and they
-    would wait for it. It may be gone by now. The kernel's own signal comes when the parent's
-    *thread* ends that asked."""
+    """Make this worker exit when its parent does, even if the parent is killed or already gone.
+    The kernel's parent-death signal is unsuitable: it is sent when the parent *thread* that
+    started the worker ends."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -75,7 +75,7 @@ def _end_with(parent: int) -> None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let libraries of numbers use one thread: results depend on how many."""
+    """Limit numeric libraries to one thread: results depend on the thread count."""
     import torch
     from threadpoolctl import threadpool_limits
 

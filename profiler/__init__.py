@@ -1,7 +1,7 @@
-"""What a training step did: operators, idioms, regions and costs.
+"""Records training steps: operators, memory-access idioms, regions and costs.
 
-`Recorder` (or `profile`, without a loop of one's own) makes a `Trace` of each step, and a
-`CostModel` tells what a trace takes on a machine.
+`Recorder` makes a `Trace` of each step of the user's loop; `profile` supplies a simple loop.
+A `CostModel` predicts how long a trace takes on a machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The operators of a step as arrays, for computing with all of them at once."""
+"""The operators of a step as arrays, for vectorised computation."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.trace import Operator, Phase
 
 PHASES = tuple(Phase)
-"""By the code of a column."""
+"""Phases by their integer code."""
 
 _CODES = {phase: code for code, phase in enumerate(PHASES)}
 
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """What ran, in order, as arrays of n operators.
+    """The n operators of a step, in order, as arrays.
 
     Attributes:
-        phase: place in `PHASES`, ``[n]``.
+        phase: index into `PHASES`, ``[n]``.
         call: innermost module call, -1 if none, ``[n]``.
         seconds: float64 ``[n]``.
         idioms: counts, int64 ``[n, 6]``.
-        used: regions that each operator reads, then those it writes, one operator after the other.
-        stops: where those of each operator begin in ``used``, and last where they end, ``[n + 1]``.
+        used: indices of the regions each operator reads, then writes, concatenated.
+        stops: where each operator's entries begin in ``used``, then the total, ``[n + 1]``.
     """
 
     phase: npt.NDArray[np.int64]

@@ -1,15 +1,14 @@
-"""Fits a cost model to traces of the machine at hand; scipy is imported where it is used.
+"""Fits a cost model to traces of one machine; scipy is imported where it is used.
 
 [Note: how it is fitted]
-Operators of equal work are one observation, the median of their seconds, so that what disturbed
-a call now and then does not count. The loss is the mean of |log(predicted / measured)|: a factor of
-two is as bad at a microsecond as at a second, and outliers pull no harder than their sign. An
-observation weighs its number of calls times the root of its seconds, between counting calls and
-counting time. First the parameters of each kind: bandwidth and overhead of memory; overhead, half
-intensity and peak of products in the dtype that took longest, then the peak of each other one; the
-median of calls. Then for each operator its two factors, with a penalty of |log factor| divided by
-the number of its observations: an operator that was seen at few sizes, or that is like its kind,
-keeps a factor of 1.
+Operators of equal work form one observation, the median of their seconds, so occasional outliers do
+not count. The loss is the weighted mean of |log(predicted / measured)|: a factor of two is as bad
+at a microsecond as at a second, and outliers have bounded gradients. An observation's weight is its
+number of calls times the square root of its seconds, a compromise between calls and time. First the
+parameters of each kind are fitted: overhead and bandwidth of memory; the median of calls; overhead,
+half intensity and peak of products in the dtype that took longest, then the peak of each other
+dtype. Then each operator's two factors, with a penalty of |log factor| divided by its number of
+observations. Operators seen at few sizes, or close to their kind, thus keep factors of 1.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from dynoffload.profiler.trace import Trace
 _Array = NDArray[np.float64]
 _PENALTY = 1.0
 SHORTEST = 1e-8
-"""Seconds below which a clock says nothing; a shorter operator counts as so long."""
+"""Shortest time in seconds that a clock resolves; shorter measurements are raised to it."""
 _TYPICAL = {Kind.CALL: 2e-6, Kind.MEMORY: 4e-6, Kind.PRODUCT: 1e-5}  # where a fit starts
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """Observations: one for each distinct work."""
+    """Observations, one for each distinct `Work`."""
 
     works: Sequence[Work]
     seconds: _Array
@@ -62,14 +61,14 @@ class _Seen:
 def fit(traces: Iterable[Trace], *, source: str = "") -> CostModel:
     """Return the cost model of the machine on which ``traces`` were recorded.
 
-    Leave the first step of a training out: it also makes what later ones find.
+    Omit the first step of a training run: it also does one-time work such as allocating state.
 
     Args:
-        traces: of that machine, of any networks; the more sizes they hold, the better.
-        source: what the model says of where it is from.
+        traces: traces of any networks on that machine; more distinct sizes fit better.
+        source: stored as the model's `CostModel.source`.
 
     Raises:
-        TraceError: a trace lacks FLOPs, or nothing in them moved any bytes.
+        TraceError: a trace lacks FLOPs, or no operator moved any bytes.
     """
     seen = _observed(traces)
     memory = seen.where(lambda work: work.kind is Kind.MEMORY)
@@ -146,7 +145,7 @@ def _miss_of_peak(
 
 
 def _fit_operators(seen: _Seen, model: CostModel) -> dict[str, Factors]:
-    """Return the factors of each operator that was seen."""
+    """Return the factors of each observed operator."""
     places: defaultdict[str, list[int]] = defaultdict(list)
     for index, work in enumerate(seen.works):
         places[work.name].append(index)
@@ -170,7 +169,7 @@ def _fit_operators(seen: _Seen, model: CostModel) -> dict[str, Factors]:
 def _least(
     loss: Callable[[Sequence[float]], float], starts: Sequence[tuple[float, ...]]
 ) -> tuple[float, ...]:
-    """Return the positive parameters of the least loss, looked for from each start."""
+    """Return the positive parameters with the least loss, searched from each start."""
     from scipy.optimize import minimize
 
     options = {"xatol": 1e-3, "fatol": 1e-6, "maxiter": 1000}

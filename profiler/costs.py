@@ -1,7 +1,7 @@
-"""The cost model: how many seconds an operator takes on a machine, by a roofline and an overhead.
+"""Cost model: predicts an operator's seconds on a machine from a roofline and an overhead.
 
-It is fitted to traces (`dynoffload.profiler.cost_fitting`) or written down from a data sheet, and
-kept as JSON. Operators follow one another; time between operators is not modelled.
+It is fitted to traces (`dynoffload.profiler.cost_fitting`) or written from a data sheet, and stored
+as JSON. Operators run one after the other; time between operators is not modelled.
 
 [Note: seconds of an operator]
 By its `Kind`:
@@ -10,13 +10,13 @@ By its `Kind`:
     memory    overhead + bytes / bandwidth
     product   overhead + max((flops + half_intensity * bytes) / peak, bytes / bandwidth)
 
-This is the roofline of Williams, Waterman and Patterson (2009) with two additions that the residual
-asked for. *Half intensity*: products that do little arithmetic on each byte, as those of few rows,
-run below the peak although they are not bound by memory; a product of that many FLOPs per byte
-reaches half of it. At 0 it is the plain roofline. *Factors*: kernels of one kind differ; drawing
-random numbers takes many times as long as adding. So an operator that was seen in the fit has two
-factors of its own, on the overhead and on the rest; any other has 1 and 1. How well this does is
-told by ``dynoffload experiment costs``.
+This is the roofline of Williams, Waterman and Patterson (2009) with two additions. *Half
+intensity*: products with few FLOPs per byte, such as those of few rows, run below the peak although
+they are not memory-bound. A product with ``half_intensity`` FLOPs per byte reaches half the peak;
+at 0 the model is the plain roofline. *Factors*: kernels of one kind differ; drawing random numbers
+takes many times as long as adding. So each operator seen in the fit has two factors, on the
+overhead and on the rest; all others have 1 and 1. ``dynoffload experiment costs`` measures the
+accuracy.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ class Kind(str, Enum):
     """What bounds an operator."""
 
     CALL = "call"
-    """It touches no data, as a view: the call itself."""
+    """The call itself: it touches no data, such as a view."""
     MEMORY = "memory"
-    """The bytes that it reads and writes."""
+    """The bytes it reads and writes."""
     PRODUCT = "product"
-    """Its arithmetic, or the bytes: matrix products, convolutions, attention."""
+    """Its arithmetic or its bytes: matrix products, convolutions, attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one executed operator does, wherever it runs.
+    """The work of one executed operator, independent of the machine.
 
     Attributes:
         name: as `Operator.name`.
         dtype: as `Operator.dtype`.
-        flops: floating-point operations; None where they are not known.
-        nbytes: bytes that it reads and writes.
+        flops: floating-point operations; None if unknown.
+        nbytes: bytes it reads and writes.
     """
 
     name: str
@@ -65,20 +65,20 @@ class Work:
 
     @property
     def kind(self) -> Kind:
-        """What bounds it; FLOPs that are not known count as some."""
+        """What bounds it; unknown FLOPs count as nonzero."""
         if self.flops != 0:
             return Kind.PRODUCT
         return Kind.MEMORY if self.nbytes else Kind.CALL
 
 
 def work_of(operator: Operator) -> Work:
-    """Return what ``operator`` did."""
+    """Return the work of ``operator``."""
     nbytes = operator.bytes_read + operator.bytes_written
     return Work(operator.name, operator.dtype, operator.flops, nbytes)
 
 
 class Factors(NamedTuple):
-    """By what one operator differs from others of its kind."""
+    """Multipliers of one operator, relative to its kind."""
 
     overhead: float = 1.0
     rest: float = 1.0
@@ -89,7 +89,7 @@ _NONE = Factors()
 
 @dataclass(frozen=True)
 class Timing:
-    """What a step takes by a cost model.
+    """Predicted time of a step.
 
     Attributes:
         operators: seconds of each operator, in the order of the trace.
@@ -101,21 +101,21 @@ class Timing:
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return sum(self.phases.values())
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """What a machine needs for the work of an operator; see [Note: seconds of an operator].
+    """Cost parameters of one machine; see [Note: seconds of an operator].
 
     Attributes:
         peak: FLOP per second of large products, by dtype, such as ``{"float32": 1.5e11}``.
-        bandwidth: bytes per second of the memory that operators work in.
+        bandwidth: bytes per second of the memory that operators use.
         overhead: seconds of a call, by kind.
         half_intensity: FLOP per byte at which a product reaches half of the peak.
-        operators: factors of single operators, by name.
-        source: what it was fitted to or copied from, in words.
+        operators: factors of individual operators, by name.
+        source: free text: what it was fitted to or copied from.
     """
 
     peak: Mapping[str, float]
@@ -141,10 +141,10 @@ class CostModel:
             raise ConfigError(f"source is {self.source!r}, which is no text")
 
     def seconds(self, work: Work) -> float:
-        """Return what ``work`` takes.
+        """Return the predicted seconds of ``work``.
 
         Raises:
-            TraceError: its FLOPs are not known.
+            TraceError: its FLOPs are unknown.
             ConfigError: the model has no peak for its dtype.
         """
         kind = work.kind
@@ -152,7 +152,7 @@ class CostModel:
         return own.overhead * self.overhead[kind] + own.rest * self.rest(work)
 
     def rest(self, work: Work) -> float:
-        """Return what ``work`` takes beyond its overhead, before its operator's own factor."""
+        """Return the seconds of ``work`` beyond its overhead, before the operator's factor."""
         moving = work.nbytes / self.bandwidth
         if work.kind is not Kind.PRODUCT:
             return moving
@@ -174,10 +174,10 @@ class CostModel:
         return max((work.flops + self.half_intensity * work.nbytes) / peak, moving)
 
     def time(self, trace: Trace) -> Timing:
-        """Return what the operators of ``trace`` take here, one after the other.
+        """Return the predicted time of a trace's operators, run one after the other.
 
         Raises:
-            TraceError: it lacks the FLOPs of its operators; says which trace.
+            TraceError: FLOPs of a product are unknown; names the trace.
             ConfigError: as for `seconds`.
         """
         operators: list[float] = []
@@ -215,11 +215,11 @@ class CostModel:
 
     @classmethod
     def load(cls, path: Path) -> CostModel:
-        """Read what `save` wrote, or somebody wrote likewise.
+        """Read a model that `save` wrote, or one written by hand in the same format.
 
         Raises:
-            ConfigError: the file is missing, no cost model, of another version, or a value is out
-                of range.
+            ConfigError: the file is missing, not a cost model, of another version, or a value is
+                out of range.
         """
         try:
             plain = json.loads(Path(path).read_text("utf-8"))
@@ -235,18 +235,18 @@ class CostModel:
 
     @classmethod
     def of(cls, table: Mapping[str, Any], where: str) -> CostModel:
-        """Return the model that a table of JSON or TOML describes.
+        """Return the model described by a table from JSON or TOML.
 
         The keys are the attributes. ``overhead`` is a table by kind, or one number for all kinds;
-        ``bandwidth`` may be a text such as ``"3.35TB"``. A data sheet gives
+        ``bandwidth`` may be a string such as ``"3.35TB"``. From a data sheet:
 
             peak = { bfloat16 = 989e12, float32 = 67e12 }
             bandwidth = "3.35TB"
             overhead = 5e-6
 
         Args:
-            table: to be read.
-            where: what to call it in an error.
+            table: the table to read.
+            where: its name in error messages.
 
         Raises:
             ConfigError: a key is unknown or missing, or a value is of a wrong type or out of range.
@@ -282,7 +282,7 @@ class CostModel:
 
 
 def described(trace: Trace) -> str:
-    """Return by what a user knows a step."""
+    """Return a step's number and source, for messages."""
     return f"step {trace.step}" + (f" of {trace.source}" if trace.source else "")
 
 

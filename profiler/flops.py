@@ -1,18 +1,18 @@
-"""Floating-point operations of one executed call, from the shapes of its arguments.
+"""Counts the floating-point operations of one executed call from the shapes of its arguments.
 
 A multiplication and an addition are two operations. Elementwise operators, reductions and copies
-count none; factorisations, Fourier transforms and distances have no formula.
+count as 0; factorisations, Fourier transforms and distances have no formula.
 
 [Note: which formula]
-Torch's own registry (`torch.utils.flop_counter`) answers for what has no formula here; ours differ:
+Operators without a formula here use torch's registry (`torch.utils.flop_counter`). Ours differ:
 
-- *Attention* with ``is_causal`` counts the pairs on or below the diagonal, as the kernels pass over
-  the others in blocks; the registry counts all. Grouped keys and values are used by all queries of
-  their group. Backward has five products, with scores once more.
-- *Convolutions* count for each output (of a transposed one, each input) element the filter of its
-  own group; the registry's weight gradient takes the channels of all groups.
-- Products that the registry lacks. A grouped one counts every row, also past the last offset: to
-  read offsets would wait for the device. Sparse factors count as dense ones.
+- *Attention* with ``is_causal`` counts the pairs on or below the diagonal, since kernels skip the
+  others in blocks; the registry counts all. With grouped keys and values, all queries of a group
+  count. Backward has five products, including the recomputed scores.
+- *Convolutions* count, for each output element (of a transposed one, each input element), the
+  filter of its own group; the registry's weight gradient counts the channels of all groups.
+- Products the registry lacks. A grouped product counts every row, even past the last offset, as
+  reading the offsets would synchronise with the device. Sparse factors count as dense ones.
 - *Recurrent layers*, which oneDNN and cuDNN run as one call, count the products of their gates.
 """
 
@@ -28,16 +28,16 @@ import torch
 logger = logging.getLogger(__name__)
 
 Counter = Callable[[Sequence[object], Mapping[str, object], object], int | None]
-"""From positional arguments, arguments by name and result of a call to its FLOPs, if known."""
-_Bound = Mapping[str, Any]  # the call's arguments by name, "result" among them
+"""Maps a call's positional arguments, keyword arguments and result to its FLOPs, if known."""
+_Bound = Mapping[str, Any]  # the call's arguments by name, including "result"
 _Formula = Callable[[_Bound], int]
 
 
 def counter_of(func: torch._ops.OpOverload) -> Counter | None:
-    """Return what counts the FLOPs of a call of ``func``; None where it has none.
+    """Return the function that counts the FLOPs of a call of ``func``; None if it has none.
 
-    A call that its formula does not understand (of nested tensors, say) has None: unknown. It must
-    not end the training that is being recorded.
+    If a formula fails on a call (of nested tensors, for example), the count is None, unknown: an
+    exception would abort the recorded training.
     """
     schema = func._schema
     base = schema.name.removeprefix("aten::")
@@ -69,8 +69,8 @@ def counter_of(func: torch._ops.OpOverload) -> Counter | None:
 
 
 def _product(left: str, right: str) -> _Formula:
-    """Return the formula of ``[..., rows, inner] @ [..., inner, columns]``; a vector is one row or
-    one column."""
+    """Return the formula of ``[..., rows, inner] @ [..., inner, columns]``; a vector counts as one
+    row or column."""
 
     def count(bound: _Bound) -> int:
         a, b = bound[left], bound[right]
@@ -81,7 +81,7 @@ def _product(left: str, right: str) -> _Formula:
 
 
 def _linear(bound: _Bound) -> int:
-    """``[..., inner] @ [columns, inner].T``, whatever the two are called."""
+    """``[..., inner] @ [columns, inner].T``, under either pair of argument names."""
     weight = bound.get("weight", bound.get("mat2"))
     rows = bound.get("input", bound.get("self"))
     return 2 * int(rows.numel()) * int(weight.shape[0])
@@ -93,8 +93,8 @@ def _linear_backward(bound: _Bound) -> int:
 
 
 def _grouped(bound: _Bound) -> int:
-    """The jagged dimension is the rows, the inner one or the columns; each element of the left
-    factor meets the columns of its own group."""
+    """Grouped product whose jagged dimension is rows, inner or columns; each element of the left
+    factor is multiplied with the columns of its own group."""
     left, right = bound["self"], bound["mat2"]
     if left.dim() == 3 and right.dim() == 2:  # the columns are divided among the groups
         return 2 * int(left.shape[1]) * int(right.numel())
@@ -118,7 +118,7 @@ def _input_name(bound: _Bound) -> str:
 
 
 def _pairs(bound: _Bound) -> int:
-    """Return the pairs of query and key that attention scores, over batch and heads of queries."""
+    """Return the number of (query, key) pairs scored, over the batch and all query heads."""
     query, key = bound["query"], bound["key"]
     queries, keys = int(query.shape[-2]), int(key.shape[-2])
     pairs = queries * keys
@@ -138,8 +138,8 @@ def _attention_backward(bound: _Bound) -> int:
 
 
 def _rnn(bound: _Bound) -> int:
-    """All gates, from the input and from the state before: of one direction of one layer (oneDNN),
-    or of all layers, whose weights are a list (cuDNN)."""
+    """Products of all gates with the input and the previous state: of one direction of one layer
+    (oneDNN), or of all layers, with a list of weights (cuDNN)."""
     gates = 0
     for name, value in bound.items():
         if name.startswith("weight"):
@@ -171,4 +171,4 @@ _TABLE: tuple[tuple[_Formula, str], ...] = (
     ),
 )
 _FORMULAS = {name: formula for formula, names in _TABLE for name in names.split()}
-"""By the operator's name; in-place variants go by the same."""
+"""Formulas by operator name; in-place variants use the same entry."""

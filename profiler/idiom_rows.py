@@ -1,8 +1,8 @@
-"""Data of the idiom table: counts of operators by name, and those that touch no data.
+"""The idiom table: idiom counts by operator name, and the operators that touch no data.
 
 A row is ``(transpose, gather, scatter, reduction, stream, stencil)``, keyed by the operator's base
 name: without namespace, overload and the trailing underscore of in-place variants. docs/idioms.md
-says how a row is counted. `dynoffload.profiler.idioms` covers the operators without a row.
+explains how rows are counted. `dynoffload.profiler.idioms` covers the operators without a row.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ _TABLE: Final[dict[Row, str]] = {
     (0, 0, 0, 4, 12, 0): """
         mkldnn_rnn_layer_backward _cudnn_rnn_backward miopen_rnn_backward lstm_mps_backward
     """,
-    # Copies that keep type and order, and questions that wait for a device.
+    # Copies that keep type and order, and queries that synchronise with a device.
     (0, 0, 0, 0, 0, 0): """
         clone cat stack diag_embed repeat block_diag _copy_from _copy_from_and_resize _pin_memory
         _chunk_cat _local_scalar_dense _assert_async _functional_assert_async
@@ -238,16 +238,16 @@ _TABLE: Final[dict[Row, str]] = {
 }
 
 ROWS: Final[dict[str, Row]] = {name: row for row, names in _TABLE.items() for name in names.split()}
-"""Our counts by base name; what is a variant of another operator is not listed."""
+"""Counts by base name; variants of a listed operator are not listed."""
 
 SHARING: Final = frozenset("_unsafe_view unsafe_split unsafe_split_with_sizes lift".split())
-"""Operators whose results share an argument's memory although their schemas do not say so."""
+"""Operators whose results share an argument's memory although their schemas do not declare it."""
 
 RESHAPING: Final = frozenset(
     "set resize resize_as _resize_output _coalesced sparse_resize sparse_resize_and_clear"
     " resize_as_sparse".split()
 )
-"""Operators that in place change only metadata; their other variants do that to a copy."""
+"""Operators whose in-place variants change only metadata; their other variants copy first."""
 
 METADATA: Final = frozenset(
     "empty empty_like new_empty empty_strided new_empty_strided empty_permuted empty_quantized"
@@ -265,4 +265,4 @@ METADATA: Final = frozenset(
     " _nested_get_ragged_idx _nested_get_min_seqlen _nested_get_max_seqlen"
     " _nested_get_jagged_dummy".split()
 )
-"""Operators that ask, wrap, allocate without writing, or mark."""
+"""Operators that query metadata, wrap, allocate without writing, or mark."""

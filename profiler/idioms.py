@@ -1,8 +1,8 @@
-"""Which memory-access idioms an ATen operator shows.
+"""Counts the memory-access idioms of an ATen operator.
 
-The encoding (Ren et al., HPCA 2024) gives the pilot one alphabet for all operators, so that it can
-read a network it has not seen. The table is `dynoffload.profiler.idiom_rows`; an operator without a
-row is covered by the first rule that applies. docs/idioms.md describes the rules.
+The encoding (Ren et al., HPCA 2024) describes all operators in one vocabulary, so that the pilot
+can handle unseen networks. The table is `dynoffload.profiler.idiom_rows`; the first matching rule
+covers an operator without a row. docs/idioms.md describes the rules.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dynoffload.profiler.idiom_rows import (
 )
 
 NAMESPACES = frozenset(("aten", "mkldnn", "profiler"))
-"""The namespaces in which a base name means the operator that the table means by it."""
+"""The namespaces in which a base name means the same operator as in the table."""
 
 _TRANSPOSING = frozenset(("transpose_copy", "t_copy", "permute_copy"))
 _LIBRARY = re.compile(
@@ -37,7 +37,7 @@ _DIMENSIONS = re.compile("[13]d")
 
 
 class Idioms(NamedTuple):
-    """How often an operator shows each memory-access pattern.
+    """Number of times an operator uses each memory-access pattern.
 
     Attributes:
         transpose: A[i][j] = B[j][i].
@@ -57,12 +57,12 @@ class Idioms(NamedTuple):
 
 
 def idioms_of(func: torch._ops.OpOverload) -> Idioms:
-    """Return the six counts of ``func``; all zero where no rule knows it (see `is_known`)."""
+    """Return the six counts of ``func``; all zero if no rule covers it (see `is_known`)."""
     return _resolve(func)[1]
 
 
 def rule_of(func: torch._ops.OpOverload) -> str:
-    """Return the name of the row or rule that covers ``func``; ``"unknown"`` where none does.
+    """Return the name of the row or rule that covers ``func``, ``"unknown"`` if none does.
 
     docs/idioms.md lists the names.
     """
@@ -88,7 +88,7 @@ def _resolve(func: torch._ops.OpOverload) -> tuple[str, Idioms]:
 
 
 def _by_rules(name: str, func: torch._ops.OpOverload) -> tuple[str, Row]:
-    """Apply the rules in order; an empty ``name`` has no row and no tag of a sibling."""
+    """Apply the rules in order; an empty ``name`` matches no row and no sibling overload's tag."""
     tags = func.tags
     if func.is_view or torch.Tag.inplace_view in tags:
         return "view", NOTHING
@@ -131,7 +131,7 @@ def _by_rules(name: str, func: torch._ops.OpOverload) -> tuple[str, Row]:
 
 
 def _by_name(name: str) -> tuple[str, Row] | None:
-    """Return what is known by a name alone: its row, its base's under foreach, or a tag."""
+    """Return the rule a name alone gives: its row, its base's row (foreach), or a tag."""
     if name in ROWS:
         return f"row:{name}", ROWS[name]
     base = name.removeprefix("_foreach_")

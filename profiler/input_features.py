@@ -1,7 +1,7 @@
-"""What a sample says about itself before the network runs: the pilot's input.
+"""Input features: what the pilot sees of a sample before the network runs.
 
-The recorder stores `InputFeatures` in every `Trace`; the runtime makes them at the start of each
-step and hands them to the pilot. Both call `describe_input`, so the two always agree.
+The recorder stores `InputFeatures` in every `Trace`; the runtime computes them at the start of each
+step and passes them to the pilot. Both call `describe_input`, so they always agree.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from torch.utils._pytree import tree_leaves
 from dynoffload.errors import TraceError
 
 MAX_ELEMENTS = 65_536
-"""The most discrete codes one sample keeps."""
+"""The most discrete codes kept per sample."""
 MAX_TENSORS = 32
-"""The most tensors of one call that are described."""
+"""The most tensors described per call."""
 MAX_OBJECTS = 256
-"""The most objects that the walk over the arguments of one call looks at."""
+"""The most objects visited per call when walking its arguments."""
 MAX_DEPTH = 6
-"""How deep the walk over nested arguments goes."""
+"""The deepest nesting of arguments that is visited."""
 
 _NO_ELEMENTS: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-_SUMMED = 65_536  # The most elements of a mask that are summed.
+_SUMMED = 65_536  # The largest mask, in elements, that is summed.
 _INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
 
 Features = Callable[..., "InputFeatures | Mapping[str, float]"]
-"""A user's featurizer: called with the arguments of the forward call."""
+"""A user-supplied featurizer, called with the arguments of the forward call."""
 
 
 @dataclass(frozen=True)
 class InputFeatures:
-    """What one sample shows before it is run.
+    """Features of one sample, known before forward.
 
     Attributes:
         values: named numbers, such as ``{"input_ids.numel": 512.0}``.
         elements: int64 ``[n]`` or ``[n, k]``: discrete codes in the order the network consumes
-            them, such as tokens, or the arities of a tree's nodes. Empty where there are none.
+            them, such as tokens, or the arities of a tree's nodes. Empty if there are none.
     """
 
     values: dict[str, float]
     elements: npt.NDArray[np.int64] = field(default_factory=lambda: _NO_ELEMENTS)
 
     def __eq__(self, other: object) -> bool:
-        """Equal when names, numbers and codes are (an array has no plain truth value)."""
+        """Compare names, numbers and codes (the generated method fails on arrays)."""
         if not isinstance(other, InputFeatures):
             return NotImplemented
         return self.values == other.values and np.array_equal(self.elements, other.elements)
@@ -64,25 +64,24 @@ def describe_input(
 ) -> InputFeatures:
     """Describe one forward call ``module(*args, **kwargs)`` before it runs.
 
-    The first of these that there is decides: ``features(*args, **kwargs)``;
-    ``module.sample_features(*args, **kwargs)``; or the default, which keeps the shapes, sizes and
-    types of the tensors in the arguments (nested in dicts, lists, tuples and dataclasses), the
-    numbers among them, the count of true values of each mask, and the values of the first integer
-    tensor, flattened, at most `MAX_ELEMENTS` of them.
+    Uses the first that exists: ``features(*args, **kwargs)``;
+    ``module.sample_features(*args, **kwargs)``; the default. The default walks dicts, lists, tuples
+    and dataclasses. It keeps the shape, element count and element size of each tensor, numbers, the
+    sum of each mask, and the first integer tensor, flattened, at most `MAX_ELEMENTS` values of it.
 
     Args:
         module: the module that is about to be called, or None.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        features: the user's own featurizer.
+        features: the user's featurizer.
 
     Returns:
-        The sample, detached from the arguments: nothing of it aliases a tensor.
+        The features; they alias no tensor of the arguments.
 
     Raises:
-        TraceError: if a featurizer returns something that is neither `InputFeatures` nor a mapping
-            of names to numbers, or elements that are not integers in one or two dimensions; or if
-            it writes into the arguments.
+        TraceError: if a featurizer returns neither `InputFeatures` nor a mapping of names to
+            numbers, or elements that are not integers in one or two dimensions; or if it writes
+            into the arguments.
     """
     maker = "the featurizer passed as `features`"
     if features is None:
@@ -106,8 +105,8 @@ def describe_input(
 def merge_inputs(samples: Sequence[InputFeatures]) -> InputFeatures:
     """Return one sample for a step that ran several (gradient accumulation).
 
-    Numbers are those of the first, with their count under ``"samples"``; elements are joined in
-    the order of the calls, as far as their widths agree and `MAX_ELEMENTS` allows.
+    Numbers are those of the first sample, plus the sample count under ``"samples"``. Elements of
+    equal width are concatenated in call order, up to `MAX_ELEMENTS`.
     """
     if len(samples) == 1:
         return samples[0]
@@ -119,15 +118,15 @@ def merge_inputs(samples: Sequence[InputFeatures]) -> InputFeatures:
 
 @contextmanager
 def advising(who: str, given: Any) -> Iterator[None]:
-    """Let the body, code of the user's that only advises, change nothing of what the network
-    computes: it has no gradients, and random numbers of torch that it draws are drawn again.
+    """Run advisory user code (the body) without effect on the network's results: without gradients,
+    and with torch's CPU random state restored afterwards.
 
     Args:
-        who: what runs there, for messages.
+        who: names the code in messages.
         given: its arguments, in lists, tuples and dicts of any depth.
 
     Raises:
-        TraceError: it wrote into one of them: the forward would go on with other values.
+        TraceError: it wrote into an argument, which would change the values forward sees.
     """
     leaves = tree_leaves(given)
     tensors = [one for one in leaves if isinstance(one, Tensor) and not one.is_inference()]
@@ -143,8 +142,8 @@ def advising(who: str, given: Any) -> Iterator[None]:
 
 @contextmanager
 def _uncached() -> Iterator[None]:
-    """Let autocast keep no weight that it casts here: one that was cast without gradients would
-    stand in for it in the forward itself."""
+    """Disable autocast's weight cache: a weight cast here, without gradients, would be reused in
+    forward."""
     cached = torch.is_autocast_cache_enabled()
     try:
         torch.set_autocast_cache_enabled(False)
@@ -164,7 +163,7 @@ class _Walk:
         self._seen_codes = False
 
     def visit(self, name: str, value: Any, depth: int) -> None:
-        """Keep what ``value`` shows, and walk on into it while the bounds allow."""
+        """Record the features of ``value`` and descend into it within the limits."""
         self._objects -= 1
         if self._objects < 0 or value is None or isinstance(value, str | bytes):
             return
@@ -203,7 +202,7 @@ class _Walk:
         elif integers and not self._seen_codes:
             self._seen_codes = True
             codes = tensor.detach().reshape(-1)[:MAX_ELEMENTS]
-            # The copy keeps the sample apart from a tensor that the loop may overwrite.
+            # Copy, as the training loop may overwrite the tensor.
             self.elements = codes.to("cpu", torch.int64, copy=True).numpy()
 
 

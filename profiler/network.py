@@ -1,7 +1,7 @@
-"""Names for a network and for the shapes of a call, the same when recording and when running.
+"""Identifiers of a network and of a call's shapes, equal when recording and when running.
 
-`fingerprint` is how a pilot recognises the network it was trained for; `shape_key` tells two calls
-of one module apart.
+A pilot recognises the network it was trained for by `fingerprint`; `shape_key` distinguishes calls
+of one module by their shapes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 MAX_KEY_TENSORS = 8
-"""The most tensors of one call that its shape key names."""
+"""The most tensors in a call's shape key."""
 _MAX_DEPTH = 3
 _EXACT = 8
 
@@ -20,10 +20,10 @@ _EXACT = 8
 def fingerprint(model: torch.nn.Module) -> str:
     """Return the sha256 (hex, 64 characters) of the model's architecture.
 
-    Module paths and class names, and the names, shapes and types of parameters and buffers go in;
-    values, devices, ties, the Python module a class was defined in, and buffers that are not
-    stored with the weights do not: some networks make these as they run. A model on the meta
-    device has the fingerprint of the same model with storage.
+    It covers module paths and class names, and the names, shapes and types of parameters and
+    buffers. It ignores values, devices, tied weights, the Python module of a class, and
+    non-persistent buffers, which some networks create as they run. A model on the meta device has
+    the fingerprint of the same model with storage.
     """
     digest = hashlib.sha256()
     for path, module in model.named_modules(remove_duplicate=False):
@@ -40,10 +40,10 @@ def fingerprint(model: torch.nn.Module) -> str:
 def shape_key(args: Sequence[object], kwargs: Mapping[str, object]) -> str:
     """Return the canonical bucket of the tensor shapes of one call, such as ``"2x256,1x256"``.
 
-    Each extent is exact to 8; above that it is rounded up to a power of two, so that calls of like
-    cost share a name. Tensors are named in the order of the arguments, keywords by name, at most
-    `MAX_KEY_TENSORS` of them; a tensor without dimensions is ``"0d"``; a call without tensors
-    has the key ``""``.
+    Extents up to 8 are exact; larger ones are rounded up to a power of two, so that calls of
+    similar cost share a key. Tensors follow the order of the arguments, keywords sorted by name, at
+    most `MAX_KEY_TENSORS`. A 0-dimensional tensor is ``"0d"``; a call without tensors has the key
+    ``""``.
 
     Args:
         args: positional arguments of the call; tensors, or lists, tuples and dicts of them.

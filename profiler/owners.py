@@ -1,13 +1,12 @@
-"""Which module call each operator of forward belongs to.
+"""Assigns each forward operator to a module call.
 
 [Note: to which call an operator belongs]
-A call *owns* if an operator directly inside it uses a parameter in forward; that holds for a module
-with parameters of its own, and for one that uses a tied or borrowed weight. An operator belongs to
-the owning call it ran in, or, inside a helper (an activation, a dropout) that contains no owning
-call, to the owning call around it. What is left is glue between owning calls, such as a residual
-addition or a product of attention scores. It goes to the next owning call within the module whose
-glue it is; failing that to the one before within that module; failing that to the next, or the
-last, of the phase.
+A call is *owning* if an operator directly inside it uses a parameter in forward, its module's own
+or another's (tied weights). An operator belongs to the owning call it ran in. Inside a helper (an
+activation, a dropout) that contains no owning call, it belongs to the enclosing owning call. All
+other operators are glue between owning calls, such as a residual addition or a product of attention
+scores. Glue belongs to the next owning call within the module that ran it, else to the previous one
+within that module, else to the next, or last, owning call of the phase.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ def forward_owners(trace: Trace, columns: Columns) -> _Ints:
     """Return for each operator the call it belongs to, by [Note: to which call an operator
     belongs].
 
-    An operator that is not of forward has -1; one of a forward without owning calls has the first
-    call of the root, or -1.
+    The value is -1 outside forward. In a forward without owning calls it is the first call of the
+    root, or -1.
     """
     calls = trace.calls
     root = next((index for index, call in enumerate(calls) if call.path == ""), -1)
@@ -44,7 +43,7 @@ def forward_owners(trace: Trace, columns: Columns) -> _Ints:
         here = slice(begin, end)
         place = np.arange(begin, end)
         owned = direct[here] >= 0
-        before = np.maximum.accumulate(np.where(owned, place, -1))  # the last owned one, or -1
+        before = np.maximum.accumulate(np.where(owned, place, -1))  # the last owned, or -1
         after = np.minimum.accumulate(np.where(owned, place, end)[::-1])[::-1]  # the next, or end
         outside = (after == end) | (after >= stops[here])
         back = ~owned & (columns.call[here] >= 0) & outside

@@ -1,4 +1,4 @@
-"""The plainest training loop around a `Recorder`, for profiling without a loop of one's own."""
+"""A minimal training loop around a `Recorder`, for profiling without a user loop."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ def profile(
 ) -> list[Path]:
     """Train ``model`` on ``batches``, one step each, and write one trace per step.
 
-    Each step is forward, backward and, with an optimizer, ``step()``; gradients are dropped after
-    it. Without an optimizer the parameters stay as they are. Numbering goes on after the traces
-    that ``out`` already holds.
+    Each step is forward, backward and, with an optimizer, ``step()``; its gradients are then set
+    to None. Without an optimizer the parameters do not change. Step numbers continue after the
+    traces already in ``out``.
 
     Args:
-        model: the network, in the mode (train or eval) it shall be profiled in.
-        batches: what to call it with: a mapping is passed by name, a tuple or list by position,
-            an object with a tuple ``args`` (and perhaps a dict ``kwargs``) by those, anything else
-            as the one argument. With a ``loss`` of its own, forward gets as many items of a tuple
-            or list as it takes, optional ones included: of ``(x, y)`` the first, if it has one.
-        out: directory for the traces; made if it is missing.
+        model: the network, in the mode (train or eval) to profile.
+        batches: its inputs. A mapping is passed by name, a tuple or list by position, an object
+            with a tuple ``args`` (and perhaps a dict ``kwargs``) by those, anything else as the
+            only argument. If ``loss`` is given, forward gets only as many items of a tuple or
+            list as it has positional parameters: of ``(x, y)`` only ``x``, if it has one.
+        out: directory for the traces; created if missing.
         optimizer: the optimizer to step.
-        loss: makes a scalar from (output, batch). By default the output itself if it is a scalar,
-            its ``loss`` attribute or item, or the first item of a tuple.
+        loss: computes a scalar from (output, batch). The default is the output's ``loss``
+            attribute or item, the first item of a tuple or list, or the output itself.
         features: featurizer for samples, as in `describe_input`.
-        source: names the file or document a batch is from, so that a pilot can be scored on
-            sources it has not seen. By default the batch's own ``source``, if it has one.
+        source: returns the file or document a batch is from, so that a pilot can be scored on
+            unseen sources. By default the batch's own ``source``, if it has one.
         progress: show a progress bar on stderr, if that is a terminal.
 
     Returns:
@@ -110,8 +110,8 @@ def profile(
 
 
 def call_model(model: torch.nn.Module, batch: Any, *, some: bool = False) -> Any:
-    """Return what ``model`` makes of ``batch``, passed as `profile` says; of a tuple only ``some``
-    items if forward takes no more."""
+    """Return the model's output for ``batch``, passed as `profile` says. With ``some``, pass only
+    as many items of a tuple or list as forward takes."""
     if isinstance(batch, Mapping):
         return model(**batch)
     if isinstance(batch, list | tuple):
@@ -122,10 +122,10 @@ def call_model(model: torch.nn.Module, batch: Any, *, some: bool = False) -> Any
 
 
 def _most_arguments(model: torch.nn.Module) -> int | None:
-    """Return how many positional arguments forward takes; None if that has no end."""
+    """Return how many positional arguments forward takes; None if unlimited or unknown."""
     try:
         kinds = [one.kind for one in inspect.signature(model.forward).parameters.values()]
-    except (TypeError, ValueError):  # a forward that is not Python's
+    except (TypeError, ValueError):  # forward is not a Python function
         return None
     if inspect.Parameter.VAR_POSITIONAL in kinds:
         return None
@@ -146,7 +146,7 @@ def loss_of(
     """Return the loss of an output, found as `profile` says.
 
     Raises:
-        TraceError: there is none.
+        TraceError: no scalar with a gradient was found.
     """
     if loss is not None:
         found = loss(output, batch)
@@ -174,10 +174,10 @@ def loss_of(
 
 
 def of_another(folder: Path, model: torch.nn.Module) -> Path | None:
-    """Return a trace in ``folder``, the last, if it is of another network than ``model``.
+    """Return the last trace in ``folder`` if it is of another network than ``model``, else None.
 
     Raises:
-        TraceError: it cannot be read.
+        TraceError: the trace cannot be read.
     """
     last = max((p for p in folder.iterdir() if _NAME.fullmatch(p.name)), default=None)
     if last is None or load_trace(last).network == fingerprint(model):
@@ -186,11 +186,11 @@ def of_another(folder: Path, model: torch.nn.Module) -> Path | None:
 
 
 def file_of_step(folder: Path, number: int) -> Path:
-    """Return where the trace of a step stands in a directory of traces."""
+    """Return the path of a step's trace in a directory of traces."""
     return folder / f"step-{number:06d}{SUFFIX}"
 
 
 def next_number(folder: Path) -> int:
-    """Return the number of the next step in a directory of traces: none is written over."""
+    """Return the next free step number in a directory of traces."""
     taken = [int(m.group(1)) for p in folder.iterdir() if (m := _NAME.fullmatch(p.name))]
     return max(taken, default=-1) + 1

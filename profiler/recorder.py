@@ -1,24 +1,24 @@
-"""The recorder: listens to a training loop and makes a trace of each step.
+"""Records a user's training loop and makes a trace of each step.
 
-`Recorder` is a context manager around a user's own loop. It sees every ATen operator of forward,
-backward and optimizer through a dispatch mode, module calls through hooks, and the end of a step
-through the optimizer's hooks. It runs each operator once, as it was called, and keeps no tensor
-alive. Results are those without it, but for operators that torch computes otherwise under any
-dispatch mode (docs/limits.md).
+`Recorder` is a context manager around the loop. It sees every ATen operator of forward, backward
+and optimizer through a dispatch mode, module calls through hooks, and the end of a step through the
+optimizer's hooks. It runs each operator once, as it was called, and keeps no tensor alive. Results
+are unchanged, except for operators that torch computes differently under any dispatch mode
+(docs/limits.md).
 
-Known limitations. Operators inside a compiled region are not seen one by one. Modules run by
-calling ``forward`` directly, past their hooks, count as part of their caller. Sites of backward are
-known for forward passes made in the thread that entered the recorder. On an accelerator the seconds
-of an operator are those of its launch. Higher-order operators are run but not recorded. A model
-pickled whole inside the block would carry the hooks; save its state_dict instead.
+Known limitations. Operators inside a compiled region are not recorded individually. A module whose
+``forward`` is called directly skips its hooks and counts as part of its caller. Backward operators
+have sites only if their forward ran in the thread that entered the recorder. On an accelerator an
+operator's seconds are those of its launch. Higher-order operators run but are not recorded. A model
+pickled whole inside the block would contain the hooks; save its state_dict instead.
 
 [Note: what a step is]
-A step begins with the first call, in grad mode, of the model or, outside any other call, of one of
-its modules. With an optimizer it ends after ``optimizer.step()``, so that several calls before it
-(gradient accumulation) are one step; without one it ends where the next call of the model begins,
-or with the block. Calls without grad mode (evaluation, sampling) are not recorded, wherever they
-come. With an optimizer, what has not reached ``step()`` when the block ends is no step and is
-dropped; so is a step that an exception cut off.
+A step begins with the first call, in grad mode, of the model, or of one of its modules outside any
+other call. With an optimizer it ends after ``optimizer.step()``, so several calls before it
+(gradient accumulation) are one step. Without one it ends where the next call of the model begins,
+or with the block. Calls without grad mode (evaluation, sampling) are never recorded. With an
+optimizer, operators that no ``step()`` follows before the block ends are dropped. So is a step that
+an exception interrupts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _graph_task = torch._C._current_graph_task_id
 _graph_node = torch._C._current_autograd_node
 _NO_NUMBER = 2**64 - 1  # Sequence number of nodes that accumulate gradients.
 _aten = torch.ops.aten
-# How such a node takes a gradient over: as it is, added in place or anew, or copied.
+# Operators of such a node: it keeps the gradient, adds in place or out of place, or copies.
 _ACCUMULATING = frozenset(
     (
         _aten.detach.default,
@@ -62,7 +62,7 @@ _ACCUMULATING = frozenset(
 
 
 class _Frame(NamedTuple):
-    """A module call that is under way."""
+    """A module call in progress."""
 
     module: int  # id of the module.
     call: int  # Index of its forward call, -1 if it is not recorded.
@@ -77,9 +77,9 @@ class Recorder:
         optimizer: the optimizer whose ``step()`` ends a step; see [Note: what a step is].
         features: featurizer for samples, as in `describe_input`.
         on_step: called with the trace of each step, after it.
-        source: called at the start of each step; names the file or document its sample is from.
-        clock: tells seconds. By default those that pass; `time.thread_time` tells those in which
-            this thread had a core, for a machine that others use as well, and one thread.
+        source: called at the start of each step; returns the file or document of its sample.
+        clock: returns seconds. The default is wall-clock time. On a shared machine, with one
+            compute thread, `time.thread_time` counts only the seconds this thread had a core.
 
     Example:
         with Recorder(model, optimizer, on_step=traces.append):
@@ -115,26 +115,26 @@ class Recorder:
         self._forget()
 
     def _forget(self) -> None:
-        """Be as outside of any block."""
+        """Reset the state to that outside any block."""
         self._paths: dict[int, str] = {}  # id of a module -> its path
         self._parameters: dict[int, str] = {}  # id of a parameter -> its name
-        self._log: StepLog | None = None  # The step under way.
+        self._log: StepLog | None = None  # The step in progress.
         self._stack: list[_Frame] = []
-        self._suspended = False  # While an outermost call without grad mode is under way.
+        self._suspended = False  # During an outermost call without grad mode.
         self._in_optimizer = False
         self._backward_seen = False
-        self._after_backward = False  # Whether, since then, something ran outside the optimizer.
-        self._paused = False  # While a featurizer runs.
+        self._after_backward = False  # Whether, since then, an operator ran outside the optimizer.
+        self._paused = False  # While a featurizer or routing probe runs.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
-        """Return itself: a copy of the model made inside the block carries hooks, not a recorder.
+        """Return itself, so that hooks in a copy of the model share this recorder.
 
-        Modules of such a copy are not among the managed ones and are ignored.
+        Modules of such a copy are not managed and are ignored.
         """
         return self
 
     def __enter__(self) -> Recorder:
-        """Begin to listen.
+        """Start recording.
 
         Raises:
             TraceError: if this recorder is already in use.
@@ -162,7 +162,7 @@ class Recorder:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Stop listening; see [Note: what a step is] for what becomes of the last step."""
+        """Stop recording; [Note: what a step is] says what happens to the last step."""
         self._mode.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         for handle in self._handles:
             handle.remove()
@@ -198,7 +198,7 @@ class Recorder:
         return result
 
     def _place(self, log: StepLog, node: Any) -> tuple[Phase, int]:
-        """Return the phase of the operator at hand and the module call it belongs to."""
+        """Return the phase of the current operator and the module call it belongs to."""
         stack = self._stack
         if node is not None:
             self._backward_seen = True
@@ -208,7 +208,7 @@ class Recorder:
             if stack and stack[-1].in_backward:
                 return Phase.BACKWARD, stack[-1].call
             call = self._call_of(log, node)
-            if torch.is_grad_enabled():  # Backward is itself recorded for another backward.
+            if torch.is_grad_enabled():  # create_graph: a later backward may run through it.
                 log.cut_within_backward(call)
             return Phase.BACKWARD, call
         if stack:
@@ -230,8 +230,8 @@ class Recorder:
     def note_gradient(
         self, parameter: torch.Tensor | None, gradient: torch.Tensor | None = None
     ) -> None:
-        """The gradient of ``parameter`` (by default its ``grad``) is made, and may be gone before
-        its step has ended. What is of another shape is what a user's hook made."""
+        """Label the gradient of ``parameter`` (default: its ``grad``), which may be freed before
+        the step ends. A gradient of another shape was made by a user hook and is ignored."""
         name = self._parameters.get(id(parameter))
         if self._log is None or name is None or parameter is None:
             return
@@ -272,7 +272,7 @@ class Recorder:
         stack = self._stack
         if self._paused or not any(frame.module == id(module) for frame in reversed(stack)):
             return
-        while stack:  # Frames above it belong to calls that an exception cut off.
+        while stack:  # Frames above it belong to calls that an exception ended.
             frame = stack.pop()
             if self._log is not None and frame.call >= 0:
                 outer = stack[-1].call if stack else -1
@@ -297,7 +297,7 @@ class Recorder:
     def _begin_sample(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Begin a step, or another sample of it, or suspend recording for a call without grad."""
+        """Begin a step or its next sample; suspend recording if grad mode is off."""
         if not torch.is_grad_enabled():
             self._suspended = True
             return
@@ -341,10 +341,10 @@ class Recorder:
         self._end_step()
 
     def _label_tensors(self, log: StepLog) -> None:
-        """Name the storages of parameters, buffers, gradients and optimizer state as they are now.
+        """Label the current storages of parameters, buffers, gradients and optimizer state.
 
-        Run at both ends of a step and before the optimizer: parameters may have been replaced,
-        and state comes to life inside the first ``step()``.
+        Runs at both ends of a step and before the optimizer: parameters may have been replaced,
+        and the first ``step()`` creates the state.
         """
         regions = log.regions
         self._parameters.clear()
@@ -361,7 +361,7 @@ class Recorder:
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hands every operator to the recorder."""
+    """Passes every operator to the recorder."""
 
     supports_higher_order_operators = True
 
@@ -380,7 +380,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _named_tensors(state: object, key: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in one parameter's optimizer state, with the keys that lead to them."""
+    """Yield the tensors in one parameter's optimizer state, with their dotted keys."""
     if isinstance(state, torch.Tensor):
         yield key, state
     elif isinstance(state, Mapping):

@@ -1,8 +1,8 @@
-"""Regions of one step, told apart by storage: number, name, kind, and the bytes alive.
+"""Table of one step's regions, one per storage: index, name, kind, and the bytes alive.
 
-No tensor is held alive; a weak reference tells when a storage ends. torch keeps one Python object
-per storage and revives it when only C++ holds the storage, so a weak reference to it dies with the
-memory itself. Its address (``_cdata``) may be reused after that.
+No tensor is kept alive; a weak reference reports when a storage is freed. torch keeps one Python
+object per storage and revives it while only C++ holds the storage, so a weak reference to it
+expires with the memory itself. The address (``_cdata``) may then be reused.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ class RegionTable:
     """The storages of one step.
 
     Attributes:
-        infos: what is known of each region, by index.
+        infos: description of each region, by index.
         live: bytes of all known storages that are alive.
-        clock: number of operators so far; births and deaths are dated by it.
+        clock: number of operators so far; the time unit of ``born`` and ``died``.
     """
 
     def __init__(self) -> None:
         self.infos: list[RegionInfo] = []
         self.live = 0
         self.clock = 0
-        self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}  # by address: index, end
+        self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}  # address -> index, weakref
 
     def label(self, tensor: torch.Tensor, name: str, kind: str) -> None:
-        """Say what the storage of ``tensor`` is; the first name given to it stays (tied weights).
+        """Name the storage of ``tensor``; its first label is kept (tied weights).
 
-        A region that was known only as an activation or an input takes the name it is given.
+        A region known only as an activation or an input is renamed.
         """
         for index in self._indices(tensor, name, kind, -1):
             if self.infos[index].kind in ("activation", "input"):
                 self.infos[index] = self.infos[index]._replace(name=name, kind=kind)
 
     def read(self, tensor: torch.Tensor) -> list[int]:
-        """Return the regions of a tensor that is read; one not seen before came from outside."""
+        """Return the regions of a tensor that is read; an unknown one is added as an input."""
         return self._indices(tensor, f"input:{len(self.infos)}", "input", -1)
 
     def write(self, tensor: torch.Tensor) -> list[int]:
@@ -58,16 +58,16 @@ class RegionTable:
     def make(self, tensor: torch.Tensor, site: str) -> list[int]:
         """Return the regions of a tensor that an operator at ``site`` returned.
 
-        A storage that is known is only aliased by it; one that is not was made by it.
+        A known storage is aliased by the result; an unknown one was allocated by the operator.
         """
         return self._indices(tensor, f"{site}:{len(self.infos)}", "activation", self.clock)
 
     def close(self) -> None:
-        """Forget all storages, so that no later death is noticed."""
+        """Drop all storages; frees after this are not recorded."""
         self._alive.clear()
 
     def _indices(self, tensor: torch.Tensor, name: str, kind: str, born: int) -> list[int]:
-        """Return the regions of a tensor; those that are not known are added as described."""
+        """Return the regions of a tensor; add unknown ones with this description."""
         indices = []
         for part in dense_parts(tensor):
             storage = part.untyped_storage()
@@ -87,6 +87,6 @@ class RegionTable:
             del self._alive[key]
             info = self.infos[entry[0]]
             self.live -= info.nbytes
-            # Dated by the last operator that has been recorded; it is the last that can have
-            # needed it, or the storage went while the next one ran.
+            # Died at the last recorded operator: either that was its last use, or it was freed
+            # while the next one ran.
             self.infos[entry[0]] = info._replace(died=max(self.clock - 1, 0))

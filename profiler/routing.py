@@ -1,10 +1,10 @@
-"""Routing probes and hints: what a network can tell of its coming decisions while it runs.
+"""Routing probes and hints: a running network's estimates of its coming routing decisions.
 
-A network that has a method ``routing_probes()`` gives hints. As a probe's module is called, it is
-asked itself, and so is the probe after it. A router applied to what it is given says which experts
-run before the first of them does; the next layer's, applied to the hidden state of this one, is
-mostly right. Each costs one small product. The recorder stores hints in traces (`Trace.hints`),
-from which pilots learn how far to believe them.
+A network with a method ``routing_probes()`` gives hints. When a probe's module is called, that
+probe and the next one are evaluated on its arguments. A router applied to its own input gives the
+experts before any of them runs; the next layer's router, applied to this layer's input, is mostly
+right. Each costs one small product. The recorder stores hints in traces (`Trace.hints`), from which
+pilots learn how reliable they are.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from dynoffload.profiler.input_features import advising
 
 logger = logging.getLogger(__name__)
 
-_said: set[tuple[str, str]] = set()  # probes and complaints, since probes were last looked up
+_logged: set[tuple[str, str]] = set()  # (probe, problem) pairs logged since the last `probes_of`
 
-_SLACK = 1e-3  # of a chance that was computed
+_SLACK = 1e-3  # rounding error allowed outside 0 to 1
 MAX_HINTED = 4096
 """The most blocks that one probe decides about."""
 
 
 @dataclass(frozen=True)
 class RoutingProbe:
-    """Where a network decides which blocks run.
+    """A place where a network decides which blocks run.
 
     Attributes:
-        path: of the module whose call decides.
+        path: path of the module whose call decides.
         blocks: paths of the modules it decides about.
-        foretell: given the positional arguments of its own module, or of the probe's before,
-            returns how likely each of ``blocks`` is to run, 0 to 1, ``[blocks]``; None where it
-            cannot tell. It is called without gradients, and must change nothing; random numbers
-            that it draws are drawn again.
+        foretell: given the positional arguments of its own module, or of the previous probe's,
+            returns the probability that each of ``blocks`` runs, ``[blocks]``; None if it cannot
+            estimate it. It is called without gradients and must change nothing; torch's CPU random
+            state is restored after it.
     """
 
     path: str
@@ -49,12 +49,12 @@ class RoutingProbe:
 
 @dataclass(frozen=True)
 class RoutingHint:
-    """What was foretold at one probe, by itself or by the next.
+    """One estimate, made when a probe's module is called, by that probe or the next one.
 
     Attributes:
-        call: index into `Trace.calls` of the call at whose begin it was foretold.
+        call: index into `Trace.calls` of the call at whose start it was made.
         blocks: paths of the modules it is about.
-        values: how likely each is to run, 0 to 1.
+        values: probability that each runs, 0 to 1.
     """
 
     call: int
@@ -63,10 +63,10 @@ class RoutingHint:
 
 
 def probes_of(model: nn.Module) -> dict[str, tuple[RoutingProbe, ...]]:
-    """Return, by the path of each probe, who is asked there: itself, and the one after it.
+    """Return, by each probe's path, the probes evaluated there: itself and the next one.
 
     Raises:
-        TraceError: if what ``model.routing_probes()`` returns are no probes of its modules.
+        TraceError: if ``model.routing_probes()`` does not return probes of its modules.
     """
     method = getattr(model, "routing_probes", None)
     if not callable(method) or isinstance(method, nn.Module):
@@ -78,7 +78,7 @@ def probes_of(model: nn.Module) -> dict[str, tuple[RoutingProbe, ...]]:
     found: Sequence[RoutingProbe] = made
     if len({probe.path for probe in found}) != len(found):
         raise TraceError(f"{name} names one probe twice: each decides in one place")
-    _said.clear()
+    _logged.clear()
     paths = {path for path, _ in model.named_modules()}
     for probe in found:
         strangers = {probe.path, *probe.blocks} - paths
@@ -93,12 +93,12 @@ def probes_of(model: nn.Module) -> dict[str, tuple[RoutingProbe, ...]]:
 
 
 def hints_of(probe: RoutingProbe, args: Sequence[Any]) -> tuple[float, ...] | None:
-    """Return what a probe foretells from arguments, its own or of the probe before it.
+    """Return a probe's estimate from the arguments of its module or of the previous probe's.
 
-    None where it cannot tell. What goes wrong in it is logged, and no hint: a hint is advice.
+    None if it has none. Errors in the probe are logged and give no hint, since hints are optional.
 
     Raises:
-        TraceError: it wrote into an argument: the forward would go on with other values.
+        TraceError: it wrote into an argument, which would change the values forward sees.
     """
     with advising(f"the probe of {probe.path!r}", args):
         try:
@@ -107,25 +107,25 @@ def hints_of(probe: RoutingProbe, args: Sequence[Any]) -> tuple[float, ...] | No
                 return None
             flat = torch.as_tensor(values).detach().float().cpu().reshape(-1)
         except Exception as error:
-            _say_once(probe.path, type(error).__name__, str(error))
+            _warn_once(probe.path, type(error).__name__, str(error))
             return None
         if len(flat) != len(probe.blocks):
-            _say_once(probe.path, "length", f"{len(flat)} values for {len(probe.blocks)} blocks")
+            _warn_once(probe.path, "length", f"{len(flat)} values for {len(probe.blocks)} blocks")
             return None
         if not ((flat >= -_SLACK) & (flat <= 1 + _SLACK)).all():
-            _say_once(probe.path, "range", "values that are no chances, 0 to 1; they are cut off")
+            _warn_once(probe.path, "range", "values that are no chances, 0 to 1; they are cut off")
         return tuple(flat.nan_to_num(0.5).clamp(0, 1).tolist())
 
 
 def hinted(
     table: Mapping[str, Sequence[RoutingProbe]], path: str, args: Sequence[Any], call: int
 ) -> list[RoutingHint]:
-    """Return the hints that the call at ``path`` gives: none if it is no probe's."""
-    told = [(probe, hints_of(probe, args)) for probe in table.get(path, ())]
-    return [RoutingHint(call, probe.blocks, values) for probe, values in told if values is not None]
+    """Return the hints that the call at ``path`` gives, none if it is not a probe's."""
+    made = [(probe, hints_of(probe, args)) for probe in table.get(path, ())]
+    return [RoutingHint(call, probe.blocks, values) for probe, values in made if values is not None]
 
 
-def _say_once(path: str, kind: str, what: str) -> None:
-    if (path, kind) not in _said:
-        _said.add((path, kind))
+def _warn_once(path: str, kind: str, what: str) -> None:
+    if (path, kind) not in _logged:
+        _logged.add((path, kind))
         logger.warning("no hint for %s: %s: %s", path, kind, what)

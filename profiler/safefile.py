@@ -1,14 +1,14 @@
 """The file format of traces and pilots: named arrays and one JSON document in a safetensors file.
 
-The file can be opened anywhere and holds no code. Its header's metadata says what it is, of which
-version, and the SHA-256 of its arrays; the JSON document is the array ``document`` of bytes.
+The file contains no code. Its header's metadata holds its kind, its version and the SHA-256 of its
+arrays; the JSON document is stored as the byte array ``document``.
 
 [Note: what a file can claim]
-A file may come from a stranger, so nothing in it is executed. The digest detects damage only, as
-anybody can compute one: readers check sizes and counts against limits, indices against their
-tables, numbers against their range. Nothing is compressed: arrays take memory in proportion to the
-file, and the document some thirty times as much as on disk. No file larger than `MAX_FILE` is read,
-and no document above `MAX_DOCUMENT`.
+A file may be untrusted, so nothing in it is executed. The digest detects damage only, since anyone
+can compute one. Readers check sizes and counts against limits, indices against their tables, and
+numbers against their range. Nothing is compressed: arrays take memory in proportion to the file,
+and the document about thirty times its size on disk. Files larger than `MAX_FILE` and documents
+larger than `MAX_DOCUMENT` are not read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_DOCUMENT = 16 * MiB
 MAX_ARRAYS = 64
 MAX_DEPTH = 32
 LARGEST_WEIGHT = 65_504.0
-"""The largest number of a model: what half precision holds, in which weights are stored."""
+"""The largest weight of a model: the float16 maximum, as weights are stored in half precision."""
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -43,14 +43,14 @@ _TYPES = frozenset(map(np.dtype, ("<f2", "<f4", "<f8", "<i1", "<i2", "<i4", "<i8
 
 
 class BadFileError(ValueError):
-    """Bytes are not what `pack` makes, or were damaged; or parts are too large for it."""
+    """Bytes are damaged or not made by `pack`, or the parts are too large for `pack`."""
 
 
 def read_file(path: Path, kind: str, version: int) -> tuple[Any, dict[str, npt.NDArray[Any]]]:
     """Return the document and the arrays of a file.
 
     Raises:
-        BadFileError: if it is larger than any, or its bytes are not those of such a file.
+        BadFileError: if it is larger than `MAX_FILE`, or its bytes are not those of such a file.
         OSError: if it cannot be read.
     """
     with path.open("rb") as file:
@@ -61,7 +61,7 @@ def read_file(path: Path, kind: str, version: int) -> tuple[Any, dict[str, npt.N
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that it is there as a whole or not at all."""
+    """Write a file atomically, by renaming a temporary one."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -76,7 +76,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def pack(document: Mapping[str, Any], arrays: Arrays, kind: str, version: int) -> bytes:
-    """Return a safetensors file of a JSON document and arrays; equal parts make equal files.
+    """Return a safetensors file of a JSON document and arrays; equal inputs give equal bytes.
 
     Raises:
         BadFileError: if it would be too large to be read again.
@@ -88,7 +88,7 @@ def pack(document: Mapping[str, Any], arrays: Arrays, kind: str, version: int) -
         raise BadFileError(f"its document would take {format_bytes(len(text))}, more than is read")
     parts = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     parts["document"] = np.frombuffer(text.encode(), dtype=np.uint8)
-    # One entry: safetensors writes several in no fixed order.
+    # A single entry, as safetensors writes several in arbitrary order.
     seal = json.dumps({"sha256": digest_of(parts), "version": version}, sort_keys=True)
     data: bytes = save(parts, {kind: seal})
     if len(data) > MAX_FILE or len(parts) > MAX_ARRAYS:
@@ -97,7 +97,7 @@ def pack(document: Mapping[str, Any], arrays: Arrays, kind: str, version: int) -
 
 
 def unpack(data: bytes, kind: str, version: int) -> tuple[Any, dict[str, npt.NDArray[Any]]]:
-    """Return the document and the arrays that `pack` was given.
+    """Return the document and the arrays passed to `pack`.
 
     Raises:
         BadFileError: if the bytes are not those of such a file, with the reason.
@@ -135,7 +135,7 @@ def unpack(data: bytes, kind: str, version: int) -> tuple[Any, dict[str, npt.NDA
 
 
 def digest_of(arrays: Arrays) -> str:
-    """Return the SHA-256 over names, types, shapes and bytes."""
+    """Return the SHA-256 over the arrays' names, types, shapes and bytes."""
     digest = hashlib.sha256()
     for name in sorted(arrays):
         array = arrays[name]
@@ -149,7 +149,7 @@ def checked_weights(name: str, array: npt.NDArray[Any]) -> npt.NDArray[np.float3
     """Return an array as float32.
 
     Raises:
-        ValueError: if it holds what is no number, or one that products of it could overflow by.
+        ValueError: if it holds NaN or a value larger in magnitude than `LARGEST_WEIGHT`.
     """
     if not ((array >= -LARGEST_WEIGHT) & (array <= LARGEST_WEIGHT)).all():
         raise ValueError(f"{name} is not finite, or too large")
@@ -157,10 +157,10 @@ def checked_weights(name: str, array: npt.NDArray[Any]) -> npt.NDArray[np.float3
 
 
 def checked_integers(name: str, array: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return an array if it is one of int64.
+    """Return an array if it is int64.
 
     Raises:
-        ValueError: if it is not.
+        ValueError: otherwise.
     """
     if array.dtype != np.int64:
         raise ValueError(f"{name} is of {array.dtype}, not int64")
@@ -168,13 +168,13 @@ def checked_integers(name: str, array: npt.NDArray[Any]) -> npt.NDArray[np.int64
 
 
 def _is_allowed(array: npt.NDArray[Any]) -> bool:
-    """Return whether an array is of a type that is stored, and of no absurd shape though empty."""
+    """Return whether an array has an allowed type and shape; 0 extents do not hide huge ones."""
     extents = math.prod(max(extent, 1) for extent in array.shape)
     return array.dtype in _TYPES and array.ndim <= 4 and extents <= MAX_FILE
 
 
 def _json(text: bytes) -> Any:
-    """Parse JSON without deep nesting, NaN, infinities, or half of a surrogate pair in a text."""
+    """Parse JSON; refuse deep nesting, NaN, infinities and unpaired surrogates."""
     if _nesting(text) > MAX_DEPTH:
         raise BadFileError("its document is nested too deeply")
 
@@ -198,7 +198,7 @@ def _finite(digits: str) -> float:
 
 
 def _nesting(text: bytes) -> int:
-    """Return how deep brackets nest, those within texts counted too."""
+    """Return the nesting depth of brackets, counting those within strings too."""
     steps = np.zeros(256, dtype=np.int8)
     steps[list(b"[{")] = 1
     steps[list(b"]}")] = -1

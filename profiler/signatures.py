@@ -1,4 +1,4 @@
-"""What an operator's schema says about the memory of one call.
+"""Derives the memory traffic of an operator call from its schema.
 
 `signature_of` reads an overload's schema once; `traffic` applies it to the arguments of a call.
 """
@@ -14,35 +14,35 @@ import torch
 from dynoffload.profiler.flops import Counter, counter_of
 from dynoffload.profiler.idioms import Idioms, idioms_of, rule_of
 
-# Operators that read of their first tensor only what the others select.
+# Operators that read only the part of their first tensor that the others select.
 _SELECTING = frozenset(
     "embedding index_select gather index take _unsafe_index _embedding_bag"
     " _embedding_bag_forward_only select_copy slice_copy".split()
 )
-# Operators that, in place, touch of their first tensor only what the others select.
+# In-place operators that touch only the part of their first tensor that the others select.
 _PLACING = frozenset(
     "index_add_ index_put_ _index_put_impl_ index_copy_ index_fill_ scatter_ scatter_add_"
     " scatter_reduce_ index_reduce_ put_".split()
 )
-# Operators in place whose result does not depend on what was there.
+# In-place operators whose result does not depend on the old values.
 _OVERWRITING = frozenset("zero_ fill_ copy_ _foreach_zero_ _foreach_copy_".split())
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What one overload does to memory.
+    """Memory behaviour of one overload.
 
     Attributes:
         name: full name, such as ``"aten.mm.default"``.
-        idioms: its six counts.
-        moves: False for views and metadata, which touch no data.
-        allocates: False for views: their result is never new memory.
+        idioms: its six idiom counts.
+        moves: False for views and metadata operators, which touch no data.
+        allocates: False for views, whose result is never new memory.
         written: positions and names of the arguments it writes.
         fresh: whether it returns something that is not one of its arguments.
-        overwrites: whether what it writes is not read before.
-        selecting: whether it reads of its first tensor only as much as it returns.
-        placing: whether it touches of its first tensor only as much as the others hold.
-        flops: counts the floating-point operations of a call, None where it makes none to count.
+        overwrites: whether it writes its outputs without reading them first.
+        selecting: whether it reads only as much of its first tensor as it returns.
+        placing: whether it touches only as much of its first tensor as the others hold.
+        flops: counts the floating-point operations of a call; None if it has no counter.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Signature:
 
 @dataclass(slots=True)
 class Traffic:
-    """The tensors one call read, wrote in place and returned, and how many bytes of them."""
+    """The tensors one call read, wrote in place and returned, and the bytes read and written."""
 
     reads: list[torch.Tensor]
     writes: list[torch.Tensor]
@@ -99,16 +99,15 @@ def traffic(
 ) -> Traffic:
     """Return what one call read and wrote.
 
-    Bytes of a view are those it shows, at most those of its storage: a tensor expanded from one
-    row is read as that row. An argument written in place that is also returned is listed once. A
-    result that turns out to share an argument's storage is for the caller to recognise, who knows
-    the storages.
+    A view counts the bytes of its elements, at most those of its storage: a tensor expanded from
+    one row counts as that row. An argument written in place and also returned is listed once. The
+    caller must detect results that share an argument's storage.
 
     Args:
-        signature: of the overload that was called.
+        signature: signature of the overload that was called.
         args: positional arguments.
-        kwargs: arguments by name.
-        result: what the call returned.
+        kwargs: keyword arguments.
+        result: the call's result.
     """
     reads: list[torch.Tensor] = []
     writes: list[torch.Tensor] = []
@@ -141,7 +140,7 @@ def traffic(
 
 def dtype_of(moved: Traffic) -> str:
     """Return the type that a call computes in, such as ``"bfloat16"``: that of the first
-    floating-point tensor that it read, else made, else of the first tensor; ``""`` without any."""
+    floating-point tensor it read, wrote or made, else of the first tensor; ``""`` without any."""
     first = ""
     for tensors in (moved.reads, moved.writes, moved.results):
         for tensor in tensors:
@@ -158,7 +157,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def shown_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes ``tensor`` shows, at most those of its storage (sparse: of its values)."""
+    """Return the bytes of ``tensor``'s elements, at most its storage's (sparse: of its parts)."""
     if tensor.layout is not torch.strided:
         return sum([part.nbytes for part in dense_parts(tensor)])
     nbytes: int = tensor.nbytes
@@ -171,7 +170,7 @@ def shown_bytes(tensor: torch.Tensor) -> int:
 def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the strided tensors that hold ``tensor``'s data: itself, or the parts of a sparse one.
 
-    A layout that this release cannot look into has no parts; its bytes are not counted.
+    An unsupported layout has no parts; its bytes are not counted.
     """
     if tensor.layout is torch.strided:
         return (tensor,)

@@ -1,11 +1,11 @@
-"""One step while it is being recorded: its calls and operators, of which `finish` makes a trace.
+"""Log of the step being recorded: its calls and operators; `finish` returns the trace.
 
 [Note: a node's sequence number finds its module call]
-Autograd numbers the nodes of one thread as forward makes them. Noting the next number whenever a
-module is entered or left therefore cuts the numbers into stretches, each of one innermost call; in
-backward the number of the running node, looked up among the cuts, gives the call whose forward made
-it. That costs two notes per module call and nothing per operator, and holds no graph alive. Nodes
-that accumulate gradients have no number; they belong to the owner of their parameter.
+Autograd numbers the nodes of one thread in the order forward creates them. Saving the next number
+at each module entry and exit cuts the numbers into ranges, each belonging to one innermost call. In
+backward, looking up the running node's number among the cuts gives the call that created it. This
+costs two entries per module call and none per operator, and keeps no graph alive. Nodes that
+accumulate gradients have no number; they belong to the module that owns their parameter.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StepLog:
         return len(self._operators)
 
     def enter(self, path: str, key: str, parent: int) -> int:
-        """Note that a module call begins in forward; return its index."""
+        """Record that a module call begins in forward; return its index."""
         call = len(self._calls)
         self._calls.append(ModuleCall(path, key, parent, len(self), len(self)))
         self._last_call[path] = call
@@ -52,27 +52,27 @@ class StepLog:
         return call
 
     def leave(self, call: int, outer: int) -> None:
-        """Note that ``call`` has ended and that ``outer`` (-1: none) goes on."""
+        """Record that ``call`` has ended and that ``outer`` (-1: none) continues."""
         self._calls[call] = self._calls[call]._replace(stop=len(self))
         self.cut(outer)
 
     def cut(self, call: int) -> None:
-        """Say that graph nodes made from now on belong to ``call``."""
+        """Assign graph nodes created from now on to ``call``."""
         self._cuts.append(_sequence_number())
         self._cut_calls.append(call)
 
     def cut_within_backward(self, call: int) -> None:
-        """Say that the nodes that backward itself makes now belong to ``call``.
+        """Assign graph nodes that backward itself creates (double backward) to ``call``.
 
-        Those of the operator at hand have their numbers already: the cut lies where the numbers
-        stood at the operator before.
+        The current operator's nodes are already numbered, so the cut is placed at the next
+        sequence number as of the previous operator.
         """
         if self._cut_calls and self._cut_calls[-1] != call:
             self._cuts.append(max(self._next_number, self._cuts[-1]))
             self._cut_calls.append(call)
 
     def call_of_node(self, sequence: int) -> int:
-        """Return the call whose forward made the node with this number, or -1."""
+        """Return the call whose forward created the node with this number, or -1."""
         position = bisect_right(self._cuts, sequence) - 1
         return self._cut_calls[position] if position >= 0 else -1
 
@@ -81,9 +81,9 @@ class StepLog:
         return self._last_call.get(path, -1)
 
     def recomputed(self, path: str, outer: int) -> int:
-        """Return the forward call that is being run again inside ``outer`` (-1: unknown).
+        """Return the forward call that is being recomputed inside ``outer`` (-1: unknown).
 
-        The latest call of the path that ``outer`` encloses, else the latest of all.
+        This is the latest call of the path that ``outer`` encloses, else its latest call at all.
         """
         if outer >= 0:
             for call in range(len(self._calls) - 1, outer, -1):
@@ -144,10 +144,10 @@ class StepLog:
         self._next_number = _sequence_number()
 
     def reopen(self) -> None:
-        """Say that the step is not over after all: what ran since backward was forward again.
+        """Relabel the operators that ran since the last backward from optimizer to forward.
 
-        That is so where another sample begins, which it prepared, and where another backward
-        does, whose loss it made.
+        Needed when another sample begins (they prepared it) or another backward begins (they
+        computed its loss): the step is not over.
         """
         for index in range(len(self._operators) - 1, -1, -1):
             if self._operators[index].phase is not Phase.OPTIMIZER:
@@ -155,7 +155,7 @@ class StepLog:
             self._operators[index] = self._operators[index]._replace(phase=Phase.FORWARD)
 
     def finish(self, network: str, model: str, step: int) -> Trace:
-        """Return the trace of the step; the log must not be used afterwards."""
+        """Return the trace of the step. Do not use the log afterwards."""
         regions = self.regions.infos
         self.regions.close()
         operators = [
@@ -176,7 +176,7 @@ class StepLog:
 
 
 def _owner(operator: Operator, regions: Sequence[RegionInfo]) -> str:
-    """Return the one module that owns what an operator of the optimizer used, else ``""``."""
+    """Return the module that owns all regions an optimizer operator used; ``""`` if not one."""
     owners = {owner_of(regions[i]) for i in operator.reads + operator.writes}
     owners.discard(None)
     return (owners.pop() or "") if len(owners) == 1 else ""

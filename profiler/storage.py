@@ -1,7 +1,7 @@
 """Trace files: columns as arrays, the rest as one JSON document (`dynoffload.profiler.safefile`).
 
-docs/traces.md describes the format. Besides what [Note: what a file can claim] says, module calls
-are limited in depth, because readers climb from each call to the root.
+docs/traces.md describes the format. In addition to the checks of [Note: what a file can claim], the
+nesting of module calls is limited, because readers walk from each call to the root.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dynoffload.profiler.safefile import BadFileError, pack, read_file, write_wh
 from dynoffload.profiler.trace import ModuleCall, Operator, RegionInfo, Trace
 
 FORMAT = "dynoffload.trace"
-"""Key of the metadata of the safetensors header."""
+"""Metadata key in the safetensors header."""
 SCHEMA_VERSION = 5
 """Version of the layout; any other is refused."""
 SUFFIX = ".trace"
@@ -32,10 +32,10 @@ SUFFIX = ".trace"
 MAX_ROWS = 1_000_000
 """The most operators, regions or module calls of a trace."""
 MAX_USES = 16 * MAX_ROWS
-"""How often all operators together may use a region."""
+"""The most region uses (reads and writes) of all operators together."""
 
 _AGAIN = "record it again with `dynoffload profile`"
-_LARGEST = 2**62  # counts and sizes stay below
+_LARGEST = 2**62  # exclusive limit of counts and sizes
 _LONGEST_S = 1e9  # of one operator
 _MAX_VALUES = 100_000
 _MAX_WIDTH = 1024  # of a sample's elements
@@ -52,12 +52,12 @@ _SIZES = (
 
 
 def most_nesting(calls: int) -> int:
-    """Return the most that the depths of so many module calls may add up to."""
+    """Return the largest allowed sum of the depths of this many module calls."""
     return 1_000_000 + 24 * calls
 
 
 def save_trace(trace: Trace, path: str | Path) -> None:
-    """Write ``trace`` to ``path``; a file that is there is replaced only when all is written.
+    """Write ``trace`` to ``path`` atomically, replacing an existing file.
 
     Raises:
         TraceError: if the directory is missing or cannot be written, or the trace is too large.
@@ -89,8 +89,8 @@ def load_trace(path: str | Path) -> Trace:
     """Read the trace in ``path``.
 
     Raises:
-        TraceError: if the file is missing, truncated, foreign, of another version, larger than a
-            trace can be, or inconsistent in itself.
+        TraceError: if the file is missing, truncated, not a trace, of another version, too large
+            or inconsistent.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
@@ -107,10 +107,10 @@ def load_trace(path: str | Path) -> Trace:
 
 
 def trace_files(folder: str | Path) -> list[Path]:
-    """Return the traces of a directory in order of name.
+    """Return the trace files of a directory in order of name.
 
     Raises:
-        TraceError: if there is none.
+        TraceError: if there are none.
     """
     folder = Path(folder)
     paths = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
@@ -121,7 +121,7 @@ def trace_files(folder: str | Path) -> list[Path]:
 
 
 def load_traces(paths: Sequence[Path]) -> Iterator[Trace]:
-    """Yield the traces in ``paths``, each read as it is asked for.
+    """Yield the traces in ``paths``, each read on demand.
 
     Raises:
         TraceError: one cannot be read, or they are of several networks.
@@ -135,7 +135,7 @@ def load_traces(paths: Sequence[Path]) -> Iterator[Trace]:
 
 
 def check_network(first: Path, network: str, path: Path, found: str) -> None:
-    """Refuse a trace of another network than that of the ``first``.
+    """Refuse a trace whose network differs from that of ``first``.
 
     Raises:
         TraceError: the networks differ.
@@ -188,7 +188,7 @@ def _parts_of(trace: Trace) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]
         "network": trace.network,
         "model": trace.model,
         "step": trace.step,
-        # A file's name need not be text.
+        # A file name may hold surrogates (bytes that are not valid text).
         "source": trace.source.encode(errors="backslashreplace").decode(),
         "values": {k: v if math.isfinite(v) else str(v) for k, v in values.items()},
         "texts": list(texts),
@@ -198,14 +198,14 @@ def _parts_of(trace: Trace) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]
 
 
 class _Codes(dict[Any, int]):
-    """Numbers for values, in the order in which they were first seen."""
+    """Assigns numbers to values, in order of first occurrence."""
 
     def of(self, values: Iterable[Any]) -> list[int]:
         return [self.setdefault(value, len(self)) for value in values]
 
 
 def _smallest(numbers: Any) -> npt.NDArray[Any]:
-    """Return whole numbers in the smallest type that holds them."""
+    """Return integers in the smallest integer type that holds them."""
     array = np.ascontiguousarray(numbers, dtype=np.int64)
     low, high = (int(array.min()), int(array.max())) if array.size else (0, 0)
     kinds = (np.int8, np.int16, np.int32, np.int64)
@@ -215,7 +215,7 @@ def _smallest(numbers: Any) -> npt.NDArray[Any]:
 
 
 def _trace(path: Path, document: Any, arrays: dict[str, npt.NDArray[Any]]) -> Trace:
-    """Return the trace of a file's parts; ValueError and the like where they contradict."""
+    """Return the trace of a file's parts; raises ValueError and similar if inconsistent."""
     texts = document["texts"]
     _require(isinstance(texts, list) and set(map(type, texts)) <= {str}, "a name is not text")
     columns = _checked(path, arrays, len(texts))
@@ -249,8 +249,8 @@ def _trace(path: Path, document: Any, arrays: dict[str, npt.NDArray[Any]]) -> Tr
 
 
 def _checked(path: Path, arrays: Mapping[str, npt.NDArray[Any]], texts: int) -> dict[str, Any]:
-    """Return the columns of whole numbers, each in its range and as long as its table, with sizes
-    in place of indices into their table."""
+    """Return the integer columns after checking range and length, with indices into ``sizes``
+    replaced by the sizes."""
     first = {"operators": "operators.phase", "calls": "calls.path", "regions": "regions.name"}
     size = {table: len(arrays[column]) for table, column in first.items()}
     for table, rows in size.items():
@@ -329,7 +329,7 @@ def _operators(
 
 
 def _sample(values: Any, elements: npt.NDArray[Any]) -> InputFeatures:
-    """Return what the sample showed."""
+    """Return the input features."""
     _require(isinstance(values, dict) and len(values) <= _MAX_VALUES, "the sample has no values")
     _require(elements.dtype.kind == "i" and elements.ndim in (1, 2), "elements are no codes")
     width = elements.shape[1] if elements.ndim == 2 else 1
@@ -340,7 +340,7 @@ def _sample(values: Any, elements: npt.NDArray[Any]) -> InputFeatures:
 
 
 def _hints(document: Any, arrays: Mapping[str, npt.NDArray[Any]], calls: int) -> list[RoutingHint]:
-    """Return the hints, each at one of so many module calls."""
+    """Return the hints; each must refer to one of ``calls`` module calls."""
     sets = [tuple(map(_text, blocks)) for blocks in document["hinted"]]
     rows, values = arrays["hints"], arrays["hint_values"]
     _require(rows.dtype.kind == "i" and rows.ndim == 2 and rows.shape[1] == 2, "hints are no rows")
@@ -348,19 +348,19 @@ def _hints(document: Any, arrays: Mapping[str, npt.NDArray[Any]], calls: int) ->
     good = values.dtype.kind == "f" and values.ndim == 1 and ((values >= 0) & (values <= 1)).all()
     _require(bool(good), "a hint is no chance")
     _require(all(len(blocks) <= MAX_HINTED for blocks in sets), "a hint is about too many blocks")
-    told = iter(values.tolist())
+    flat_values = iter(values.tolist())
     hints: list[RoutingHint] = []
     for call, number in rows.tolist():
         _require(0 <= call < calls, "a hint belongs to no module call")
         _require(0 <= number < len(sets), "a hint is about nothing")
-        hints.append(RoutingHint(call, sets[number], tuple(islice(told, len(sets[number])))))
+        hints.append(RoutingHint(call, sets[number], tuple(islice(flat_values, len(sets[number])))))
     needed = sum(len(hint.blocks) for hint in hints)
     _require(needed == len(values), "hints of the wrong length")
     return hints
 
 
 def _nesting(calls: Sequence[ModuleCall]) -> int:
-    """Return the sum, over the calls, of how many enclose each."""
+    """Return the sum of the calls' nesting depths."""
     depths: list[int] = []
     for call in calls:
         depths.append(depths[call.parent] + 1 if call.parent >= 0 else 0)
@@ -373,7 +373,7 @@ def _text(value: object) -> str:
 
 
 def _integer(value: object) -> int:
-    """Return a whole number of 64 bits."""
+    """Return ``value`` if it is a 64-bit integer, else raise ValueError."""
     if not isinstance(value, int) or isinstance(value, bool) or not -(2**63) <= value < 2**63:
         raise ValueError(f"expected a whole number, found {str(value)[:40]!r}")
     return value

@@ -1,4 +1,4 @@
-"""The trace: what one training step executed, and on which bytes."""
+"""Trace of one training step: the operators executed and the storages each touched."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dynoffload.profiler.routing import RoutingHint
 class Phase(str, Enum):
     """The part of a training step in which an operator ran.
 
-    Forward includes the loss; optimizer is all that runs after backward and outside the network:
-    clipping, and the optimizer's own step.
+    Forward includes the loss. Optimizer is all that runs outside the network after backward:
+    gradient clipping and the optimizer's own step.
     """
 
     FORWARD = "forward"
@@ -25,17 +25,17 @@ class Phase(str, Enum):
 
 
 class RegionInfo(NamedTuple):
-    """Bytes that live and move as one.
+    """One storage, tracked as one unit.
 
     Attributes:
         name: the parameter's or buffer's own name (the first of tied ones); for a gradient
             ``"<parameter>:grad"``; for optimizer state ``"<parameter>:<key>"``; for an activation
-            ``"<site>:<number>"``; for what came from outside ``"input:<number>"``.
+            ``"<site>:<number>"``; for an input ``"input:<number>"``.
         kind: ``"parameter"``, ``"gradient"``, ``"state"``, ``"activation"``, ``"buffer"`` or
             ``"input"``.
         nbytes: size of the storage in bytes.
-        born: index of the operator that made it, -1 if it was there before the step.
-        died: index of the last operator recorded before it was freed, -1 if it outlived the step.
+        born: index of the operator that allocated it, -1 if allocated before the step.
+        died: index of the last operator recorded before it was freed, -1 if alive at the end.
     """
 
     name: str
@@ -58,24 +58,24 @@ def owner_of(region: RegionInfo) -> str | None:
 class Operator(NamedTuple):
     """One executed ATen call.
 
-    A view or a question about metadata touches no data: it has no bytes, FLOPs, reads and writes.
+    Views and metadata queries touch no data: their bytes and FLOPs are 0, reads and writes empty.
 
     Attributes:
         name: the overload's full name, such as ``"aten.mm.default"``.
         phase: the part of the step it ran in.
         site: path of the module it belongs to, ``""`` for the root or outside any module. In
-            backward, the module whose forward call made the graph node.
+            backward, the module whose forward call created the graph node.
         call: index into `Trace.calls` of the innermost module call it belongs to, -1 if none.
         idioms: its six memory-access counts.
-        bytes_read: bytes of its tensor arguments (views by what they show, not their storage).
-        bytes_written: bytes of what it created or changed in place.
-        seconds: time it took, in seconds, less the recorder's own time.
+        bytes_read: bytes of its tensor arguments; a view counts its elements, not its storage.
+        bytes_written: bytes of the tensors it created or changed in place.
+        seconds: its duration in seconds, without the recorder's own time.
         reads: indices into `Trace.regions` of the storages it read.
         writes: indices into `Trace.regions` of the storages it created or wrote.
         memory: bytes of all recorded storages alive after it.
         flops: floating-point operations of products, convolutions and attention, 0 for any other
-            operator (see `dynoffload.profiler.flops`); None where they are not known, as in traces
-            of older releases.
+            operator (see `dynoffload.profiler.flops`); None if unknown, as in traces of older
+            releases.
         dtype: the type it computes in, such as ``"float32"``: that of the first floating-point
             tensor, else of the first; ``""`` if it touches none, and in traces of older releases.
     """
@@ -121,13 +121,13 @@ class Trace:
         network: the model's fingerprint.
         model: the model's class name.
         step: number of the step, from 0.
-        source: which file or document the sample came from, so that splits can hold whole
-            sources out; may be ``""``.
-        sample: what the sample showed before it ran.
+        source: the file or document the sample came from, so that splits can hold out whole
+            sources; may be ``""``.
+        sample: input features known before forward.
         regions: every storage the step touched.
         calls: module calls of forward, in the order they began.
-        operators: what ran, in order.
-        hints: what the network foretold of its decisions, in the order of their calls.
+        operators: the operators that ran, in order.
+        hints: routing hints given by the model, in call order.
     """
 
     network: str

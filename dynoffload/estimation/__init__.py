@@ -1,4 +1,4 @@
-"""What training would take, before it is begun: memory by tier, and the time of a step."""
+"""Estimates of a training run before it starts: memory by tier, and the time of a step."""
 
 from dynoffload.estimation.calibration import Calibration
 from dynoffload.estimation.estimate import estimate, estimates

@@ -1,8 +1,8 @@
-"""What an estimate knows of a machine: its link, and what the runtime's own work takes on it.
+"""Calibration of estimates to a machine: its link, and the runtime's overhead on it.
 
-The link, how long the kernel takes to move pages, and how quick the runtime's own work is are
-measured each time: a machine that others use too is not the same from hour to hour. What that work
-takes, saved tensor by saved tensor and update by update, is fitted once, and scaled.
+The link, the time the kernel takes to move pages, and the runtime's pace are measured each time,
+since a shared machine changes from hour to hour. The runtime's cost per operation (per saved
+tensor, per update) is fitted once and scaled by the pace.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _MAKE = "make one by 'dynoffload experiment simulation --json PATH'"
 
 @dataclass(frozen=True)
 class Calibration:
-    """A machine and the runtime on it.
+    """A machine and the runtime's overhead on it.
 
     Attributes:
-        machine: its link and what transfers cost compute; the budget says how much fast memory.
-        work: what the runtime itself takes.
-        said: where that is from.
-        pace_s: what `probe_overhead` says there.
-        pace_spread: the least and the most of its rounds, as shares of it.
+        machine: its link and interference; the budget sets its fast memory.
+        work: the runtime's own costs.
+        said: text: where ``work`` is from.
+        pace_s: seconds that `probe_overhead` measured.
+        pace_spread: least and most of its rounds, as shares of ``pace_s``.
     """
 
     machine: Machine
@@ -46,13 +46,13 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Fitted:
-    """What the runtime itself takes, as it was fitted, to be carried to another hour.
+    """Fitted costs of the runtime, to be scaled to another time or machine.
 
     Attributes:
-        machine: with the latencies of its link, and what transfers cost compute.
-        work: what the runtime itself takes, and the kernel to move pages, ...
-        pace_s: ... where `probe_overhead` says so much.
-        where: it was fitted.
+        machine: the latencies of its link, and its interference.
+        work: the runtime's own costs, ...
+        pace_s: ... on a machine where `probe_overhead` measures this many seconds.
+        where: text: where it was fitted.
     """
 
     machine: Machine
@@ -62,10 +62,10 @@ class Fitted:
 
     @classmethod
     def of(cls, path: str | Path | None) -> Fitted:
-        """Read what ``dynoffload experiment simulation --json PATH`` wrote; as shipped without it.
+        """Read what ``dynoffload experiment simulation --json PATH`` wrote; None: the shipped one.
 
         Raises:
-            ConfigError: the file is none of those.
+            ConfigError: the file is not such a calibration.
         """
         if path is None:
             return _SHIPPED
@@ -91,14 +91,14 @@ class Fitted:
         return replace(self.machine, link=link)
 
     def at(self, pace_s: float, moves: Mapping[int, float]) -> RuntimeOverhead:
-        """Return the runtime's own work at another pace."""
+        """Return the runtime's own costs at another pace."""
         return replace(self.work.times(pace_s / self.pace_s), moves=moves)
 
     def measured(self, directory: str | Path) -> Calibration:
-        """Measure the link to ``directory`` now, how pages move, and the runtime's pace.
+        """Measure the link to ``directory``, the time to move pages, and the runtime's pace.
 
         Raises:
-            BackendError: the system refuses the pager, or is too busy to tell the pace.
+            BackendError: the system refuses the pager, or is too busy to measure the pace.
             SpillError: the directory cannot be used.
         """
         tiers = measure_tiers(directory, _SECONDS, file_bytes=_FILE_BYTES)

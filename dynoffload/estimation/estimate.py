@@ -1,4 +1,4 @@
-"""What training under a budget would take: memory by tier, bytes moved, seconds, and their bound.
+"""Estimates training under a budget: memory by tier, bytes moved, seconds, and the bottleneck.
 
 `estimate` measures a few plain steps (`measuring`), divides the budget as the runtime would, and
 simulates training under it on this machine's link.
@@ -40,9 +40,9 @@ from dynoffload.simulation.recorded import Network, Recorded
 from dynoffload.simulation.training import Training
 from dynoffload.units import format_bytes, parse_bytes
 
-_BATCHES = 6  # that are measured at most
-_WARMUP = 4  # simulated steps that do not count: in the first, state comes to be
-_STEPS = 8  # that count, at least
+_BATCHES = 6  # most batches measured
+_WARMUP = 4  # simulated steps that do not count: the first creates optimizer state
+_STEPS = 8  # fewest simulated steps that count
 _DIVIDED = frozenset(Division.__dataclass_fields__)
 
 
@@ -58,30 +58,30 @@ def estimate(
     calibration: Calibration | str | Path | None = None,
     report: Report | None = None,
 ) -> Estimate:
-    """Say what training ``model`` under ``budget`` would take; it is not trained, nor changed.
+    """Estimate training ``model`` under ``budget``, without training or changing it.
 
-    Forward and backward run on up to six batches, with gradients dropped as they come, so they take
-    memory for the activations of one step and for its gradients until each is complete, and timing
-    the optimizer some hundred MiB: a model on the meta device gets weights that take none
-    (`dynoffload.estimation.hollow`). What forward keeps outside of buffers, such as a cache or a
-    generator of its own, is as after those steps.
+    Forward and backward run on up to six batches. Each gradient is dropped when complete, so they
+    need memory for the activations of one step and for incomplete gradients. Timing the optimizer
+    takes some hundred MiB. A model on the meta device gets weights that take no memory
+    (`dynoffload.estimation.hollow`). State that forward keeps outside of buffers, such as a cache
+    or its own generator, changes as in training.
 
     Args:
-        model: in memory, or on the meta device.
-        batches: as for `dynoffload.profile`; up to six are taken.
+        model: the model, in memory or on the meta device.
+        batches: as for `dynoffload.profile`; up to six are used.
         budget: bytes of fast memory, or a string such as ``"8GiB"``; it may be more than this
             machine has.
-        optimizer: that will train it.
+        optimizer: the optimizer that will train it.
         loss: as for `dynoffload.profile`.
         config: as for `dynoffload.offload`.
-        spill_dir: where the spill file would lie, as for `dynoffload.offload`.
-        calibration: of this machine, or the path of what was fitted on it; without either what the
-            runtime itself takes is as shipped. But for a `Calibration`, the link and the runtime's
+        spill_dir: directory of the spill file, as for `dynoffload.offload`.
+        calibration: the calibration of this machine, or the path of what was fitted on it; by
+            default the shipped costs. Unless a `Calibration` is given, the link and the runtime's
             pace are measured.
-        report: told what is done.
+        report: receives progress.
 
     Returns:
-        The estimate; a budget that is too small gives one that says so.
+        The estimate. If the budget is too small, it is not ``feasible``.
 
     Raises:
         ConfigError: options that cannot be simulated, a model inside of an offload() block, one
@@ -150,7 +150,7 @@ def estimates(
             for step in plain.steps
         ),
     )
-    if isinstance(given, Fitted):  # read before, so that a wrong file is told at once
+    if isinstance(given, Fitted):  # it was read earlier, so that a bad file fails at once
         tell("measuring the disk")
         given = given.measured(directory)
     assumed.append(given.said)
@@ -165,7 +165,7 @@ def estimates(
 
 
 def _updated(network: Network, step: Recorded) -> float:
-    """Return the share of what is trained that has a gradient in ``step``, by bytes."""
+    """Return the share of the trained parameters with a gradient in ``step``, by bytes."""
     trained = {number: one.nbytes for number, one in enumerate(network.parameters) if one.trained}
     own = sum(trained.get(number, 0) for number in step.completed)
     return own / max(1, sum(trained.values()))
@@ -233,14 +233,14 @@ def _enough(budget: int, error: BudgetError) -> int:
 
 
 def _silent(doing: str, done: int | None = None, total: int | None = None) -> None:
-    """Tell nobody."""
+    """Report nothing."""
 
 
 def check_options(options: OffloadConfig) -> None:
-    """Refuse options under which steps cannot be simulated.
+    """Refuse options that cannot be simulated.
 
     Raises:
-        ConfigError: they are such.
+        ConfigError: an option cannot be simulated.
     """
     if options.backend == "mapped" or (options.backend == "auto" and probe()):
         raise ConfigError(
@@ -257,7 +257,7 @@ def check_options(options: OffloadConfig) -> None:
 def _sliced(
     model: nn.Module, optimizer: Optimizer | None, options: OffloadConfig, sizing: Sizing
 ) -> str:
-    """Return the names of what is paged by slices, "" if nothing is."""
+    """Return a text naming the parameters that are paged by slices, "" if none are."""
     if not (options.slices and may_slice(optimizer)):
         return ""
     alone = sole_owners(model.parameters())
@@ -271,7 +271,7 @@ def _sliced(
 
 
 def _known(model: nn.Module, optimizer: Optimizer | None, measured: Measured) -> Estimate:
-    """Return what does not depend on how the budget is divided."""
+    """Return the part of the estimate that does not depend on the budget."""
     states = States(optimizer)
     parameters = list(model.parameters())
     trained = [one for one in parameters if is_trained(one)]
@@ -306,7 +306,7 @@ def _simulated(
             prefetch=options.policy != "on-demand",
             work=calibration.work,
         )
-        rounds = -(-_STEPS // len(measured.steps))  # each batch counts as often as the others
+        rounds = -(-_STEPS // len(measured.steps))  # all batches count equally often
         count = rounds * len(measured.steps)
         steps = itertools.islice(itertools.cycle(measured.steps), _WARMUP + count)
         return [training.step(step) for step in steps][_WARMUP:], training
@@ -347,6 +347,6 @@ def _mean(steps: Sequence[StepResult], key: str) -> float:
 
 
 def _file_bytes(need: int, pager: SimulatedPager) -> int:
-    """Return what the spill file takes, which is made for ``need`` and grows with its regions."""
+    """Return the size of the spill file, created with ``need`` bytes and grown for its regions."""
     size = max(pager.file_bytes, need + pager.most_extra if pager.most_extra else 0)
     return need if size <= need else grown(size)

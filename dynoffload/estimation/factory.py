@@ -1,6 +1,6 @@
-"""A training named by a function: ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION``.
+"""Loads a training job from a function: ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION``.
 
-`job_of` finds the function, calls it, and checks what it returns; it builds, and trains nothing.
+`job_of` finds the function, calls it and checks its result. It trains nothing.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _NO_BATCHES = (Mapping, str, torch.Tensor)
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained.
+    """A training job.
 
     Attributes:
         model: the network, in memory or on the meta device.
-        optimizer: or None.
+        optimizer: its optimizer, or None.
         batches: as for `dynoffload.profile`.
         loss: as for `dynoffload.profile`.
     """
@@ -47,13 +47,13 @@ class Job:
 
 
 def job_of(name: str) -> Job:
-    """Return what the function ``name`` builds.
+    """Return the job that the function ``name`` builds.
 
     Args:
         name: ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION``; the function is called without arguments.
 
     Raises:
-        ConfigError: there is no such function, it failed, or what it returns is no training.
+        ConfigError: there is no such function, it failed, or its result is not a training job.
     """
     where, colon, function = name.rpartition(":")
     if not colon or not where or not function:
@@ -79,7 +79,7 @@ def _module(where: str, *, is_file: bool) -> ModuleType:
         if not is_file:
             return importlib.import_module(where)
         path = Path(where)
-        name = f"dynoffload_factory_{path.stem}"  # and not that of a module which is there
+        name = f"dynoffload_factory_{path.stem}"  # so that it shadows no other module
         spec = importlib.util.spec_from_file_location(name, path)
         if spec is None or spec.loader is None or not path.is_file():
             raise ConfigError(f"there is no file {where}")

@@ -1,11 +1,11 @@
-"""Weights that take no memory: each page of theirs is one of a few that all of them share.
+"""Weights that take no memory: all of them map the same few pages.
 
-`hollowed` has a model on the meta device compute for real while a block runs, with values of the
-size that networks begin with. Two weights may have the same values: what is computed with them is
-good for sizes, paths and times only.
+`hollowed` lets a model on the meta device compute for real inside a block, with values of the usual
+scale of initial weights. Weights may share values, so the results are valid for sizes, control flow
+and times only.
 
-[Note: shared pages]  A weight is an address range over which one file in memory is mapped again and
-again. Reading takes no memory; what is written to takes memory of its own, as the mapping is
+[Note: shared pages]  A weight is an address range over which one in-memory file is mapped
+repeatedly. Reading takes no memory. Written pages take memory of their own, since the mapping is
 private. So the optimizer must not step.
 """
 
@@ -25,24 +25,23 @@ from dynoffload.errors import BackendError, ConfigError
 from dynoffload.memory.libc import libc
 from dynoffload.units import KiB, MiB
 
-_CONTENT = 16 * MiB  # of the file for one dtype
-_MOST_RANGES = 16_384  # that are mapped; the kernel allows 65,530 by default
-_SMALL = 64 * KiB  # weights below get memory of their own
-_SPREAD = 0.02  # standard deviation, as networks begin with
+_CONTENT = 16 * MiB  # unit of the size of each dtype's file
+_MOST_RANGES = 16_384  # mapped ranges; the kernel allows 65,530 by default
+_SMALL = 64 * KiB  # weights below this get memory of their own
+_SPREAD = 0.02  # standard deviation, as is usual for initial weights
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 
 
 @contextlib.contextmanager
 def hollowed(model: nn.Module) -> Iterator[None]:
-    """Have what of ``model`` is on the meta device compute while the block runs.
+    """Replace parameters and buffers on the meta device by ones that compute, during the block.
 
-    Others stand in the places of its parameters and buffers meanwhile; afterwards those that were
-    there are there again, whatever still holds the others. Weights are random numbers, scales and
-    buffers ones, biases and whole numbers zeros.
+    The originals are restored afterwards, even if the replacements are still referenced. Weights
+    are random numbers, scales and floating-point buffers ones, biases and integers zeros.
 
     Raises:
-        ConfigError: a weight has a layout that cannot be had without memory.
-        BackendError: the system lacks what this takes (Linux).
+        ConfigError: a weight has a layout that cannot be mapped without memory.
+        BackendError: the system does not support this (Linux only).
     """
     places = [
         (own, dict(own))
@@ -68,7 +67,7 @@ def hollowed(model: nn.Module) -> Iterator[None]:
 
 
 def _stand_in(name: str, one: torch.Tensor, files: _Files) -> torch.Tensor:
-    """Return what stands in the place of a parameter or buffer of this name."""
+    """Return the replacement of a parameter or buffer of this name."""
     is_weight = isinstance(one, nn.Parameter)
     if is_weight and one.nbytes >= _SMALL:
         value = files.hollow(one)
@@ -89,10 +88,10 @@ def _stand_in(name: str, one: torch.Tensor, files: _Files) -> torch.Tensor:
 
 
 class _Files:
-    """Files in memory that hollow tensors are made of; these stay when the files are closed.
+    """In-memory files that hollow tensors map; the tensors stay valid when the files are closed.
 
     Args:
-        span: bytes of each.
+        span: bytes of each file.
     """
 
     def __init__(self, span: int) -> None:
@@ -100,7 +99,7 @@ class _Files:
         self._files: dict[torch.dtype, int] = {}
 
     def close(self) -> None:
-        """Close all."""
+        """Close all files."""
         for file in self._files.values():
             os.close(file)
 
@@ -120,7 +119,7 @@ class _Files:
 
 
 def _file(dtype: torch.dtype, nbytes: int) -> int:
-    """Return the descriptor of a new file in memory with random numbers."""
+    """Return the descriptor of a new in-memory file of random numbers."""
     generator = torch.Generator().manual_seed(0)
     content = torch.zeros(nbytes // dtype.itemsize, dtype=dtype)
     if dtype.is_floating_point or dtype.is_complex:
@@ -142,7 +141,7 @@ def _file(dtype: torch.dtype, nbytes: int) -> int:
 
 
 def _mapped(nbytes: int, file: int, span: int) -> ctypes.Array[ctypes.c_char]:
-    """Return addresses over which a file is mapped again and again while they are used."""
+    """Return an address range that maps a file repeatedly; unmapped when no longer referenced."""
     size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     address = _checked(libc().mmap(None, size, 0, flags, -1, 0))

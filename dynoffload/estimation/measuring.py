@@ -1,11 +1,11 @@
-"""Steps of a network as they would be plainly, measured without training it.
+"""Measures plain steps of a network without training it.
 
 `measure` runs forward and backward on a few batches, records and times them; `update_seconds` times
-an optimizer on tensors like the model's. Weights, buffers, gradients and the random numbers of
-torch, numpy and Python are afterwards what they were; hooks on gradients are not called.
+an optimizer on tensors like the model's. Weights, buffers, gradients and the random states of
+torch, numpy and Python are restored afterwards. Post-accumulate-gradient hooks are not called.
 
-[Note: gradients]  Each gradient is dropped as it is complete, so that a model of which only one
-layer fits in memory can be measured.
+[Note: gradients]  Each gradient is dropped as soon as it is complete, so that a model of which only
+one layer fits in memory can be measured.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from dynoffload.units import MiB
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
-_TIMED = 5  # times that each batch is timed
-_UPDATED, _PART = 64 * MiB, 16 * MiB  # of parameters, and of one, on which an optimizer is timed
-_UPDATES = 4  # of which the first makes the state
+_TIMED = 5  # timed runs of each batch
+_UPDATED, _PART = 64 * MiB, 16 * MiB  # most bytes of parameters, and of one, to time an optimizer
+_UPDATES = 4  # timed updates, of which the first creates the state
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What is known of plain steps.
+    """Measurements of plain steps.
 
     Attributes:
-        network: what moves of it.
-        steps: what happens in each, with the times of plain steps.
-        temporaries: most bytes at once, in any, of what forward and backward make and do not save.
+        network: its parameters and their owners.
+        steps: the recorded steps, with the times of plain ones.
+        temporaries: peak bytes, in any step, of the activations that are not saved.
         spread: the quartiles of the repeats of a step, as shares of their median.
     """
 
@@ -66,7 +66,7 @@ class Measured:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that the step which saves most saves for backward."""
+        """Most bytes that a step saves for backward."""
         return max(step.saved_bytes for step in self.steps)
 
 
@@ -76,10 +76,10 @@ def measure(
     """Measure plain steps, one of each batch, without their updates.
 
     Args:
-        model: computes for real; see `dynoffload.estimation.hollow` for one that is on meta.
+        model: a model that can compute; for the meta device see `dynoffload.estimation.hollow`.
         batches: at least one.
         loss: as for `dynoffload.profile`.
-        report: told what is done.
+        report: receives progress.
 
     Raises:
         ConfigError: there is no batch, one can be used only once, the model fails on one, or
@@ -108,7 +108,7 @@ def measure(
             report("measuring plain steps", number, len(batches))
             runs = []
             for _ in range(_TIMED):
-                with torch.random.fork_rng(devices=[]):  # the same path each time
+                with torch.random.fork_rng(devices=[]):  # the same control flow each time
                     runs.append(_step(model, batches, number, loss))
             repeats.append(sorted(f + b for f, b in runs))
             times.append((median(f for f, _ in runs), median(b for _, b in runs)))
@@ -127,7 +127,7 @@ def measure(
 def _step(
     model: nn.Module, batches: Sequence[Any], number: int, loss: Loss | None
 ) -> tuple[float, float]:
-    """Return the seconds of forward and of backward of one of ``batches``.
+    """Return the seconds of forward and of backward on one of ``batches``.
 
     Raises:
         ConfigError: the model or the loss function fails on it.
@@ -160,7 +160,7 @@ def _step(
 
 @contextlib.contextmanager
 def _untouched(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Leave ``model`` as it was; see [Note: gradients]."""
+    """Restore ``model`` afterwards; drop gradients as [Note: gradients] says."""
     parameters = list(model.parameters())
     gradients = [(one, one.grad) for one in parameters]
     places: list[tuple[dict[Any, Any], dict[Any, Any]]]
@@ -194,7 +194,7 @@ def _untouched(model: nn.Module, recorder: Recorder) -> Iterator[None]:
                 now.update(there)
             with torch.no_grad():
                 for buffer, version, content in contents:
-                    if buffer.layout is torch.strided:  # statistics are written unversioned
+                    if buffer.layout is torch.strided:  # batch norm writes without a new version
                         same = same_bits(buffer, content)
                     else:
                         same = buffer._version == version
@@ -204,7 +204,7 @@ def _untouched(model: nn.Module, recorder: Recorder) -> Iterator[None]:
 
 @contextlib.contextmanager
 def same_random() -> Iterator[None]:
-    """Leave the random numbers of torch, numpy and Python where they were."""
+    """Restore the random states of torch, numpy and Python afterwards."""
     python, theirs = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
         try:
@@ -215,7 +215,7 @@ def same_random() -> Iterator[None]:
 
 
 def states_of(model: nn.Module, optimizer: Optimizer | None) -> dict[int, dict[str, int]]:
-    """Return the bytes of what the optimizer keeps for each parameter, by its number."""
+    """Return the bytes of each parameter's optimizer state tensors, by the parameter's number."""
     states = States(optimizer)
     return {
         number: {f"state {n}": nbytes for n, nbytes in enumerate(sizes)}
@@ -225,10 +225,10 @@ def states_of(model: nn.Module, optimizer: Optimizer | None) -> dict[int, dict[s
 
 
 def update_seconds(optimizer: Optimizer) -> float:
-    """Return the seconds of a step of ``optimizer``, by the bytes of the parameters.
+    """Return the estimated seconds of a step of ``optimizer``, scaled by the parameters' bytes.
 
-    Timed is another of its kind, on tensors like some of the parameters, or like parts of large
-    ones: at most 64 MiB of them, and as much again for each of gradients and states.
+    A copy of it is timed on tensors like some of the parameters, or like parts of large ones: at
+    most 64 MiB of them, and as much again for each of gradients and states.
 
     Raises:
         ConfigError: its step needs more than gradients.
@@ -253,9 +253,9 @@ def update_seconds(optimizer: Optimizer) -> float:
         made.grad = torch.full_like(made, 1e-3)
         groups[number]["params"].append(made)
         taken += like.nbytes
-    other = copy.copy(optimizer)  # options and all, hooks left out
+    other = copy.copy(optimizer)  # with its options, without its hooks
     for key, value in vars(optimizer).items():
-        if not callable(value):  # a scheduler's wrapper is the other's, and would step that
+        if not callable(value):  # a scheduler's wrapper of step() would step the original
             vars(other).setdefault(key, value)
     other.state = defaultdict(dict)
     other.param_groups = [group for group in groups if group["params"]]
@@ -276,7 +276,7 @@ def update_seconds(optimizer: Optimizer) -> float:
 
 
 def _part_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the meta device like ``parameter``, or like the first rows of it."""
+    """Return a meta tensor like ``parameter``, or like its first rows if it is large."""
     like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
     if like.nbytes <= _PART:
         return like

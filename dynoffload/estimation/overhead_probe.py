@@ -1,8 +1,8 @@
-"""How quick the runtime's own work is on this machine now.
+"""Measures the runtime's pace: how fast its own work runs on this machine now.
 
-`probe_overhead` trains a small network in which nothing moves, plainly and in a session in turns:
-what the session takes more is the runtime's own work. It carries what was fitted on many networks
-from one hour, or machine, to another.
+`probe_overhead` trains a small network that fits in the budget, alternating plain steps and steps
+in a session. The difference is the runtime's own work. It scales costs that were fitted on many
+networks to the current time and machine.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class OverheadProbe(NamedTuple):
     """The runtime's own work in a step of the small network.
 
     Attributes:
-        seconds: the median of several steps.
-        least, most: of the rounds, as shares of ``seconds``.
+        seconds: median of several steps.
+        least, most: extremes of the rounds, as shares of ``seconds``.
     """
 
     seconds: float
@@ -41,15 +41,15 @@ class OverheadProbe(NamedTuple):
 
 
 def probe_overhead(directory: str | Path) -> OverheadProbe:
-    """Return the seconds of the runtime's own work in a step of a network of 20 layers, by as many
-    threads as the process computes with; takes about two seconds, and 50 MiB.
+    """Return the seconds of the runtime's own work in a step of a network of 20 layers, with the
+    process's number of threads; takes about two seconds and 50 MiB.
 
     Args:
-        directory: on a disk, for the spill file, of which nothing remains.
+        directory: a directory on a disk for the spill file, which is removed.
 
     Raises:
-        BackendError: the system has none of the backends, or is so busy that a session's steps are
-            no longer than plain ones.
+        BackendError: the system supports no backend, or is so busy that a session's steps take no
+            longer than plain ones.
         SpillError: the directory cannot be used.
     """
     with same_random(), torch.enable_grad(), torch.device("cpu"), without_defaults():
@@ -87,7 +87,7 @@ def _measured(directory: str | Path) -> OverheadProbe:
 
 
 def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> list[float]:
-    """Return the seconds of each step after the first ones."""
+    """Return the seconds of each step after the warm-up."""
     taken = []
     for _ in range(_STEPS):
         begin = time.perf_counter()

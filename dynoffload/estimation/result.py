@@ -1,48 +1,48 @@
-"""What an estimate tells: memory by tier, bytes moved, seconds, and how sure they are."""
+"""The result of an estimate: memory by tier, bytes moved, seconds, and their uncertainty."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 OVER, UNDER = 0.18, 0.26
-"""How far estimates of a step lay above and below real ones: docs/results/estimates.md."""
-_DISTURBED = 0.25  # of a step, by which its repeats may differ
+"""Largest errors of step estimates, above and below real steps: docs/results/estimates.md."""
+_DISTURBED = 0.25  # spread of a step's repeats, as a share, above which there is a warning
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a training would take; bytes and seconds.
+    """Estimate of a training run, in bytes and seconds.
 
     Attributes:
-        model: its class.
-        budget: of fast memory.
-        feasible: whether it can be trained under that.
-        reason: why not, and what would be enough; "" if it can.
-        least: the least budget that is enough, where this one is too small; else 0.
+        model: class name of the model.
+        budget: bytes of fast memory.
+        feasible: whether it can be trained under the budget.
+        reason: why not, and which budget would be enough; "" if feasible.
+        least: the least budget that is enough, if this one is too small; else 0.
         timed: whether bytes moved and seconds under the budget are estimated; if not,
             ``assumptions`` say why.
-        parameters: bytes of them, and of buffers.
-        gradients: bytes.
-        optimizer: bytes of its state.
-        activations: bytes that the largest step measured saves for backward.
-        staging: bytes of fast memory for what comes and goes: chunks that are filled, and reserve.
-        temporaries: bytes of what operators make and do not save, beside the budget.
+        parameters: bytes of parameters and buffers.
+        gradients: bytes of gradients.
+        optimizer: bytes of optimizer state.
+        activations: most bytes that a measured step saves for backward.
+        staging: bytes of fast memory for chunks being filled and for the reserve.
+        temporaries: peak bytes of activations that are not saved, in addition to the budget.
         fast_peak: most bytes that the runtime holds in fast memory.
         file_peak: bytes of the spill file.
-        resident: all fits, so that nothing is paged.
+        resident: whether everything fits, so that nothing is paged.
         plain_s: mean seconds of a plain step.
         step_s: mean seconds of a step under the budget.
         step_low_s, step_high_s: the range of ``step_s``: the spread of the probe's repeats, and
-            how far estimates lay off where they were compared with real trainings.
+            the known errors of estimates against real training.
         spread: share of ``step_s`` by which the probe's repeats differ.
-        stall_s: of those, waiting for the file tier.
-        own_s: of those, the runtime's own work.
-        bytes_in: read in a step.
-        bytes_out: written in a step.
-        bound: what takes longest: "compute", "own work", or what is waited for, "reads" or
-            "writes", by which of them takes longer.
-        faster_link_s: seconds of a step were the link twice as fast.
-        assumptions: what the numbers stand on.
+        stall_s: seconds of ``step_s`` spent waiting for the file tier.
+        own_s: seconds of ``step_s`` spent in the runtime's own work.
+        bytes_in: bytes read per step.
+        bytes_out: bytes written per step.
+        bound: the largest part of a step: "compute", "own work", or stalls, called "reads" or
+            "writes" by which of them takes longer.
+        faster_link_s: seconds of a step if the link were twice as fast.
+        assumptions: assumptions behind the numbers.
     """
 
     model: str
@@ -75,7 +75,7 @@ class Estimate:
 
 
 def with_note(known: Estimate, note: str) -> Estimate:
-    """Return ``known`` with another assumption."""
+    """Return ``known`` with one more assumption."""
     return replace(known, assumptions=(*known.assumptions, note))
 
 
@@ -92,9 +92,9 @@ def judged(
     disturbed.
 
     Args:
-        seconds: estimated.
-        low, high: by the spread of the probe's repeats.
-        over, under: shares by which an estimate may lie above or below what is real.
+        seconds: estimated seconds.
+        low, high: their range by the spread of the probe's repeats.
+        over, under: shares by which an estimate may be above or below the real value.
     """
     spread = (high - low) / seconds if seconds else 0.0
     known = replace(

@@ -1,1 +1,1 @@
-"""What moves when: blocks of a network, and schedules of a reference string."""
+"""Planning of transfers: blocks of a network, and schedules for a reference string."""

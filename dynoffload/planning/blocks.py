@@ -1,8 +1,8 @@
-"""Blocks: the units in which a network's path is predicted and its regions migrate.
+"""Blocks: the units of prediction and of migration.
 
-A block is one call of a module inside which no sample decides anything. It is named by the module's
-path, and where one sample calls the module many times (a cell per tree node, say) by the shapes of
-its arguments too, its *variant*. `cutting` finds the blocks of a network.
+A block is one call of a module whose control flow does not depend on the sample. It is named by the
+module's path and, if one sample calls the module with several shapes (a cell per tree node, for
+example), by the shapes of its arguments, its *variant*. `cutting` finds the blocks of a network.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dynoffload.planning.calls import CallSummary
 from dynoffload.profiler.idioms import Idioms
 
 UNSEEN = -1
-"""The number of a call that no block stands for."""
+"""The number of a call that matches no block."""
 NO_SHAPES = "()"
-"""The variant of calls without tensors, where others of the module have some."""
+"""The variant of calls without tensors, if other calls of the module have some."""
 _FORMAT = "dynoffload-vocabulary"
 _VERSION = 1
 _MAX_BLOCKS = 1_000_000
@@ -32,12 +32,12 @@ class Block:
     Attributes:
         index: its number in the vocabulary.
         path: path of the module that is called.
-        variant: shapes of the call, where they tell calls of this module apart; else ``""``.
+        variant: shapes of the call, if they distinguish calls of this module; else ``""``.
         visits: paths of the modules with parameters that it runs, in order.
-        nbytes: of the parameters, gradients, optimizer state and buffers it uses.
+        nbytes: bytes of the parameters, gradients, optimizer state and buffers it uses.
         activation_bytes: most bytes of activations that one call leaves alive.
-        idioms: sum over the operators of its forward.
-        optional: whether some training sample does without it.
+        idioms: sum of the idiom counts of its forward operators.
+        optional: whether some training sample does not run it.
     """
 
     index: int
@@ -51,19 +51,19 @@ class Block:
 
     @property
     def name(self) -> str:
-        """The block as people read it: ``"layers.0.experts.3"`` or ``"cell[2x150]"``."""
+        """The block's display name: ``"layers.0.experts.3"`` or ``"cell[2x150]"``."""
         path = self.path or "(root)"
         return f"{path}[{self.variant}]" if self.variant else path
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The blocks of one network, as training samples showed them.
+    """The blocks of one network, found in training samples.
 
     Attributes:
         network: fingerprint of the network.
-        blocks: by index, in the order in which they were first seen.
-        repeated: paths of modules whose calls are told apart by shape.
+        blocks: blocks by index, in the order in which they were first seen.
+        repeated: paths of modules whose calls are distinguished by shape.
     """
 
     network: str
@@ -87,8 +87,8 @@ class Vocabulary:
 
         Args:
             path: the module's path.
-            shape_key: shapes of the call (`dynoffload.profiler.shape_key`); looked at only where
-                they matter, so a caller may leave it out for paths that are not ``repeated``.
+            shape_key: shapes of the call (`dynoffload.profiler.shape_key`); only needed for paths
+                in ``repeated``.
         """
         if path in self.repeated:
             found = self._indices.get((path, shape_key or NO_SHAPES))
@@ -99,9 +99,9 @@ class Vocabulary:
     def encode(self, summary: CallSummary) -> list[tuple[int, int]]:
         """Return the blocks that a forward ran, in order, each as ``(index of its call, block)``.
 
-        A call inside a block's call is part of it. The outermost call that runs parameters, but
-        neither is nor contains a block, is `UNSEEN` as a whole; a call without parameters is
-        nothing.
+        Calls inside a block's call are part of it. The outermost call that uses parameters, but
+        neither is nor contains a block, is `UNSEEN` as a whole. Calls that use no parameters are
+        omitted.
 
         Raises:
             PilotError: if the summary is of another network.
@@ -113,8 +113,8 @@ class Vocabulary:
             )
         paths, parents, owners = summary.paths, summary.parents, summary.owner_paths
         found = [self.index_of(path, key) for path, key in zip(paths, summary.keys, strict=True)]
-        runs = [path in owners for path in paths]  # parameters, itself or inside
-        known = [index >= 0 for index in found]  # a block, itself or inside
+        runs = [path in owners for path in paths]  # whether it uses parameters, inner calls too
+        known = [index >= 0 for index in found]  # whether it is or contains a block
         for place in range(len(found) - 1, -1, -1):
             parent = parents[place]
             if parent >= 0:
@@ -126,7 +126,7 @@ class Vocabulary:
             within = parent >= 0 and inside[parent]
             if not within and index >= 0:
                 order.append((place, index))
-                # A block of the module's own parameters alone leaves its children to be seen.
+                # A block of only the module's own parameters does not include its children.
                 within = self.blocks[index].visits != (path,)
             elif not within and runs[place] and (not known[place] or path in owners):
                 order.append((place, UNSEEN))
@@ -135,7 +135,7 @@ class Vocabulary:
         return order
 
     def to_json(self) -> dict[str, Any]:
-        """Return the vocabulary as plain data that `json` writes."""
+        """Return the vocabulary as plain JSON data."""
         return {
             "format": _FORMAT,
             "version": _VERSION,
@@ -157,10 +157,10 @@ class Vocabulary:
 
     @classmethod
     def from_json(cls, data: object) -> Vocabulary:
-        """Return the vocabulary that `to_json` wrote.
+        """Return the vocabulary from what `to_json` returned.
 
         Raises:
-            PilotError: if the data is anything else, naming what is wrong.
+            PilotError: if the data is not such a vocabulary; names the problem.
         """
         document = _mapping(data, "the vocabulary")
         if document.get("format") != _FORMAT or document.get("version") != _VERSION:

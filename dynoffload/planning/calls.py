@@ -1,7 +1,7 @@
-"""The summary of a trace: its calls, what each left alive, and the regions of each module.
+"""Compact summary of a trace: its calls, their activations, and the regions of each module.
 
-Cutting a step into blocks, and reading it as blocks, need no more. Summaries are arrays: thousands
-fit where dozens of traces do.
+It suffices for cutting a step into blocks and encoding it as blocks. Summaries are arrays:
+thousands of them take as much memory as dozens of traces.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ Small = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class CallSummary:
-    """What a step ran, as arrays; C calls, R regions, P pairs of a module and a region.
+    """One step as arrays: C calls, R regions, P (module, region) pairs.
 
     Attributes:
         network: the model's fingerprint.
-        source: which file or document the sample came from.
+        source: the file or document the sample came from.
         step: number of the step.
-        names: all names, each once; the arrays below name by their place here.
+        names: all names, each once; the arrays below hold indices into it.
         call_path: the module of each call, int32 ``[C]``.
         call_key: the shape key of each call, int32 ``[C]``.
         call_parent: the enclosing call of each, -1 for none, int32 ``[C]``.
-        call_activations: bytes that forward left alive, calls inside not counted, int64 ``[C]``.
-        call_idioms: of forward, int64 ``[C, 6]``.
-        owners: modules that used parameters of their own in forward, int32.
+        call_activations: bytes that forward left alive, without inner calls, int64 ``[C]``.
+        call_idioms: idiom counts of forward, int64 ``[C, 6]``.
+        owners: modules of owning calls (they used parameters in forward), int32.
         region: parameters, buffers, gradients and optimizer state, int32 ``[R]``.
         region_bytes: their sizes, int64 ``[R]``.
-        owned: a module and a region that belongs to it, int32 ``[P, 2]``.
+        owned: pairs of a module and a region that belongs to it, int32 ``[P, 2]``.
     """
 
     network: str
@@ -75,7 +75,7 @@ class CallSummary:
 
     @cached_property
     def owner_paths(self) -> frozenset[str]:
-        """The modules that used parameters of their own in forward."""
+        """The modules of owning calls."""
         return frozenset(self.names[number] for number in self.owners.tolist())
 
     def ran(self) -> list[tuple[str, ...]]:
@@ -94,29 +94,29 @@ class CallSummary:
 def summarize_calls(trace: Trace) -> CallSummary:
     """Return the summary of a trace.
 
-    Operators of forward count for the call that they belong to; see
-    `dynoffload.profiler.owners`. An activation is left alive if it is there after the operators
-    in a row that belong to the same call as the one that made it.
+    Forward operators count for the call they belong to; see `dynoffload.profiler.owners`. An
+    activation is left alive if it outlives the run of consecutive operators, belonging to the same
+    call, in which it was made.
     """
     numbers: dict[str, int] = defaultdict(count().__next__)
     number = numbers.__getitem__
 
     calls, columns = trace.calls, Columns.of(trace.operators)
     owner = forward_owners(trace, columns)
-    mine = owner >= 0
+    is_owned = owner >= 0
     idioms = np.zeros((len(calls), len(Idioms._fields)), dtype=np.int64)
-    np.add.at(idioms, owner[mine], columns.idioms[mine])
+    np.add.at(idioms, owner[is_owned], columns.idioms[is_owned])
     bounds = np.array([0, *(np.flatnonzero(np.diff(owner)) + 1).tolist(), len(owner)])
     row_ends = np.repeat(bounds[1:], np.diff(bounds))
     activations = np.zeros(len(calls), dtype=np.int64)
     for region in trace.regions:
         born, died = region.born, region.died
-        if region.kind != "activation" or not 0 <= born < len(owner) or not mine[born]:
+        if region.kind != "activation" or not 0 <= born < len(owner) or not is_owned[born]:
             continue
         if died < 0 or died >= row_ends[born]:
             activations[owner[born]] += region.nbytes
     regions = {r.name: r for r in trace.regions if r.kind not in ("activation", "input")}
-    owners = {calls[index].path: None for index in np.unique(owner[mine]).tolist()}
+    owners = {calls[index].path: None for index in np.unique(owner[is_owned]).tolist()}
     user = np.repeat(owner, np.diff(columns.stops))
     pairs = np.unique(np.stack((user, columns.used), axis=1)[user >= 0], axis=0).tolist()
     owned = {(calls[call].path, trace.regions[used].name): None for call, used in pairs}

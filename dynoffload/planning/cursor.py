@@ -1,7 +1,7 @@
 """Progress in a plan: the position, next uses, and the next transfer that is due.
 
-The counterpart in Python of ``memory/native/plan.c``. A cursor knows neither residency nor room:
-whoever follows a plan asks it, and says which actions were carried out or skipped.
+The Python counterpart of ``memory/native/plan.c``. A cursor knows neither residency nor free
+memory: its caller executes or skips the actions and marks them done.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from operator import itemgetter
 from dynoffload.planning.schedule import Action, Kind, Use
 
 NEVER = 2**62
-"""Position of the next use of what no plan uses."""
+"""Position of the next use of a region that the plan does not use again."""
 
 _position_of = itemgetter(0)
 
@@ -23,10 +23,10 @@ class PlanCursor:
 
     Args:
         uses: the reference string.
-        actions: of its schedule, in the order of execution.
+        actions: the actions of its schedule, in the order of execution.
 
     Attributes:
-        position: the use that is under way; all before it are over.
+        position: the current use; all before it are over.
     """
 
     def __init__(self, uses: Sequence[Use] = (), actions: Sequence[Action] = ()) -> None:
@@ -34,7 +34,7 @@ class PlanCursor:
         self._uses, self._actions = uses, actions
         self._next: dict[int, int] = {}
         self._touches: list[tuple[int, int, int]] = []  # position, region, its next position
-        self._past = self._acted = 0  # touches that are over, actions carried out or skipped
+        self._past = self._acted = 0  # touches that are over, actions executed or skipped
         for position in range(len(uses) - 1, -1, -1):
             for region in {*uses[position].regions, *uses[position].creates}:
                 self._touches.append((position, region, self._next.get(region, NEVER)))
@@ -46,14 +46,14 @@ class PlanCursor:
         return self._next.get(region, NEVER)
 
     def regions(self) -> tuple[int, ...]:
-        """Return the regions of the use that is under way."""
+        """Return the regions of the current use."""
         return self._uses[self.position].regions if 0 <= self.position < len(self._uses) else ()
 
     def advance(self, position: int) -> list[int]:
-        """Begin use ``position``; return the regions whose next use is another now.
+        """Begin use ``position``; return the regions whose next use changed.
 
-        Going back, as where a fault seemed to prove a use past, repeats later actions.
-        """
+        Going back is allowed, for example after a fault advanced the position too far; the later
+        actions are then due again."""
         changed = []
         if position < self.position:
             self._past = bisect_left(self._touches, position, key=_position_of)
@@ -69,17 +69,17 @@ class PlanCursor:
         return changed
 
     def trade(self, one: int, other: int) -> None:
-        """Two regions trade contents: their next uses are each other's from now on."""
+        """Exchange the next uses of two regions, after they exchanged contents."""
         first, second = self.next_use(one), self.next_use(other)
         self._next[one], self._next[other] = second, first
 
     def coming(self, count: int) -> list[int]:
-        """Return the regions of the next ``count`` fetches that are left, due or not."""
+        """Return the regions of the next ``count`` remaining fetches, due or not."""
         left = self._actions[self._acted : self._acted + 2 * count]
         return [action.region for action in left if action.kind is Kind.FETCH][:count]
 
     def due(self) -> Action | None:
-        """Return the first action left whose position is reached."""
+        """Return the first remaining action if its position is reached, else None."""
         if self._acted < len(self._actions):
             action = self._actions[self._acted]
             if action.position <= self.position:
@@ -87,5 +87,5 @@ class PlanCursor:
         return None
 
     def done(self) -> None:
-        """Go past the action that `due` returned."""
+        """Mark the action that `due` returned as done."""
         self._acted += 1

@@ -1,4 +1,4 @@
-"""Cutting programs into blocks: where no sample decides anything, and small enough to move.
+"""Cuts a network into blocks: sample-independent in their control flow, and small enough to move.
 
 `build_vocabulary` finds the *atomic* modules of a network in the call summaries of its samples,
 and makes their calls the blocks.
@@ -6,19 +6,19 @@ and makes their calls the blocks.
 [Note: Atomic]
 The summary of a call is the sequence of modules with parameters that it runs. A module is atomic if
 
-* all its calls have one summary; where one sample calls it with several shapes, all calls of one
-  variant. A variant is the shape key of the call; of more than `MAX_VARIANTS` the rarest share one,
-  ``""``, which stands for all shapes that no program had, too. Shapes that differ from sample to
-  sample only are no variants, however often each calls;
-* what it uses (parameters, gradients, optimizer state, buffers) fits in an eighth of the budget,
-  so that a block can be worked on while the ones after it arrive; in half of it if one forward
-  calls the module many times, as then the next block most likely uses the same regions;
+* all its calls have one summary or, if one sample calls it with several shapes, all calls of each
+  variant have one. A variant is the shape key of the call. Of more than `MAX_VARIANTS` the rarest
+  share the variant ``""``, which also covers shapes that no sample had. Shapes that differ only
+  between samples are not variants;
+* its regions (parameters, gradients, optimizer state, buffers) fit in an eighth of the budget, so
+  that a block can compute while the next ones are fetched. They may take half of it if one forward
+  calls the module many times, as the next block then most likely uses the same regions;
 * it is not the root.
 
-Blocks are the calls of the highest atomic modules. So a mixture of experts of which any sample
-skipped one expert is never one block: its summary differs. A module that is not atomic but has
-parameters of its own gets a block for those alone, and so does one without inner modules, however
-large it is: it cannot be cut.
+Blocks are the calls of the highest atomic modules. So a mixture of experts is never one block if
+some sample skipped an expert, since its summaries differ. A module that is not atomic but has
+parameters of its own gets a block for those alone. So does a module without inner modules, however
+large, since it cannot be cut.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from dynoffload.planning.calls import CallSummary
 from dynoffload.profiler.idioms import Idioms
 
 MAX_VARIANTS = 16
-"""The most variants of one module that are told apart."""
+"""The most variants of one module that are distinguished."""
 BUDGET_SHARE = 8
-"""A block's regions fit in the budget divided by this, ..."""
+"""A block's regions must fit in the budget divided by this, ..."""
 LOOP_SHARE = 2
 """... or by this if one forward calls the module many times."""
 
@@ -47,7 +47,7 @@ _Outline = tuple[str, ...]
 
 @dataclass
 class _Module:
-    """What the calls of one module showed over all programs."""
+    """Statistics of the calls of one module over all samples."""
 
     keys: Counter[str] = field(default_factory=Counter)
     """shape key -> number of calls"""
@@ -62,7 +62,7 @@ class _Module:
 
     @property
     def share(self) -> int:
-        """What the budget is divided by to give the limit of its size."""
+        """The divisor of the budget that gives the limit of its size."""
         return LOOP_SHARE if self.repeated else BUDGET_SHARE
 
     def variants(self) -> dict[str, str]:
@@ -74,7 +74,7 @@ class _Module:
         return {key: (key or NO_SHAPES) if rank < apart else "" for rank, key in enumerate(ranked)}
 
     def decides_nothing(self) -> bool:
-        """Return whether all calls of one variant have one summary."""
+        """Return whether all calls of each variant have one summary."""
         by_variant: dict[str, set[_Outline]] = defaultdict(set)
         for key, variant in self.variants().items():
             by_variant[variant] |= self.summaries[key]
@@ -83,7 +83,7 @@ class _Module:
 
 @dataclass
 class _Seen:
-    """What the calls of one block showed."""
+    """Statistics of the calls of one block."""
 
     visits: tuple[str, ...]
     programs: set[int] = field(default_factory=set)
@@ -95,8 +95,8 @@ def build_vocabulary(summaries: Sequence[CallSummary], budget: int | None = None
     """Return the blocks of the network that ``summaries`` ran.
 
     Args:
-        summaries: of one or more samples of one network.
-        budget: bytes of fast memory; without it blocks are limited by decisions alone.
+        summaries: summaries of one or more samples of one network.
+        budget: bytes of fast memory; None does not limit the blocks' size.
 
     Raises:
         PilotError: if there are no summaries, or they are of different networks.
@@ -123,8 +123,8 @@ def build_vocabulary(summaries: Sequence[CallSummary], budget: int | None = None
     variants = {path: module.variants() for path, module in modules.items()}
     seen: dict[tuple[str, str], _Seen] = {}
     for number, summary in enumerate(summaries):
-        _look(summary, number, atomic, variants, seen)
-    _await_other_shapes(seen, modules)
+        _count_calls(summary, number, atomic, variants, seen)
+    _add_unseen_shapes(seen, modules)
     blocks = []
     for index, ((path, variant), block) in enumerate(seen.items()):
         blocks.append(
@@ -143,9 +143,9 @@ def build_vocabulary(summaries: Sequence[CallSummary], budget: int | None = None
     return Vocabulary(network, tuple(blocks), frozenset(repeated))
 
 
-def _await_other_shapes(seen: dict[tuple[str, str], _Seen], modules: Mapping[str, _Module]) -> None:
-    """Add a block for what a module may be called with that it was not, where all shapes that it
-    was called with ran the same: such a call uses what those used."""
+def _add_unseen_shapes(seen: dict[tuple[str, str], _Seen], modules: Mapping[str, _Module]) -> None:
+    """Add a block for unseen shapes of each module whose calls of all seen shapes visit the same
+    modules: such a call is assumed to use the same regions."""
     by_path: dict[str, list[_Seen]] = defaultdict(list)
     for path, variant in seen:
         if modules[path].mixed and (path, "") not in seen:
@@ -162,7 +162,7 @@ def _await_other_shapes(seen: dict[tuple[str, str], _Seen], modules: Mapping[str
 
 
 def _modules(summaries: Iterable[CallSummary]) -> dict[str, _Module]:
-    """Gather what the calls of each module showed."""
+    """Gather the statistics of each module's calls."""
     modules: dict[str, _Module] = {}
     for summary in summaries:
         times: Counter[tuple[int, str]] = Counter()
@@ -185,10 +185,10 @@ def _modules(summaries: Iterable[CallSummary]) -> dict[str, _Module]:
 def _regions(summaries: Iterable[CallSummary]) -> tuple[dict[str, int], dict[str, dict[str, None]]]:
     """Return the largest size of each region, and the regions of each module with parameters.
 
-    To a module belong its parameters with their gradients and state, and what its visits used:
-    buffers, and parameters of others that it is tied to.
+    A module's regions are its parameters with their gradients and state, and those its visits used:
+    buffers and tied parameters of other modules.
     """
-    numbers: dict[str, int] = defaultdict(count().__next__)  # of names, in all summaries alike
+    numbers: dict[str, int] = defaultdict(count().__next__)  # of names, shared by all summaries
     largest = np.zeros(0, dtype=np.int64)
     pairs: set[int] = set()
     owned: dict[str, dict[str, None]] = defaultdict(dict)
@@ -197,10 +197,10 @@ def _regions(summaries: Iterable[CallSummary]) -> tuple[dict[str, int], dict[str
         alike = np.array([numbers[name] for name in names], dtype=np.int64)
         largest = np.append(largest, np.full(len(numbers) - len(largest), -1))
         np.maximum.at(largest, alike[summary.region], summary.region_bytes)
-        told = (alike[summary.owned] @ np.array([2**32, 1])).tolist()
-        if pairs.issuperset(told):
+        pair_codes = (alike[summary.owned] @ np.array([2**32, 1])).tolist()
+        if pairs.issuperset(pair_codes):
             continue
-        pairs.update(told)
+        pairs.update(pair_codes)
         for path, region in summary.owned.tolist():
             owned[names[path]][names[region]] = None
     sizes = zip(numbers, largest.tolist(), strict=True)
@@ -214,18 +214,18 @@ def _bytes(
     return sum(sizes[name] for name in {name for path in paths for name in owned.get(path, ())})
 
 
-def _look(
+def _count_calls(
     summary: CallSummary,
     number: int,
     atomic: set[str],
     variants: Mapping[str, Mapping[str, str]],
     seen: dict[tuple[str, str], _Seen],
 ) -> None:
-    """Add what the calls of one program show of the blocks."""
+    """Add the calls of one sample to the statistics of the blocks."""
     owners, paths, keys = summary.owner_paths, summary.paths, summary.keys
     costs = np.column_stack([summary.call_activations, summary.call_idioms]).astype(np.float64)
     opened: dict[int, _Seen] = {}
-    inside: list[int] = []  # the call whose block each call's cost goes to, or -1
+    inside: list[int] = []  # the call whose block each call's cost counts for, or -1
     opener: list[int] = []  # the call that opened the atomic block around this one, or -1
     for index, (ran, parent) in enumerate(zip(summary.ran(), summary.parents, strict=True)):
         within = opener[parent] if parent >= 0 else -1

@@ -1,4 +1,4 @@
-"""Which pages of a long row are taken: first fit, merging what is given back."""
+"""First-fit allocator of page ranges that merges freed ranges."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Extents:
         self.high = 0  # one past the highest page ever taken
 
     def take(self, pages: int) -> int | None:
-        """Return the first of ``pages`` free pages in a row, or None."""
+        """Allocate ``pages`` consecutive pages; return the first, or None if they do not fit."""
         for index, length in enumerate(self._lengths):
             if length < pages:
                 continue
@@ -32,7 +32,7 @@ class Extents:
         return None
 
     def give(self, start: int, pages: int) -> None:
-        """Take back ``pages`` pages from ``start`` on."""
+        """Free ``pages`` pages from ``start`` on."""
         index = bisect.bisect(self._starts, start)
         if index < len(self._starts) and start + pages == self._starts[index]:
             pages += self._lengths[index]

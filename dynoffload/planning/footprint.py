@@ -1,6 +1,6 @@
-"""What a recorded step asks of memory: what it keeps, and what one operator needs.
+"""Memory needs of a recorded step: the total, and the most that one operator needs.
 
-Only what the runtime manages counts. Temporaries of operators are measured apart (`temporaries`).
+Only regions that the runtime manages count. `temporaries` measures the others.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _KEPT = frozenset(("parameter", "buffer", "state"))
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one recorded step asks of memory, in bytes.
+    """Memory needs of one recorded step, in bytes.
 
     Attributes:
-        total: of everything managed, had it all stayed in memory.
-        need: of the operator that needs most at once; no budget below it is feasible.
+        total: peak of all managed regions if nothing were evicted.
+        need: most that one operator needs at once; no budget below it is feasible.
     """
 
     total: int
@@ -31,9 +31,9 @@ class Footprint:
 def footprint(trace: Trace) -> Footprint:
     """Return the footprint of a recorded step.
 
-    Of activations only the saved ones count: made in forward, read again in backward. Operators
-    of the optimizer count by parameter, however many they update at once, as they can be split;
-    all that the update of one parameter touches is held together.
+    Only saved activations count: made in forward and read again in backward. Optimizer operators
+    count by parameter, even if they update many at once, since they can be split. All regions that
+    the update of one parameter touches are needed together.
 
     Raises:
         TraceError: if the trace has no operators.
@@ -62,9 +62,9 @@ def footprint(trace: Trace) -> Footprint:
 
 
 def temporaries(trace: Trace) -> int:
-    """Return the most bytes alive at one moment of what a recorded step makes and does not save.
+    """Return the peak bytes of the activations that a recorded step makes and does not save.
 
-    It is what operators need beside all that is managed, without what libraries take themselves.
+    Operators need them in addition to the managed regions; memory of libraries is not included.
     """
     made = {n for n, region in enumerate(trace.regions) if region.kind == "activation"}
     return _peak(trace, made - saved_activations(trace))
@@ -89,7 +89,7 @@ def saved_activations(trace: Trace) -> set[int]:
 
 
 def _largest_update(regions: Iterable[RegionInfo]) -> int:
-    """Return the bytes among ``regions`` of the parameter that has the most."""
+    """Return the most bytes of ``regions`` that belong to one parameter."""
     sizes: dict[str, int] = defaultdict(int)
     for region in regions:
         if owner_of(region) is not None:
@@ -98,7 +98,7 @@ def _largest_update(regions: Iterable[RegionInfo]) -> int:
 
 
 def _peak(trace: Trace, saved: set[int]) -> int:
-    """Return the most bytes of ``saved`` alive at one moment."""
+    """Return the peak bytes of the ``saved`` regions."""
     change = [0] * (len(trace.operators) + 2)  # a region may be born or freed after the last one
     for index in saved:
         region = trace.regions[index]

@@ -1,22 +1,22 @@
-"""The planner: evict what is used last, prefetch as early as room allows.
+"""The planner: evicts the region with the farthest next use, prefetches as early as memory allows.
 
-`LookAhead` turns a predicted reference string into a schedule. For regions of unequal sizes the
-fewest bytes are NP-hard to find, and it is not exact. It knows no transfer times; a share of memory
-set apart for look-ahead stands in for them.
+`LookAhead` turns a predicted reference string into a schedule. For regions of unequal sizes,
+minimising the bytes moved is NP-hard, so it is a heuristic. It does not use transfer times; a share
+of memory reserved for look-ahead takes their place.
 
-It works in three passes over the string, each O(n log n); only windows of most of the capacity,
-which leave many drops to take back, make the second one slower:
+It makes three passes over the string, each O(n log n). Only windows of most of the capacity, with
+many drops to cancel, make the second pass slower:
 
-1. `_sweep` decides which regions stay in fast memory between two uses, by Belady's rule (evict what
-   is used farthest ahead; Belady 1966), under the capacity less the look-ahead window. A region
-   that will not stay is evicted right after its last use before, so that writes happen early.
+1. `_sweep` decides which regions stay in fast memory between two uses, by Belady's rule (evict the
+   region with the farthest next use; Belady 1966), under the capacity less the look-ahead window.
+   A region that does not stay is evicted right after its previous use, so that writes start early.
 2. `_prefetch` moves every fetch to the earliest position from which there is room for it and for
    all fetches due before it, see [Note: The earliest position of a fetch].
-3. `_spare` takes back evictions whose room nobody came to use, as at the end of the string.
+3. `_spare` cancels evictions whose memory is not needed, such as those at the end of the string.
 
-Why a window: Belady's rule alone moves the fewest bytes, but fills memory with what is kept, and a
-fetch then finds room only when the use just before it is over: nothing overlaps. Prefetching into
-all memory overlaps best, but in a string that repeats it evicts everything before it is used again.
+Why a window: Belady's rule alone moves the fewest bytes but fills memory with kept regions. A fetch
+then finds room only when the use just before it is over, and nothing overlaps. Prefetching into
+all memory overlaps best, but in a repeating string it evicts everything before it is used again.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _ABSENT, _HERE, _DEAD = 0, 1, 2
 
 @dataclass(slots=True)
 class _Residency:
-    """What the sweep decided. Drops and fetches are parallel lists, in the order decided.
+    """Decisions of the sweep. Drops and fetches are parallel lists, in the order decided.
 
-    A *drop* is an absence from fast memory that begins with an eviction; it ends with a fetch, or
-    where the region is created anew or freed, or with the string.
+    A *drop* is an absence from fast memory that begins with an eviction. It ends with a fetch, or
+    when the region is created again or freed, or with the string.
     """
 
     occupancy: list[int] = field(default_factory=list)
@@ -50,16 +50,16 @@ class _Residency:
     drop_start: list[int] = field(default_factory=list)
     """position of the eviction: right after the last use"""
     drop_end: list[int] = field(default_factory=list)
-    """first position at which the region is wanted again"""
+    """first position at which the region is needed again"""
     drop_fetch: list[bool] = field(default_factory=list)
     """whether a fetch ends it"""
     drop_dirty: list[bool] = field(default_factory=list)
-    """whether the region was modified since the eviction before"""
+    """whether the region was modified since its previous eviction"""
     drop_key: list[int] = field(default_factory=list)
     """next use, counting the string as repeated"""
     fetch_region: list[int] = field(default_factory=list)
     fetch_due: list[int] = field(default_factory=list)
-    """position of the use it is for"""
+    """position of the use that needs it"""
     fetch_drop: list[int] = field(default_factory=list)
     """index of the drop it ends, -1 if the region was absent from the start"""
 
@@ -69,9 +69,9 @@ class LookAhead:
     """Farthest-next-use eviction with prefetch; the policy behind a prediction.
 
     Attributes:
-        window: share of the capacity (0 to 1) set apart for look-ahead: 0 moves the fewest bytes,
-            1 keeps nothing for its own sake and prefetches as far ahead as memory reaches. On
-            strings of mixtures of experts, times differ by less than 6% between 0.1 and 0.4.
+        window: share of the capacity (0 to 1) reserved for look-ahead: 0 moves the fewest bytes,
+            1 keeps no regions for reuse and prefetches as far ahead as memory allows. On strings
+            of mixtures of experts, times differ by less than 6% between 0.1 and 0.4.
     """
 
     window: float = 0.15
@@ -97,10 +97,10 @@ class LookAhead:
             sizes: bytes of each region, by index.
             capacity: bytes of fast memory that the schedule may fill.
             resident: regions in fast memory before the first use.
-            dirty: those of them whose copy in the lower tier is stale.
+            dirty: those of ``resident`` whose copy in the lower tier is stale.
 
         Raises:
-            BudgetError: if the regions of one use are together larger than ``capacity``.
+            BudgetError: if the regions of one use together exceed ``capacity``.
             ValueError: if a use names a region that does not exist or is dead.
         """
         limit = capacity - int(capacity * self.window)
@@ -118,7 +118,7 @@ def _sweep(
     resident: Collection[int],
     dirty: Collection[int],
 ) -> _Residency:
-    """Run the string once: fetch on demand, evict the farthest next use above ``limit``."""
+    """Pass over the string: fetch on demand; above ``limit``, evict by farthest next use."""
     length, count = len(uses), len(sizes)
     touched, following, first = _next_uses(uses, count)
     held = _Residency()
@@ -144,7 +144,7 @@ def _sweep(
             raise ValueError(f"dirty region {region} is not among the resident ones")
         unsaved[region] = True
     held.leaving = leaving = [0] * (length + 1)
-    early = [0] * (length + 1)  # bytes to take off `used`, as differences: see below
+    early = [0] * (length + 1)  # differences to subtract from `used` for early evictions
 
     for position, use in enumerate(uses):
         regions = touched[position]
@@ -178,7 +178,7 @@ def _sweep(
             start = last[region] + 1
             state[region] = _ABSENT
             used -= sizes[region]
-            # It leaves at `start`, though room is wanted only now.
+            # It is evicted at `start`, although its room is needed only now.
             early[start] += sizes[region]
             early[position] -= sizes[region]
             drop_of[region] = len(drop_region)
@@ -219,9 +219,9 @@ def _sweep(
 def _next_uses(
     uses: Sequence[Use], count: int
 ) -> tuple[list[tuple[int, ...]], list[list[int]], list[int]]:
-    """Return what each use touches, when each of those is used next, and each region's first use.
+    """Return the regions each use touches, their next uses, and each region's first use.
 
-    Next uses are the length of the string where there is none; first uses are twice that.
+    A missing next use is the length of the string; a missing first use is twice the length.
     """
     length = len(uses)
     touched: list[tuple[int, ...]] = [()] * length
@@ -245,21 +245,21 @@ def _next_uses(
 def _prefetch(
     held: _Residency, sizes: Sequence[int], capacity: int
 ) -> tuple[list[int], list[bool]]:
-    """Return the position at which each fetch may start, and which drops are not worth making.
+    """Return the position at which each fetch may start, and which drops to cancel.
 
     [Note: The earliest position of a fetch]
-    Let fetches be numbered by the use they are due at, f_i the bytes of fetches 0 to i, b(p) the
-    bytes resident at p without prefetched regions, F(p) the bytes of fetches due at p or before.
-    If fetches 0 to i have been made at p, those not yet due take f_i - F(p), so there is room for
-    all of them at p if f_i <= C - b(p) + F(p). Fetch i may start right after the last position
-    before its use where this does not hold. Positions that can still be the last one are kept on a
-    stack on which the right side, the room at p, ascends; so the last one is found by bisection.
+    Number the fetches by the use they are due at. Let C be the capacity, f_i the bytes of fetches 0
+    to i, b(p) the bytes resident at p without prefetched regions, and F(p) the bytes of fetches due
+    at p or before. If fetches 0 to i have been made at p, those not yet due take f_i - F(p), so all
+    of them fit at p if f_i <= C - b(p) + F(p). Fetch i may start right after the last position
+    before its use where this does not hold. Candidates for that position are kept on a stack with
+    ascending right sides (the room at p), so bisection finds the last one.
 
-    A region which could be fetched at the position at which it is evicted need not leave at all.
-    Before that position it is in b(p) and must not be in f_i: the room there grows by its size.
+    A region that could be fetched at the position of its eviction need not be evicted. Before that
+    position it is in b(p) and must not be in f_i: the room there grows by its size.
 
-    While a dirty region is written its bytes are not free. They are taken as occupied for one use
-    more, so that neither the fetches nor what that use creates must wait for the write.
+    The bytes of a dirty region are not free while it is written. They count as occupied for one
+    more use, so that neither the fetches nor the regions that use creates wait for the write.
     """
     kept = [False] * len(held.drop_region)
     starts: list[int] = []
@@ -278,7 +278,7 @@ def _prefetch(
             if drop >= 0:
                 gone, dirty = held.drop_start[drop], held.drop_dirty[drop]
                 if dirty and start == gone + 1 and rooms[below - 1] + size >= fetched:
-                    start = gone  # only its own write stood in the way
+                    start = gone  # only its own write prevents an earlier start
                 if start <= gone:
                     start = gone
                     kept[drop] = True
@@ -305,9 +305,9 @@ def _spare(
     starts: list[int],
     kept: list[bool],
 ) -> list[int]:
-    """Take back evictions that no fetch ends where room was left; return the final occupancy.
+    """Cancel evictions that no fetch ends, where memory is left; return the final occupancy.
 
-    What is next used soonest, the string being repeated, is spared first.
+    Regions with the soonest next use, the string being repeated, are kept first.
     """
     length = len(held.occupancy)
     change = [0] * (length + 1)
@@ -355,7 +355,7 @@ def _schedule(
     kept: list[bool],
     peak: int,
 ) -> Schedule:
-    """Write the decisions down as actions in order, and count what they move."""
+    """Return the decisions as ordered actions, with the bytes they move."""
     evictions: list[tuple[int, int]] = []
     bytes_out = bytes_in = 0
     unsaved: set[int] = set()  # regions modified before an eviction that is not made
@@ -376,7 +376,7 @@ def _schedule(
             fetches.append((start, region))
             bytes_in += sizes[region]
     # Stable sorts: at one position evictions come first, then fetches in the order they are due.
-    evict, fetch = Kind.EVICT, Kind.FETCH  # a member costs more to look up than an action to make
+    evict, fetch = Kind.EVICT, Kind.FETCH  # enum lookups cost more than creating an action
     actions = [Action(start, evict, region) for start, region in evictions]
     actions += [Action(start, fetch, region) for start, region in fetches]
     actions.sort(key=itemgetter(0))

@@ -1,10 +1,10 @@
-"""Reference strings: the uses of regions that a sample is expected to make, in order.
+"""Reference strings: the ordered uses of regions that a step is expected to make.
 
-A string is made from an order of units (predicted, or what ran), by the rules that every training
-step follows. Forward uses parameters and makes pending updates. Backward meets the units in
-reverse, uses their parameters and saved activations, and makes their gradients and drafts of some
-updates. Then the next forward begins. The runtime and the simulated runtime build their strings by
-this code: their slots and units are what `Held` and `Visited` ask for.
+A string is built from an order of units (predicted or recorded), by the rules of every training
+step. Forward uses parameters and applies pending updates. Backward visits the units in reverse,
+uses their parameters and saved activations, creates their gradients and drafts some updates. Then
+the next forward begins. The runtime and the simulated runtime both use this code: their slots and
+units satisfy `Held` and `Visited`.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from typing import Generic, Protocol, TypeVar
 
 from dynoffload.planning.schedule import Use
 
-_ROOM = 0.5  # of the capacity that the updates of one unit may take while they are drafted
+_ROOM = 0.5  # share of the capacity that drafting one unit's updates may take
 
 
 class Held(Protocol):
-    """One parameter that moves, or one slice of it, with the regions that go with it."""
+    """One paged parameter, or one slice of it, with its regions."""
 
     @property
     def region(self) -> int:
-        """Holds its bytes."""
+        """Region of its bytes."""
 
     @property
     def gradient(self) -> int | None:
-        """Holds those of its gradient; None if it is not trained."""
+        """Region of its gradient; None if it is not trained."""
 
     @property
     def states(self) -> Mapping[str, int]:
-        """Hold its optimizer state, by the optimizer's keys."""
+        """Regions of its optimizer state, by the optimizer's keys."""
 
     @property
     def is_slice(self) -> bool:
-        """Whether it is a slice: the gradient that a pending update reads is `owed` then."""
+        """Whether it is a slice; a pending update then reads its gradient from `owed`."""
 
     @property
     def owed(self) -> int | None:
-        """Holds the gradient that a pending update of a slice will read; None if that is zero."""
+        """Region of the gradient that a slice's pending update will read; None if that is zero."""
 
     @property
     def has_gradient(self) -> bool:
-        """Whether there is a gradient now, to which backward will add."""
+        """Whether a gradient exists now, to which backward will add."""
 
 
 HeldT = TypeVar("HeldT", bound=Held)
@@ -51,24 +51,24 @@ HeldT_co = TypeVar("HeldT_co", bound=Held, covariant=True)
 
 
 class Visited(Protocol[HeldT_co]):
-    """A module that owns what moves."""
+    """A module that owns paged parameters."""
 
     @property
     def index(self) -> int:
-        """Its place among all units."""
+        """Its index among all units."""
 
     @property
     def slots(self) -> Sequence[HeldT_co]:
-        """What it owns."""
+        """The parameters, or slices, that it owns."""
 
 
 Chosen = Mapping[HeldT, Mapping[int, int]]
-"""The slots whose updates are drafted in backward, with the twins of their regions."""
+"""Slots whose updates are drafted in backward, each with a map from its regions to their twins."""
 
 
 @dataclass(frozen=True)
 class Visit(Generic[HeldT]):
-    """One forward call of a unit, with the regions of the activations saved until the next."""
+    """One forward call of a unit, with the chunks of activations saved until the next call."""
 
     unit: Visited[HeldT]
     chunks: tuple[int, ...] = ()
@@ -76,13 +76,13 @@ class Visit(Generic[HeldT]):
 
 @dataclass
 class Reference(Generic[HeldT]):
-    """A reference string under construction, and where its uses are.
+    """A reference string under construction, with the positions of its uses.
 
     Attributes:
         uses: the string.
-        forward: positions of each unit's forward use, by unit index, in this sample.
-        backward: positions of the use of each parameter's region in backward.
-        ahead: positions of each unit's use in the forward after this one.
+        forward: positions of each unit's forward uses, by unit index, in this sample.
+        backward: positions of the backward uses of each parameter, by its region.
+        ahead: positions of each unit's uses in the next forward, by unit index.
     """
 
     uses: list[Use] = field(default_factory=list)
@@ -98,13 +98,13 @@ class Reference(Generic[HeldT]):
         ahead: bool = False,
         drafted: Chosen[HeldT] | None = None,
     ) -> None:
-        """Add a forward over ``visits``; updates of ``pending`` slots are made at first use.
+        """Add a forward over ``visits``; updates of ``pending`` slots are applied at first use.
 
         Args:
-            visits: in order.
-            pending: whether a slot's update waits.
-            ahead: it follows after the backward of this sample.
-            drafted: the slots whose updates that backward has made, on twins.
+            visits: the visits, in order.
+            pending: whether a slot's update is pending.
+            ahead: whether it is the forward after the backward of this sample.
+            drafted: the slots whose updates that backward drafted, on twins.
         """
         index = self.ahead if ahead else self.forward
         drafted = drafted or {}
@@ -124,7 +124,7 @@ class Reference(Generic[HeldT]):
                     if gradient is not None:
                         regions.append(gradient)
                         if ahead or not slot.has_gradient:
-                            frees.append(gradient)  # else backward adds to it
+                            frees.append(gradient)  # otherwise backward adds to it
                 done.add(slot)
             creates = tuple(chunk for chunk in visit.chunks if chunk not in born)
             born.update(creates)
@@ -151,14 +151,14 @@ class Reference(Generic[HeldT]):
             for slot in visit.unit.slots:
                 regions.append(slot.region)
                 self.backward.setdefault(slot.region, []).append(len(self.uses))
-                # Autograd sums the contributions of all visits before it hands the gradient over.
+                # Autograd sums the contributions of all visits before it accumulates the gradient.
                 if slot.gradient is None or final[slot] != number:
                     continue
                 if slot.has_gradient:
                     regions.append(slot.gradient)
                 else:
                     creates.append(slot.gradient)
-                if slot in drafted:  # the state's pages become its twins'
+                if slot in drafted:  # the state's pages are moved to its twins
                     regions += slot.states.values()
                     frees += slot.states.values()
                     creates += drafted[slot].values()
@@ -172,7 +172,7 @@ class Reference(Generic[HeldT]):
         order: Sequence[Visited[HeldT]],
         drafted: Chosen[HeldT] | None = None,
     ) -> None:
-        """Add the backward over ``visits``, and the next forward, over ``order``."""
+        """Add the backward over ``visits`` and the next forward over ``order``."""
         self.add_backward(visits, drafted)
         ahead = [Visit(unit) for unit in order]
         self.add_forward(ahead, _will_pend, ahead=True, drafted=drafted)
@@ -183,17 +183,17 @@ def _will_pend(slot: Held) -> bool:
 
 
 def completing(visits: Sequence[Visit[HeldT]]) -> list[Sequence[HeldT]]:
-    """Return the slots of each unit in the order in which backward completes their gradients: with
-    the first visit of the unit, which comes last."""
+    """Return the slots of each unit in the order in which backward completes their gradients: at
+    the unit's first visit, which backward reaches last."""
     units = dict.fromkeys(visit.unit for visit in visits)
     return [unit.slots for unit in reversed(units)]
 
 
 class Saved:
-    """How much each unit's visit saves for backward, as seen so far, and what that fills.
+    """Estimates the bytes that each unit's visit saves for backward, and the chunks they fill.
 
     Args:
-        chunk_bytes: of a chunk.
+        chunk_bytes: size of a chunk.
     """
 
     def __init__(self, chunk_bytes: int) -> None:
@@ -201,20 +201,20 @@ class Saved:
         self._bytes: dict[int, float] = {}  # unit index -> bytes per visit, smoothed
 
     def note(self, unit: int, nbytes: int) -> None:
-        """A visit of the unit with this index has saved so many bytes."""
+        """Record that a visit of the unit with this index saved ``nbytes``."""
         known = self._bytes.get(unit)
         self._bytes[unit] = nbytes if known is None else 0.5 * (known + nbytes)
 
     def forget(self) -> None:
-        """The units are others from now on."""
+        """Drop the estimates, after the units changed."""
         self._bytes.clear()
 
     def chunks_needed(self, order: Sequence[Visited[HeldT]]) -> int:
-        """Return how many chunks a forward over ``order`` will probably fill."""
+        """Return the estimated number of chunks that a forward over ``order`` fills."""
         return int(sum(self._bytes.get(unit.index, 0.0) for unit in order) // self._size) + 1
 
     def visits(self, order: Sequence[Visited[HeldT]], regions: Sequence[int]) -> list[Visit[HeldT]]:
-        """Say which of the chunks ``regions``, filled in order, the visits of ``order`` fill."""
+        """Return visits of ``order``, each with the ``regions`` of the chunks it will fill."""
         visits, filled = [], 0.0
         for unit in order:
             before, filled = filled, filled + self._bytes.get(unit.index, 0.0)
@@ -226,11 +226,11 @@ class Saved:
 def visits_made(
     visited: Iterable[tuple[Visited[HeldT], Sequence[int]]],
 ) -> list[Visit[HeldT]]:
-    """Return the visits of a forward, given each with the chunks that were opened in it."""
+    """Return the visits of a forward, given each unit with the chunks opened in its visit."""
     made: list[Visit[HeldT]] = []
     reach: tuple[int, ...] = ()
     for unit, opened in visited:
-        # A visit also saves into the chunk that was open when it began.
+        # A visit also fills the chunk that was open when it began.
         reach = (*reach[-1:], *opened)
         made.append(Visit(unit, reach))
     return made
@@ -248,14 +248,14 @@ def choose_drafts(
 
     Args:
         order: the slots of each unit, whose gradients are complete at one time.
-        share: of the parameters' bytes, 0 to 1, kept everywhere along the way.
+        share: share of the parameters' bytes to draft, 0 to 1, spread evenly over the order.
         capacity: bytes of fast memory that plans may use.
-        size: bytes of a region.
+        size: returns the bytes of a region.
         eligible: whether the update of a slot can be drafted.
     """
-    due = 0.0  # bytes to draft so that the share is kept
+    due = 0.0  # bytes to draft to reach the share
     for slots in order:
-        # Parameters and gradients are there in any case; then state and twins.
+        # Parameters and gradients are resident anyway; drafts add state and twins.
         room = _ROOM * capacity - sum(2 * size(slot.region) for slot in slots)
         for slot in slots:
             if slot.gradient is None:
@@ -269,5 +269,5 @@ def choose_drafts(
 
 
 def drafted_regions(slot: HeldT) -> tuple[int, ...]:
-    """Return the regions that have twins where the update of ``slot`` is drafted."""
+    """Return the regions that need twins if the update of ``slot`` is drafted."""
     return (slot.region, *slot.states.values())

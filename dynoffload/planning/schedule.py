@@ -1,20 +1,20 @@
-"""Who is in fast memory when: what the planner, executors and simulations share.
+"""Schedules of transfers: the types shared by the planner, executors and simulations.
 
-A schedule is advice: carrying it out late or in part costs time, never correctness. Regions are
-known by index only, so that this can be tested without a network.
+A schedule is advice: executing it late or in part costs time, never correctness. Regions are
+identified by index only, so that it can be tested without a network.
 
 [Note: When an action may run]
 A step is a string of uses; *progress* is the number of uses that are over. An action with position
 ``p`` may start once progress has reached ``p``, that is after use ``p - 1`` and before use ``p``.
-An executor may carry the actions out at any later moment, under three rules:
+An executor may execute the actions at any later time, under three rules:
 
 * evictions start as soon as their position is reached; they wait for nothing;
 * fetches run in the order of the list and wait until there is room;
-* a use waits until its regions are resident, and until there is room for what it creates.
+* a use waits until its regions are resident and there is room for the regions it creates.
 
-A schedule that fits when every action runs at its earliest moment then fits under any delay, since
-a delayed fetch only leaves more room. At one position the list names evictions before fetches, so
-plain execution in order is correct too.
+If a schedule fits with every action at its earliest time, it fits under any delay, since a delayed
+fetch only leaves more room. At one position the list has evictions before fetches, so executing it
+in order is correct too.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Use:
 
     Attributes:
         regions: indices of the regions that are read or modified.
-        creates: regions that come to life here, without a read from the lower tier; they may be
-            named in ``regions`` too.
+        creates: regions that are created here, without a read from the lower tier; they may be
+            in ``regions`` too.
         frees: regions that are dead after this use: discarded without a write. A freed region is
             not used again unless a later use creates it.
-        writes: which of ``regions`` are modified, so that evicting them costs a write. What is
-            created is modified.
-        seconds: how long the work itself takes.
+        writes: which of ``regions`` are modified, so that evicting them costs a write. Created
+            regions count as modified.
+        seconds: duration of the work itself.
     """
 
     regions: tuple[int, ...]
@@ -55,7 +55,7 @@ class Kind(IntEnum):
     FETCH = 0
     """From the lower tier into fast memory."""
     EVICT = 1
-    """Out of fast memory; the bytes are written only if the region is dirty."""
+    """Out of fast memory; bytes are written only if the region is dirty."""
 
 
 class Action(NamedTuple):
@@ -68,11 +68,11 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What to move, and when, for one reference string.
+    """The transfers for one reference string.
 
     Attributes:
         actions: transfers in the order of execution (see the note of this module).
-        peak: most bytes resident during one use if every action runs as early as it may.
+        peak: most bytes resident during one use if every action runs as early as allowed.
         bytes_in: bytes that the fetches read.
         bytes_out: bytes that the evictions of dirty regions write.
     """
@@ -84,7 +84,7 @@ class Schedule:
 
 
 def infeasible(position: int, need: int, have: int) -> BudgetError:
-    """Return the error for a use whose regions alone are larger than fast memory."""
+    """Return the error for a use whose regions alone exceed fast memory."""
     error = BudgetError(
         f"use {position} of the plan needs {format_bytes(need)} ({need} bytes) resident at once, "
         f"but there are {format_bytes(have)} ({have} bytes): raise the budget to at least that, or "

@@ -1,8 +1,8 @@
-"""What a training would cost under any budget and on any machine.
+"""Simulates the cost of training under any budget and on any machine.
 
-Event by event from recorded steps: operator by operator (`simulate`), or as the runtime moves it
-(`Training`); and by formulas for machines and networks that are not here (`designs`, `moe_cluster`,
-`movement`).
+Recorded steps are simulated event by event: operator by operator (`simulate`), or with the
+runtime's transfers (`Training`). Formulas cover machines and networks that are not available
+(`designs`, `moe_cluster`, `movement`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a simulated step saves for backward: in chunks filled in order, as the runtime's.
+"""Chunks of a simulated step's saved activations, filled in order as in the runtime.
 
-`Chunks` keeps the books of `dynoffload.runtime.passes.activations` by sizes alone: which chunk a
-storage lies in, when a chunk ends, which number the next one has.
+`Chunks` mirrors the accounting of `dynoffload.runtime.passes.activations`, by sizes alone: the
+chunk that holds each storage, when a chunk ends, and which chunk is opened next.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dynoffload.simulation.overhead import Division
 from dynoffload.simulation.pager import SimulatedPager
 
 ALIGNMENT = 64
-"""Bytes to which what lies in a chunk is aligned."""
+"""Alignment, in bytes, of the storages in a chunk."""
 
 
 @dataclass(eq=False)
 class _Chunk:
-    index: int  # -1 for one of its own
+    index: int  # -1 if it holds a single large storage
     region: int
     size: int
     filled: int = 0
@@ -27,15 +27,15 @@ class _Chunk:
 
 
 class Chunks:
-    """The chunks of one training.
+    """The chunks of one training run.
 
     Args:
-        pager: holds them.
+        pager: the pager that holds them.
         sizes: how the budget is divided.
-        on_open: called with the region of a chunk that is opened.
+        on_open: called with the region of each chunk that is opened.
 
     Attributes:
-        most_kept: most bytes that stayed in place at one time.
+        most_kept: peak bytes of storages saved in place.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Chunks:
         self._regions: list[int] = []
         self._free: list[int] = []  # indices, highest first
         self._current: _Chunk | None = None
-        self._where: dict[int, _Chunk | None] = {}  # storage -> its chunk, None if it stays
+        self._where: dict[int, _Chunk | None] = {}  # storage -> its chunk, None if in place
         self._nbytes: dict[int, int] = {}
         self._ended: list[int] = []
         self._kept = self.most_kept = 0
@@ -53,7 +53,7 @@ class Chunks:
         self._last = -1
 
     def next_regions(self, count: int) -> list[int]:
-        """Return the regions of the chunks that are opened next."""
+        """Return the regions of the next ``count`` chunks to be opened."""
         self.settle()
         while len(self._free) < count:
             self._make()
@@ -69,13 +69,13 @@ class Chunks:
         return taken
 
     def save(self, storage: int, nbytes: int, whole: int, *, own: bool = False) -> int:
-        """A storage is saved; return the bytes that are copied.
+        """Save a storage; return the bytes that are copied.
 
         Args:
             storage: its number.
-            nbytes: of it.
-            whole: bytes of the storage that it is a part of, by which it stays in place or not.
-            own: it is the model's, and counted with that where it stays.
+            nbytes: its bytes.
+            whole: bytes of the storage it is a part of, which decide whether it stays in place.
+            own: whether it belongs to the model and is not counted here if it stays in place.
         """
         self.settle()
         more = self._nbytes[storage] = 0 if own else nbytes
@@ -132,11 +132,11 @@ class Chunks:
             self._drop(chunk)
 
     def end_forward(self) -> None:
-        """The next forward begins a chunk of its own."""
+        """Close the current chunk; the next forward opens a new one."""
         self._shut_current()
 
     def ask(self, storage: int) -> int | None:
-        """Backward asks for a storage: return its region, None if it stays in place."""
+        """Return the region of a storage that backward unpacks, None if it is saved in place."""
         chunk = self._where.get(storage)
         if chunk is None:
             return None
@@ -147,11 +147,11 @@ class Chunks:
         return chunk.region
 
     def end(self, storage: int) -> None:
-        """Nobody will ask for it any more; this is counted when the books are next settled."""
+        """Mark a storage as no longer needed; `settle` frees it."""
         self._ended.append(storage)
 
     def settle(self) -> None:
-        """Count what has ended, and drop the chunks of which that was all."""
+        """Free the storages that have ended, and the closed chunks left empty."""
         ended, self._ended = self._ended, []
         for storage in ended:
             chunk = self._where.pop(storage, None)

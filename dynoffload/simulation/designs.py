@@ -1,15 +1,14 @@
-"""Four ways to give an accelerator more memory, and two to use it, as Heo et al. (2023) have them.
+"""Four designs of remote memory for accelerators and two placements, after Heo et al. (2023).
 
-Rates of the designs, one pool that many devices share, which is ours, and the capacity that a
-placement needs in local and remote memory. When bytes move says `movement`.
+It has the designs' rates, our own design of a pool shared by many devices, and the capacity that a
+placement needs in local and remote memory. `movement` models when bytes move.
 
-[Note: what local memory holds]  Besides what a placement keeps there, each kind of what one layer
-needs has an area of its own, as large as the largest layer's, at fixed addresses and without reuse
-between phases: its weights if they come from remote memory, their gradient as backward makes it,
-the optimizer state and gradient that its update reads and writes, its activations and as much for
-their gradients, the gathered input of a block and its gradient, and tokens sent to experts and
-received for them, with their gradients. The embedding, its gradient, the logits and their gradient
-are always there.
+[Note: what local memory holds]  In addition to what a placement keeps there, each kind of data of
+one layer has its own area, as large as the largest layer's, at fixed addresses and without reuse
+between phases. These are: its weights, if they are remote; their gradient; the optimizer state and
+gradient of its update; its activations and as much for their gradients; the gathered input of a
+block and its gradient; tokens sent to and received for experts, with their gradients. The
+embedding, its gradient, the logits and their gradient are always local.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ DESIGNS: dict[int, Accelerator] = {
     3: _design("integrated, network by CPU", SharedLink(900 * GB_PER_S), 512),
     4: _design("integrated, network by GPU", SharedLink(900 * GB_PER_S), 900),
 }
-"""By the number that the paper gives them."""
+"""Designs by their number in the paper."""
 
 
 def pooled(sharers: int) -> Accelerator:
@@ -46,13 +45,13 @@ def pooled(sharers: int) -> Accelerator:
 
 @dataclass(frozen=True)
 class Placement:
-    """What is remote besides optimizer state and gradients, which always are.
+    """What is remote, in addition to optimizer state and gradients, which always are.
 
     Attributes:
-        name: of the strategy.
-        weights: of the layers.
-        checkpoints: the inputs of layers, kept from forward to recomputation.
-        activations: what recomputation saves for backward.
+        name: name of the strategy.
+        weights: whether the layers' weights are remote.
+        checkpoints: whether the layers' inputs, kept from forward to recomputation, are remote.
+        activations: whether the activations that recomputation saves for backward are remote.
     """
 
     name: str
@@ -67,7 +66,7 @@ STRATEGIES = (CONSERVATIVE, AGGRESSIVE)
 
 
 def local_areas(shard: MoeShard, placement: Placement) -> dict[str, float]:
-    """Return the bytes of local memory by what they hold; see [Note: what local memory holds]."""
+    """Return the bytes of local memory by purpose; see [Note: what local memory holds]."""
     element, layers, head = shard.precision.element, shard.layers, shard.head
     resident = {
         "embedding, its gradient, logits": 2 * element * head.dense + 2 * shard.logits,
@@ -92,7 +91,7 @@ def local_areas(shard: MoeShard, placement: Placement) -> dict[str, float]:
 
 
 def remote_areas(shard: MoeShard, placement: Placement) -> dict[str, float]:
-    """Return a device's bytes of remote memory by what they hold."""
+    """Return a device's bytes of remote memory by purpose."""
     layers = shard.layers
     areas = {
         "optimizer state and gradients": sum(

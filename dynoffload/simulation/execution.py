@@ -1,6 +1,6 @@
-"""Running recorded steps on a machine, operator by operator: planned, or on demand.
+"""Simulates recorded steps on a machine, operator by operator: planned or on demand.
 
-What was used counts as modified where its use says so. Plans are the runtime's planner's.
+Plans come from the runtime's planner. A region is dirty after a use that writes it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dynoffload.simulation.workload import Step, Workload, persistent_part
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a run cost.
+    """Result of a simulated run.
 
     Attributes:
-        steps: what each cost, up to the first that could not be made.
-        infeasible: why a step could not be made; "" if all were.
+        steps: result of each step, up to the first infeasible one.
+        infeasible: why a step was infeasible; "" if none was.
     """
 
     steps: tuple[StepResult, ...]
@@ -36,14 +36,14 @@ class Simulation:
 
 
 def simulate(workload: Workload, machine: Machine, *, planned: bool) -> Simulation:
-    """Run ``workload`` on ``machine``; what is there before the first step lies in the tier below.
+    """Run ``workload`` on ``machine``; persistent regions start in the tier below.
 
     Args:
         workload: recorded steps.
-        machine: a budget that a step cannot run under is reported, never clipped: see
-            `Simulation.infeasible`.
-        planned: each step and the one after it are known: Belady's rule, fetched as early as there
-            is room. Else everything is on demand, and the oldest leaves.
+        machine: the machine; a budget too small for a step is reported in
+            `Simulation.infeasible`, not adjusted.
+        planned: whether each step and the next are known, so that the planner evicts by Belady's
+            rule and prefetches. Otherwise fetches are on demand and eviction is LRU.
     """
     results: list[StepResult] = []
     execution = Execution(list(workload.sizes), machine)
@@ -61,9 +61,9 @@ def simulate(workload: Workload, machine: Machine, *, planned: bool) -> Simulati
 
 
 def _planned(execution: Execution, steps: Sequence[Step]) -> PlanCursor:
-    """Return a plan for the first of ``steps`` from where ``execution`` stands.
+    """Return a plan for the first of ``steps`` from the current state of ``execution``.
 
-    Of the next, only what is there before it counts: what comes first should stay.
+    Of later steps only persistent regions count, so that those used first stay resident.
     """
     here, *following = steps
     uses = [*here.uses, *(persistent_part(use, step) for step in following for use in step.uses)]
@@ -75,20 +75,20 @@ def _planned(execution: Execution, steps: Sequence[Step]) -> PlanCursor:
 
 
 class Execution(FastMemory):
-    """Steps as strings of uses."""
+    """Executes steps given as strings of uses."""
 
     def resize(self, sizes: Sequence[int]) -> None:
-        """Between two steps: give regions that are not in fast memory their sizes in the next."""
+        """Between steps, set the sizes of absent regions to those of the next step."""
         for region, nbytes in enumerate(sizes):
             if self.sizes[region] != nbytes:
                 assert self.state[region] is State.ABSENT
                 self.sizes[region] = nbytes
 
     def step(self, uses: Sequence[Use], plan: PlanCursor | None = None) -> StepResult:
-        """Make ``uses`` in order, following ``plan``; without one everything is on demand.
+        """Execute ``uses`` in order, following ``plan``; without one everything is on demand.
 
         Raises:
-            BudgetError: a use cannot be made in ``machine.fast_bytes``.
+            BudgetError: a use does not fit in ``machine.fast_bytes``.
         """
         began = self.now
         self._result = result = StepResult(peak_bytes=self._taken)
@@ -132,7 +132,7 @@ class Execution(FastMemory):
                 self._offer(region)
 
     def _get(self, position: int, regions: Sequence[int]) -> None:
-        """Wait until all ``regions`` are here."""
+        """Wait until all ``regions`` are resident."""
         absent = [region for region in regions if self.state[region] is not State.HERE]
         for region in regions:
             self._pins[region] += 1

@@ -1,9 +1,9 @@
-"""A simulated fast memory: who is where at which moment, event by event.
+"""Event-by-event simulation of fast memory: the state of each region over time.
 
 `FastMemory` is a clock, regions, and the traffic of a link. It follows the rules of the runtime's
-pager: what somebody waits for goes before what is planned; planned transfers run in order as there
-is room; room is made by evicting what is used last. Who drives it is an `Execution`, operator by
-operator, or a `SimulatedPager`, verb by verb.
+pager: demand fetches go before planned transfers; planned transfers run in order, as there is room;
+eviction takes the region with the farthest next use. It is driven by an `Execution`, operator by
+operator, or as a `SimulatedPager`, call by call.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ class State(IntEnum):
     """Where a region's bytes are."""
 
     ABSENT = 0
-    """Below, or nowhere."""
+    """In the tier below, or without content."""
     READING = 1
-    """On the way in; room is taken."""
+    """Being read; its memory is taken."""
     HERE = 2
     """In fast memory."""
     WRITING = 3
-    """On the way out; room is still taken."""
+    """Being written; its memory is still taken."""
 
 
 @dataclass
 class StepResult:
-    """What one step cost.
+    """Result of one simulated step.
 
     Attributes:
-        seconds: from its first use to the end of its last.
-        compute_s: of the uses themselves, on this machine.
-        stall_s: waited for regions or for room.
-        beside_s: of work, its own and the uses', that was done while transfers were under way.
-        bytes_in: read from the tier below.
-        bytes_out: written to it.
-        prefetched_bytes: of those read, by plan.
-        faults: regions that a use had to wait for, or to ask for.
+        seconds: from the start of its first use to the end of its last.
+        compute_s: seconds of the uses themselves, on this machine.
+        stall_s: seconds of waiting for regions or for room.
+        beside_s: seconds of work, the runtime's and the uses', that overlapped with transfers.
+        bytes_in: bytes read from the tier below.
+        bytes_out: bytes written to it.
+        prefetched_bytes: bytes of ``bytes_in`` that were read by plan.
+        faults: demand fetches of regions, or accesses that had to wait.
         peak_bytes: most fast memory taken at one time.
     """
 
@@ -65,9 +65,9 @@ class FastMemory:
 
     Args:
         sizes: bytes of each region; may grow between steps.
-        machine: what it runs on.
-        reserve: bytes that plans leave free, for what nobody predicted; idle workers make room for
-            it of what is not used now.
+        machine: the simulated machine.
+        reserve: bytes that plans leave free for unpredicted regions; idle workers evict regions
+            not in use to restore it.
 
     Attributes:
         now: seconds since the first step began.
@@ -83,7 +83,7 @@ class FastMemory:
         self._copied: list[bool] = []  # whether the tier below has a copy, stale or not
         self._pins: list[int] = []
         self._wanted: list[bool] = []
-        self._doomed: list[bool] = []  # freed while on its way out
+        self._doomed: list[bool] = []  # freed during its transfer
         self._stamp: list[int] = []
         self._version: list[int] = []
         self._heap: list[tuple[int, int, int, int]] = []
@@ -98,7 +98,7 @@ class FastMemory:
     # Regions
 
     def extend(self) -> None:
-        """Take note of regions that were added to ``sizes``."""
+        """Add state for regions that were added to ``sizes``."""
         more = len(self.sizes) - len(self.state)
         self.state += [State.ABSENT] * more
         for flags in (self.dirty, self._copied, self._wanted, self._doomed):
@@ -108,7 +108,7 @@ class FastMemory:
         self._version += [0] * more
 
     def place(self, regions: Iterable[int]) -> None:
-        """Say that regions exist from the start, in the tier below."""
+        """Mark regions as having content in the tier below."""
         for region in regions:
             self._copied[region] = True
 
@@ -121,13 +121,13 @@ class FastMemory:
         return here and not self._pins[region] and not self._wanted[region]
 
     def _offer(self, region: int) -> None:
-        """The region may be chosen to leave, from now on at its present next use."""
+        """Make the region a candidate for eviction, ranked by its current next use."""
         self._version[region] += 1
         entry = (-self._plan.next_use(region), self._stamp[region], region, self._version[region])
         heappush(self._heap, entry)
 
     def finish(self) -> None:
-        """Let what is under way come to its end."""
+        """Wait until all transfers have ended."""
         self._wait(lambda: not self._traffic.under_way)
 
     def _follow(self, plan: PlanCursor) -> None:
@@ -137,7 +137,7 @@ class FastMemory:
                 self._offer(region)
 
     def _forget(self, region: int) -> None:
-        """The region's bytes are wanted by nobody any more."""
+        """Discard the region's content, without a write."""
         self.dirty[region] = False
         self._copied[region] = False
         if self.state[region] is State.WRITING or self.state[region] is State.READING:
@@ -152,7 +152,7 @@ class FastMemory:
     # Time
 
     def _compute(self, seconds: float) -> None:
-        """Let ``seconds`` of work pass, with transfers beside it where the machine can."""
+        """Advance by ``seconds`` of work, overlapping transfers if the machine can."""
         left = seconds
         if not self.machine.overlap:
             self._wait(lambda: not self._traffic.under_way)
@@ -217,10 +217,10 @@ class FastMemory:
     # What the link does next
 
     def _dispatch(self) -> None:
-        """Let idle workers begin what is due: first what somebody waits for, then what is planned.
+        """Let idle workers begin due transfers: first demand fetches, then planned transfers.
 
-        A machine without overlap begins planned transfers too, but only between uses: there nothing
-        computes meanwhile.
+        A machine without overlap begins planned transfers too, but only between uses, when nothing
+        computes.
         """
         while len(self._traffic.under_way) < self.machine.workers:
             if self._urgent:
@@ -256,11 +256,11 @@ class FastMemory:
         return True
 
     def _last_used(self, later_than: int = -1) -> int:
-        """Return what is used last by the plan, then longest ago; -1 if nothing may leave."""
+        """Return the region to evict: farthest next use, after ``later_than``, then LRU; or -1."""
         while self._heap:
             following, _, region, version = self._heap[0]
             if version != self._version[region] or not self._may_leave(region):
-                heappop(self._heap)  # it is offered again when that changes
+                heappop(self._heap)  # it is offered again when it may leave
                 continue
             return region if -following > later_than else -1
         return -1
@@ -286,7 +286,7 @@ class FastMemory:
                 return True
             coming = self._room() + self._leaving >= wanted
             if coming or following > plan.position + 1:
-                return False  # room is on its way, or there is time to wait for it
+                return False  # memory is being freed, or there is time to wait for it
             victim = self._last_used(following)
             if victim < 0:
                 return False
@@ -327,5 +327,5 @@ class FastMemory:
         self._traffic.begin(Transfer(region, size, False, delay, False))
 
     def _let_go(self, region: int) -> float:
-        """Ready a region that is here for its write; return the seconds that takes."""
+        """Prepare a resident region for its write; return the seconds that takes."""
         return 0.0

@@ -1,13 +1,13 @@
-"""The machine that a simulation runs on: a fast tier, a link to the tier below, and compute.
+"""The simulated machine: a fast tier, a link to the tier below, and compute.
 
-In bytes, seconds and bytes per second, and read from TOML; `dynoffload.doctor` measures this
-machine.
+Units are bytes, seconds and bytes per second. Machines are read from TOML; `dynoffload.doctor`
+measures the current one.
 
-[Note: one direction and both]  A link moves ``read_bps`` while only reads are under way and
-``write_bps`` while only writes are. With both under way it moves ``mixed_bps`` together, half of it
-each way, never more in one direction than that gives alone. Transfers in one direction share it
-evenly. A full-duplex link has the sum of both as ``mixed_bps``; one that takes turns has their
-harmonic mean.
+[Note: one direction and both]  A link moves ``read_bps`` while only reads are in progress and
+``write_bps`` while only writes are. With both in progress it moves ``mixed_bps`` in total, half of
+it each way, but no more in one direction than that direction's own rate. Transfers in one direction
+share its rate evenly. A full-duplex link's ``mixed_bps`` is the sum of both rates; that of a link
+that alternates is their harmonic mean.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from dynoffload.units import parse_bytes
 
 @dataclass(frozen=True)
 class Link:
-    """The way between fast memory and the tier below.
+    """The link between fast memory and the tier below.
 
     Attributes:
         read_bps: bytes per second into fast memory.
         write_bps: bytes per second out of it.
-        mixed_bps: of both directions at once, together; by default the link is full-duplex. See
-            [Note: one direction and both].
+        mixed_bps: bytes per second of both directions together; by default the link is
+            full-duplex. See [Note: one direction and both].
         latency_s: seconds before the first byte of a transfer.
-        fault_s: seconds more for a transfer that an access waits for: trap, service, wake.
+        fault_s: additional seconds of a demand fetch: trap, service, wake-up.
     """
 
     read_bps: float
@@ -52,8 +52,8 @@ class Link:
 
     @property
     def in_turns(self) -> bool:
-        """Whether reads and writes take turns: both at once move no more than one after the other
-        would."""
+        """Whether reads and writes alternate: both at once are no faster than one after the
+        other."""
         return self.mixed_bps <= 2 / (1 / self.read_bps + 1 / self.write_bps)
 
     def times(self, factor: float) -> Link:
@@ -66,7 +66,7 @@ class Link:
         )
 
     def rates(self, *, reads: bool, writes: bool) -> tuple[float, float]:
-        """Return the bytes per second of all reads and of all writes that are under way."""
+        """Return the total bytes per second of reads and of writes, given which are in progress."""
         if reads and writes:
             half = self.mixed_bps / 2
             return min(half, self.read_bps), min(half, self.write_bps)
@@ -75,17 +75,17 @@ class Link:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a simulation needs to know of a machine.
+    """Description of a machine for simulations.
 
     Attributes:
-        link: to the tier below.
-        fast_bytes: capacity of fast memory, that a policy may fill.
+        link: the link to the tier below.
+        fast_bytes: capacity of fast memory.
         slow_bytes: capacity of the tier below; None for no limit.
-        overlap: whether transfers run beside compute; without it each waits for the other.
-        workers: transfers that may be under way at one time.
-        compute: how many times faster this machine computes than the workload's seconds say, which
-            are the recorded ones, or those of the cost model that the workload was made with.
-        interference: share of its speed that compute loses while a transfer is under way.
+        overlap: whether transfers overlap with compute; otherwise each waits for the other.
+        workers: most transfers in progress at one time.
+        compute: speed of compute relative to the workload's seconds, which are recorded or come
+            from the cost model that the workload was made with.
+        interference: share of its speed that compute loses while a transfer is in progress.
     """
 
     link: Link
@@ -129,10 +129,10 @@ def load_machines(path: Path) -> dict[str, Machine]:
     """Return the machines that a TOML file describes, by the name of their tier.
 
     The file has the attributes of `Machine` at the top, and those of `Link` in a table ``[link]``,
-    or in tables ``[links.NAME]`` for several tiers to choose from; such a table may also have a
-    ``slow_bytes`` of its own. Bytes and bytes per second may be written as texts such as
-    ``"80GiB"``. Without ``mixed_bps`` a link is full-duplex. A table ``[compute]`` in place of the
-    factor ``compute`` is for `load_costs`.
+    or in tables ``[links.NAME]`` for alternative tiers. Such a table may also have its own
+    ``slow_bytes``. Bytes and bytes per second may be strings such as ``"80GiB"``. Without
+    ``mixed_bps`` a link is full-duplex. A table ``[compute]`` in place of the factor ``compute`` is
+    for `load_costs`.
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown or missing, or a value out of range.
@@ -155,11 +155,11 @@ def load_machines(path: Path) -> dict[str, Machine]:
 
 
 def load_costs(path: Path) -> CostModel | None:
-    """Return what operators take on the machine of a TOML file, None if it does not say.
+    """Return the cost model of the machine in a TOML file, None if it has none.
 
-    It says so in a table ``[compute]`` with the keys of `CostModel.of`, which a data sheet gives,
-    or with the one key ``model``: a file of `CostModel.save`, whose path is taken from where the
-    TOML file lies.
+    It is a table ``[compute]`` with the keys of `CostModel.of`, for values from a data sheet, or
+    with only the key ``model``: the path of a file written by `CostModel.save`, relative to the
+    TOML file.
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown or missing, or a value out of range.
@@ -184,7 +184,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _made(kind: Any, table: dict[str, Any], where: str, **values: Any) -> Any:
-    """Return a ``kind`` of what a table says, checked, and of ``values``."""
+    """Return a ``kind`` made of a table's checked entries and of ``values``."""
     known = {field.name: field for field in fields(kind) if field.name not in values}
     for key, value in table.items():
         if key not in known:

@@ -1,15 +1,15 @@
-"""A transformer with experts, divided over a cluster: what one device holds, computes and sends.
+"""A mixture-of-experts transformer on a cluster: what one device holds, computes and sends.
 
-Counts from dimensions (parameters, operators, saved activations, network bytes), layer by layer,
-for one of many devices that all do the same.
+Parameters, operators, saved activations and network bytes are computed from dimensions, layer by
+layer, for one of many devices that all do the same.
 
 [Note: the division]  Attention, the dense feed-forward layers and the embedding are divided over
-`Division.tensor` devices, and what lies between them by sequence (Korthikanti et al. 2022): saved
-activations and checkpoints are divided too, each block gathers its input and scatters its output,
-and backward gathers the input once more for the gradient of the weights. Each expert is cut into
-`Division.slices` parts along its inner dimension: a token goes to all parts and their results are
-added. Tokens spread evenly over the experts, and none is dropped. Norms, biases and the gate's
-weights, less than a thousandth of the parameters, are left out.
+`Division.tensor` devices; the operators between them are divided by sequence (Korthikanti et al.
+2022). So saved activations and checkpoints are divided too, each block gathers its input and
+scatters its output, and backward gathers the input again for the gradient of the weights. Each
+expert is cut into `Division.slices` parts along its inner dimension: a token goes to all parts and
+their results are added. Tokens spread evenly over the experts; none is dropped. Norms, biases and
+the gate's weights, less than a thousandth of the parameters, are left out.
 
 [Note: what is saved]  Bytes per token as Korthikanti et al. count them, at two bytes an element:
 inputs of both norms 4h; attention, not fused, 11h and 5as for a heads and sequences of s tokens;
@@ -31,13 +31,13 @@ class MoeTransformer:
     """Dimensions of the network.
 
     Attributes:
-        layers: attention and feed-forward each.
-        hidden: width.
-        heads: of attention.
-        experts: of a layer that has them; one for each token.
+        layers: number of layers, each attention and feed-forward.
+        hidden: width of a row.
+        heads: attention heads.
+        experts: experts of a mixture-of-experts layer; each token uses one.
         moe_every: each layer whose number is a multiple of it has experts in place of the dense
             feed-forward.
-        inner: width of a feed-forward, in units of ``hidden``.
+        inner: inner width of a feed-forward, in units of ``hidden``.
         vocabulary: rows of the embedding, which is also the head; 0 leaves it out.
     """
 
@@ -51,17 +51,17 @@ class MoeTransformer:
 
     @property
     def moe_layers(self) -> int:
-        """How many layers have experts."""
+        """Number of layers with experts."""
         return self.layers // self.moe_every
 
     @property
     def base_parameters(self) -> int:
-        """Of all layers, had none experts: what each token is multiplied with."""
+        """Parameters of all layers if none had experts: those used by each token."""
         return self.layers * (4 + 2 * self.inner) * self.hidden**2
 
     @property
     def parameters(self) -> int:
-        """Of all layers, without the embedding."""
+        """Parameters of all layers, without the embedding."""
         more = self.moe_layers * (self.experts - 1)
         return self.base_parameters + more * 2 * self.inner * self.hidden**2
 
@@ -71,10 +71,10 @@ class Division:
     """How the network and the batch are divided; see [Note: the division].
 
     Attributes:
-        tensor: devices that divide a dense layer.
+        tensor: devices that share a dense layer.
         data: groups of ``tensor`` devices, each with its own sequences.
-        expert: groups that the experts are spread over.
-        slices: devices that divide an expert.
+        expert: groups that the experts are distributed over.
+        slices: devices that share an expert.
     """
 
     tensor: int
@@ -84,36 +84,36 @@ class Division:
 
     @property
     def devices(self) -> int:
-        """All of them."""
+        """Number of devices."""
         return self.tensor * self.data
 
     @property
     def replicas(self) -> int:
-        """How many devices hold the same part of an expert."""
+        """Number of devices that hold the same part of an expert."""
         return self.devices // (self.expert * self.slices)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of one data-parallel group, and their length in tokens."""
+    """The number of sequences of one data-parallel group, and their length in tokens."""
 
     sequences: int
     length: int
 
     @property
     def tokens(self) -> int:
-        """Of all sequences."""
+        """Tokens of all sequences."""
         return self.sequences * self.length
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes of an element or a parameter.
+    """Bytes per element or per parameter.
 
     Attributes:
-        element: of a weight, an activation, and a gradient as backward makes it.
-        gradient: of a gradient that is kept: a part of ``state``.
-        state: of master weight, two moments and the gradient that is kept.
+        element: of a weight, an activation, and a gradient as computed in backward.
+        gradient: of a stored gradient, which is part of ``state``.
+        state: of the master weight, two moments and the stored gradient together.
         mask: of an element of a dropout mask.
     """
 
@@ -125,15 +125,15 @@ class Precision:
 
 @dataclass(frozen=True)
 class Layer:
-    """What one device has to do with one layer, with half of one, or with the head.
+    """One device's share of a layer, of half a layer, or of the head.
 
     Attributes:
-        forward, backward: operators, recomputation not included.
+        forward, backward: operators, without recomputation.
         saved: bytes of activations kept for backward.
         forward_network, backward_network: bytes received.
         dense: parameters that all data-parallel groups have.
         expert: parameters of experts.
-        reduced: bytes received to add up gradients over groups.
+        reduced: bytes received to sum gradients over groups.
     """
 
     forward: tuple[Operator, ...]
@@ -147,7 +147,7 @@ class Layer:
 
     @property
     def parameters(self) -> float:
-        """All that the device has of the layer."""
+        """All parameters of the layer on the device."""
         return self.dense + self.expert
 
     def __add__(self, other: Layer) -> Layer:
@@ -160,7 +160,7 @@ class MoeShard:
     """One device's part of a training step.
 
     Raises:
-        ConfigError: the network cannot be divided so.
+        ConfigError: the network cannot be divided this way.
     """
 
     model: MoeTransformer
@@ -202,18 +202,18 @@ class MoeShard:
 
     @property
     def routed(self) -> float:
-        """Bytes of one activation of those tokens."""
+        """Bytes of one activation of the tokens that reach the device's experts."""
         return self.precision.element * self.routed_rows * self.model.hidden
 
     @property
     def sent(self) -> float:
-        """Bytes of the device's own tokens on their way to all slices of their experts."""
+        """Bytes of the device's own tokens sent to all slices of their experts."""
         return self.own * self.division.slices
 
     def state_bytes(self, layer: Layer) -> float:
         """Return the device's bytes of optimizer state and gradients.
 
-        Those of parameters that other devices hold too are divided among them (ZeRO).
+        State of replicated parameters is divided among their devices (ZeRO).
         """
         owned = layer.dense / self.division.data + layer.expert / self.division.replicas
         return self.precision.state * owned
@@ -228,7 +228,7 @@ class MoeShard:
 
     @cached_property
     def head(self) -> Layer:
-        """The embedding as it is used last: logits, the loss, and their gradients."""
+        """The embedding used as the head: logits, the loss, and their gradients."""
         element, hidden = self.precision.element, self.model.hidden
         columns = self.model.vocabulary / self.division.tensor
         logits = matmul(element, self.batch.tokens, hidden, columns)
@@ -263,7 +263,7 @@ class MoeShard:
             matmul(element, tokens, hidden / tensor, hidden),  # projection
         ]
         softmax = (3 * element + mask) * scores  # and dropout, in either pass
-        # Input, query, key, value, mixture and a mask: 11h. Softmax, a mask, what it leaves: 5as.
+        # Input, query, key, value, mixture and a mask: 11h. Softmax, a mask, dropout's result: 5as.
         saved = 5 * self.own + self._mask + (2 * element + mask) * scores
         return self._divided(products, (softmax, softmax), saved, 4 * hidden**2 / tensor)
 
@@ -279,7 +279,7 @@ class MoeShard:
 
     @cached_property
     def around_experts(self) -> Layer:
-        """What of the second half of a layer with experts is neither theirs nor on the network."""
+        """The second half of a layer with experts, without their products and network traffic."""
         travel = Layer((self._travel,), (self._travel,))
         return self._block([], (0.0, 0.0), 0.0) + travel
 
@@ -295,7 +295,7 @@ class MoeShard:
         product = matmul(element, self.routed_rows / held, hidden, columns, held)
         inner = element * self.routed_rows * columns
         saved = self.routed + 2 * inner + self.own + self._mask
-        # Dispatch and combine, there and back: what a device sends it also receives.
+        # Dispatch and combine: a device receives as much as it sends.
         exchanged = 2 * self.sent * (1 - 1 / cut.expert)
         parameters = held * 2 * hidden * columns
         return self._block([product] * 2, (2 * inner, 3 * inner), saved) + Layer(
@@ -321,7 +321,7 @@ class MoeShard:
         )
 
     def _block(self, products: list[Operator], between: tuple[float, float], saved: float) -> Layer:
-        """Return a norm, ``products`` with an operator between them that moves so many bytes in
+        """Return a norm, ``products`` with an operator between them that moves ``between`` bytes in
         forward and in backward, dropout and residual."""
         forward = (2 * self.own, between[0], 3 * self.own + self._mask)
         backward = (3 * self.own, between[1], 2 * self.own + self._mask)
@@ -337,10 +337,10 @@ class MoeShard:
 
     @property
     def _ring(self) -> float:
-        """Bytes that a device receives to gather an activation of the group, or to scatter a
-        sum of its size."""
+        """Bytes that a device receives to all-gather an activation of the group, or to
+        reduce-scatter one."""
         return self.gathered * (1 - 1 / self.division.tensor)
 
     def _reduced(self, parameters: float, holders: int) -> float:
-        """Return the bytes received to scatter the sum of gradients over ``holders``."""
+        """Return the bytes received to reduce-scatter gradients over ``holders``."""
         return self.precision.element * parameters * (1 - 1 / holders)

@@ -1,29 +1,29 @@
-"""Steps of a divided transformer with experts on a cluster: slow wires, uneven experts, parts.
+"""Training steps of a mixture-of-experts transformer on a cluster, with expert layers in parts.
 
-The step of `moe_cluster` on `ranks` that need not do the same, with its expert layers in parts: the
-schedule of MPipeMoE (Zhang et al., IPDPS 2023), and four ways to restore in backward what parts
-overwrite in buffers that they share. Of remote memory only what strategies S1 to S3 copy counts.
+This is the step of `moe_cluster` on `ranks` with unequal loads. Expert layers run in parts: the
+schedule of MPipeMoE (Zhang et al., IPDPS 2023), with four strategies to restore in backward the
+shared buffers that parts overwrite. Remote memory only counts for the copies of S1 to S3.
 
 [Note: the step]  Forward, the head, and backward, with all but the experts recomputed just before a
-layer's backward. Attention, dense layers and the head are even, and their collectives end on all
-ranks at once; so do exchanges of tokens. A step is therefore the sum of its blocks, in each of
-which the slowest rank decides. Inside a block only the parts of experts overlap with anything.
-Experts keep what backward needs, or restore it by a strategy, and are not recomputed as a whole.
-Sums of gradients over groups count as in `movement`, after each layer's backward; updates do not.
+layer's backward. Attention, dense layers and the head take equal time on all ranks; their
+collectives and the exchanges of tokens end on all ranks at once. So a step is the sum of its
+blocks, each as slow as its slowest rank. Within a block only the parts of experts overlap. Experts
+keep what backward needs, or restore it by a strategy, and are not recomputed as a whole. Sums of
+gradients over groups count as in `movement`, after each layer's backward; updates do not count.
 
 [Note: the tasks of a part]  Products are counted in units of rows x width x inner multiply-adds.
-Forward: S (dispatch), first product, second product, R (combination); a strategy that offloads
-copies the dispatched input once it is there, and the middle once the first product has made it.
-Backward: the exchange of the output's gradient; the input comes back by a copy or by one more S,
-the middle by a copy or by one more first product; then two products make the gradients of the
-second matrix and of the middle, two those of the first matrix and of the input, and R takes that to
-its ranks. Per part these are the published volumes [products, exchanges, copies], with an inner
-width of four times the width.
+Forward: S (dispatch), first product, second product, R (combine). A strategy that offloads copies
+the dispatched input after S, and the middle after the first product.
+Backward: the exchange of the output's gradient. The input is restored by a copy or by repeating S,
+the middle by a copy or by repeating the first product. Two products compute the gradients of the
+second matrix and of the middle, two those of the first matrix and of the input. R returns the
+latter to its ranks. Per part these are the published volumes [products, exchanges, copies], with an
+inner width of four times the width.
 
-[Note: shared buffers]  Under S1 to S4 parts take turns on two buffers for inputs, two for outputs
-and one for the middle. What writes one waits for what used it last: two parts before, or one.
-Every part's input and middle are restored, also those that are still in their buffers, as the
-published volumes have it. Without a strategy every part has buffers of its own.
+[Note: shared buffers]  Under S1 to S4 parts alternate between two buffers for inputs, two for
+outputs and one for the middle. A task that writes a buffer waits for its previous user, two parts
+before or one. Every part's input and middle are restored, even if they are still in their buffers,
+as in the published volumes. Without a strategy every part has its own buffers.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Layer:
     """Dimensions of an expert-parallel layer, as one rank holds it.
 
     Attributes:
-        width: of a row.
-        inner: of an expert, or of the slice of one.
-        element: bytes of one.
-        activation, activation_backward: seconds of a row between the products, if they count.
+        width: width of a row.
+        inner: inner width of an expert, or of its slice.
+        element: bytes of an element.
+        activation, activation_backward: seconds per row between the products; 0 to ignore them.
     """
 
     width: int
@@ -60,17 +60,16 @@ class Layer:
     activation_backward: float = 0.0
 
     def kept(self, rows: float, parts: int = 1, *, shared: bool = True) -> tuple[float, float]:
-        """Return the elements of activations, from forward to backward, and of backward's buffers,
-        by the published formula.
+        """Return the number of elements of activations kept for backward, and of backward's
+        buffers, by the published formula.
 
-        What sharing saves is printed once for both, and passes the buffers themselves beyond 8
-        parts with an inner width of four times the width: they are 0 there.
+        The paper gives one formula for the savings of both. With an inner width of four times the
+        width they exceed the buffers beyond 8 parts; the buffers are 0 there.
 
         Args:
-            rows: of the batch.
-            parts: of the batch.
-            shared: parts share buffers; see [Note: shared buffers].
-        """
+            rows: rows of the batch.
+            parts: parts of the batch.
+            shared: whether parts share buffers; see [Note: shared buffers]."""
         saved = 0.0
         if shared and parts > 1:
             saved = 2 * self.width * (parts - 2) / parts + self.inner * (parts - 1) / parts
@@ -80,7 +79,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Part:
-    """Seconds of one part's units, alone.
+    """Seconds of one part's tasks, each without overlap.
 
     Attributes:
         product: one matrix product, on each rank.
@@ -99,16 +98,16 @@ class Part:
 
 
 def part_of(layer: Layer, routing: Routing, device: Accelerator, cluster: Cluster) -> Part:
-    """Return what a part takes.
+    """Return the seconds of a part's tasks.
 
-    A product takes its arithmetic, or its traffic if that takes longer: all matrices that the rank
-    holds, whatever part of the batch it is for, and the rows. Copies go to the remote memory.
+    A product takes the longer of its arithmetic and its traffic: all matrices that the rank holds,
+    whatever the part's size, and the rows. Copies go to the remote memory.
 
     Args:
         layer: its dimensions.
-        routing: of the part.
-        device: every rank.
-        cluster: of the ranks; its exchanges follow from who sends what to whom.
+        routing: routing of the part's rows.
+        device: the device of every rank.
+        cluster: the cluster, which determines the time of the exchanges.
     """
     sent = routing.sent()
     received: Floats = sent.sum(axis=0)
@@ -188,14 +187,14 @@ def backward(part: Part, parts: int, strategy: Strategy = Strategy.NONE) -> Time
 
 @dataclass(frozen=True)
 class Cost:
-    """One pass of a layer, or several in a row.
+    """Cost of one pass of a layer, or of several in a row.
 
     Attributes:
-        seconds: of it.
-        compute_s: of the rank that computes longest.
-        even_s: of compute, the mean over ranks.
-        link_s: that exchanges run.
-        copy_s: of the rank that copies longest.
+        seconds: total seconds.
+        compute_s: seconds of compute on the rank that computes longest.
+        even_s: mean seconds of compute over ranks.
+        link_s: seconds of exchanges.
+        copy_s: seconds of copies on the rank that copies longest.
     """
 
     seconds: float = 0.0
@@ -206,14 +205,14 @@ class Cost:
 
     @staticmethod
     def of(timeline: Timeline) -> Cost:
-        """Return what ``timeline`` shows."""
+        """Return the cost of a timeline."""
         compute, link, copy = (timeline.busy[resource] for resource in (COMPUTE, LINK, COPY))
         most = float(compute.max()), float(compute.mean()), float(link.max()), float(copy.max())
         return Cost(timeline.seconds, *most)
 
     @property
     def bound(self) -> float:
-        """The published cost, which leaves out what a pipeline takes to fill and to drain."""
+        """The published cost, without the time to fill and drain the pipeline."""
         return max(self.compute_s, self.link_s, self.copy_s)
 
     def __add__(self, other: Cost) -> Cost:
@@ -221,18 +220,18 @@ class Cost:
 
 
 def cost_of(part: Part, parts: int, strategy: Strategy = Strategy.NONE) -> Cost:
-    """Return what both passes of ``parts`` such parts cost."""
+    """Return the cost of forward and backward of ``parts`` equal parts."""
     return Cost.of(forward(part, parts, strategy)) + Cost.of(backward(part, parts, strategy))
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """A step.
+    """Cost of a step.
 
     Attributes:
-        experts: of all expert layers, both passes, without what is even in them.
-        even_s: compute of all else.
-        collective_s: collectives of all else.
+        experts: cost of all expert layers, both passes, without their parts in ``even_s``.
+        even_s: seconds of compute that is equal on all ranks.
+        collective_s: seconds of collectives outside of expert layers.
     """
 
     experts: Cost
@@ -241,28 +240,28 @@ class StepCost:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """Seconds of the step."""
         return self.even_s + self.collective_s + self.experts.seconds
 
     @property
     def link_s(self) -> float:
-        """What the link works."""
+        """Seconds that the link is busy."""
         return self.collective_s + self.experts.link_s
 
     @property
     def exposed_s(self) -> float:
-        """What the step lasts beyond the compute of its slowest ranks."""
+        """Seconds of the step beyond the compute of its slowest ranks."""
         return self.seconds - self.even_s - self.experts.compute_s
 
 
 @dataclass(frozen=True)
 class MoeSteps:
-    """Steps of ``shard`` on ``cluster``; see [Note: the step].
+    """Simulates steps of ``shard`` on ``cluster``; see [Note: the step].
 
     Attributes:
-        shard: what a rank does, were all alike.
-        device: every rank.
-        cluster: all of them.
+        shard: the work of a rank if loads were equal.
+        device: the device of every rank.
+        cluster: the cluster of the ranks.
     """
 
     shard: MoeShard
@@ -271,7 +270,7 @@ class MoeSteps:
 
     @property
     def layer(self) -> Layer:
-        """An expert layer."""
+        """The dimensions of an expert layer."""
         model, cut, element = self.shard.model, self.shard.division, self.shard.precision.element
         inner = model.inner * model.hidden // cut.slices
         row = element * inner / self.device.local_bytes_per_s
@@ -280,12 +279,12 @@ class MoeSteps:
     def step(
         self, routings: Sequence[Routing], parts: int = 1, strategy: Strategy = Strategy.NONE
     ) -> StepCost:
-        """Return what a step costs.
+        """Return the cost of a step.
 
         Args:
             routings: one for each expert layer, of all its rows, or one for all of them.
-            parts: of the batch, in expert layers.
-            strategy: how what parts overwrite is restored.
+            parts: parts of the batch in expert layers.
+            strategy: how overwritten buffers are restored.
         """
         each = [
             cost_of(
@@ -298,15 +297,15 @@ class MoeSteps:
         return StepCost(sum(each, Cost()), self._even, self._collectives)
 
     def kept_bytes(self, routings: Sequence[Routing], parts: int, strategy: Strategy) -> float:
-        """Return what the rank with most rows holds: activations of all expert layers, and buffers
-        of one."""
+        """Return the bytes on the rank with most rows: activations of all expert layers, and
+        buffers of one."""
         most = max(float(routing.sent().sum(axis=0).max()) for routing in routings)
         activations, buffers = self.layer.kept(most, parts, shared=strategy.reuses)
         return self.layer.element * (self.shard.model.moe_layers * activations + buffers)
 
     @cached_property
     def _even(self) -> float:
-        """Return the seconds of what all ranks do alike."""
+        """Return the seconds of compute that is equal on all ranks."""
         shard, model = self.shard, self.shard.model
         operators: list[Operator] = [*shard.head.forward, *shard.head.backward]
         for block, times in (
@@ -324,8 +323,8 @@ class MoeSteps:
         shard, cut, element = self.shard, self.shard.division, self.shard.precision.element
         blocks = 2 * shard.model.layers - shard.model.moe_layers
         ring = self.cluster.all_gather(shard.gathered, self.cluster.rings(cut.tensor))
-        # Each block gathers and scatters in forward and once more when it is recomputed, and
-        # thrice in backward; the head gathers once, and twice in backward.
+        # Each block gathers and scatters in forward and when it is recomputed, and has three
+        # collectives in backward. The head gathers once in forward and twice in backward.
         found = ((2 + 2 + 3) * blocks + 3 * bool(shard.model.vocabulary)) * ring
         groups = self.cluster.rings(cut.data, cut.tensor)
         copies = self.cluster.rings(cut.replicas, cut.expert * cut.slices)

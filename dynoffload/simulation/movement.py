@@ -1,15 +1,15 @@
-"""A step as visits to layers, and how long it takes when bytes move serially, or ahead.
+"""A step as a sequence of visits to layers, timed with serial or overlapped transfers.
 
-The sequence of visits that a placement makes of a step, with the regions each needs from remote
-memory and leaves there, and three ways to time it. All devices do the same at the same time.
+`visits` gives the sequence for a placement, with the regions each visit fetches from and stores to
+remote memory. Three functions time it. All devices do the same at the same time.
 
 [Note: two orders]  In *sweeps*, all layers are recomputed before backward begins: weights are read
-three times, and the activations of all layers lie in remote memory at once. *Beside*, each layer is
-recomputed just before its backward: weights are read twice, and activations never leave.
+three times, and the activations of all layers are in remote memory at once. *Beside*, each layer is
+recomputed just before its backward: weights are read twice, and activations stay local.
 
-[Note: moving ahead]  While a visit runs, the link first stores what the visit before it made and
-then fetches what the next one needs: two buffers for each. What two neighbouring visits share does
-not move. The link carries one transfer at a time, and the first fetch of a step is waited for.
+[Note: moving ahead]  While a visit runs, the link first stores the results of the previous visit
+and then fetches the regions of the next one, with two buffers for each. Regions shared by two
+neighbouring visits stay. The link carries one transfer at a time; a step waits for its first fetch.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from dynoffload.simulation.roofline import Accelerator, Operator, SharedLink, wo
 
 
 class Order(Enum):
-    """Where recomputation stands; see [Note: two orders]."""
+    """When layers are recomputed; see [Note: two orders]."""
 
     SWEEPS = "sweeps"
     BESIDE = "beside"
 
 
 class Update(Enum):
-    """What of the optimizer belongs to the step."""
+    """Which part of the optimizer belongs to the step."""
 
     NONE = "none"
     GRADIENTS = "gradients kept"
@@ -42,13 +42,13 @@ class Update(Enum):
 
 @dataclass(frozen=True)
 class Visit:
-    """What happens to one layer at one time.
+    """One visit to a layer.
 
     Attributes:
-        operators: that run.
-        network_bytes: received from other devices.
-        fetched: region -> bytes that must come from remote memory.
-        stored: region -> bytes that are made and belong to remote memory.
+        operators: the operators that run.
+        network_bytes: bytes received from other devices.
+        fetched: region -> bytes fetched from remote memory.
+        stored: region -> bytes created and stored to remote memory.
     """
 
     operators: tuple[Operator, ...]
@@ -59,7 +59,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class Segments:
-    """Seconds of a step: arithmetic, and what three other things add to it."""
+    """Seconds of a step: arithmetic, and the exposed time of both memories and the network."""
 
     compute_s: float
     local_s: float
@@ -68,12 +68,12 @@ class Segments:
 
     @property
     def total_s(self) -> float:
-        """The step."""
+        """Seconds of the step."""
         return self.busy_s + self.remote_s
 
     @property
     def busy_s(self) -> float:
-        """The step, were remote memory infinitely fast."""
+        """Seconds of the step if remote memory were infinitely fast."""
         return self.compute_s + self.local_s + self.network_s
 
 
@@ -124,7 +124,7 @@ def visits(
 def _update(
     shard: MoeShard, layer: Layer, number: int, placement: Placement, update: Update
 ) -> Visit:
-    """Return the update of a layer as a visit of its own, without its arithmetic."""
+    """Return a layer's update as a separate visit, without its arithmetic."""
     if update is Update.NONE:
         return Visit((), 0.0)
     precision = shard.precision
@@ -144,14 +144,14 @@ def _update(
 
 
 def moved_bytes(steps: Sequence[Visit], *, ahead: bool = False) -> float:
-    """Return all bytes that cross to or from remote memory, serially or ahead."""
+    """Return all bytes moved to or from remote memory, serially or ahead."""
     if ahead:
         return sum(fetched + stored for fetched, stored in _planned(steps))
     return sum(sum(v.fetched.values()) + sum(v.stored.values()) for v in steps)
 
 
 def serial(steps: Sequence[Visit], device: Accelerator) -> Segments:
-    """Return the step when nothing overlaps."""
+    """Return the seconds of the step when nothing overlaps."""
     done = [work(visit.operators, device) for visit in steps]
     return Segments(
         sum(w.compute_s for w in done),
@@ -162,12 +162,12 @@ def serial(steps: Sequence[Visit], device: Accelerator) -> Segments:
 
 
 def partly_hidden(whole: Segments, share: float) -> Segments:
-    """Return a serial step whose movement runs under ``share`` of the rest, 0 to 1."""
+    """Return a serial step whose transfers overlap with ``share`` (0 to 1) of its other time."""
     return replace(whole, remote_s=max(0.0, whole.remote_s - share * whole.busy_s))
 
 
 def ahead(steps: Sequence[Visit], device: Accelerator) -> Segments:
-    """Return the step when bytes move while layers run; see [Note: moving ahead]."""
+    """Return the seconds of the step when transfers overlap; see [Note: moving ahead]."""
     rate, whole, planned = device.remote.share, serial(steps, device), _planned(steps)
     tasks, ended, waited = Timeline(1), list[Floats](), 0.0
 
@@ -175,7 +175,7 @@ def ahead(steps: Sequence[Visit], device: Accelerator) -> Segments:
         tasks.add(Resource.LINK, planned[number][1] / rate, [ended[number]])
 
     for number, (visit, (fetched, _)) in enumerate(zip(steps, planned, strict=True)):
-        if number >= 2:  # then a buffer is free for what will be made
+        if number >= 2:  # frees a buffer for this visit's results
             store(number - 2)
         arrived = tasks.add(Resource.LINK, fetched / rate)
         waited += max(0.0, float(arrived[0] - (ended[-1][0] if ended else 0.0)))
@@ -188,7 +188,7 @@ def ahead(steps: Sequence[Visit], device: Accelerator) -> Segments:
 
 
 def buffer_bytes(steps: Sequence[Visit]) -> float:
-    """Return the local memory that moving ahead takes beyond moving serially."""
+    """Return the additional bytes of local memory that moving ahead takes."""
     planned = _planned(steps)
     return max(
         (planned[n + 1][0] if n + 1 < len(planned) else 0.0) + (planned[n - 1][1] if n > 0 else 0.0)
@@ -197,10 +197,10 @@ def buffer_bytes(steps: Sequence[Visit]) -> float:
 
 
 def in_turns(whole: Segments, count: float, link: SharedLink) -> Segments:
-    """Return a serial step when the devices of a pool move in turns, perfectly staggered.
+    """Return a serial step when the devices of a pool take turns, perfectly staggered.
 
-    Each moves ``count`` bytes at the rate of its port while others compute, or waits for the pool
-    where all of them together ask more of it than it gives: no order of theirs is faster.
+    Each moves ``count`` bytes at the rate of its port while others compute, or waits if together
+    they exceed the pool's rate. This is a lower bound over all orders of the devices.
     """
     alone = count / min(link.port_bytes_per_s, link.bytes_per_s)
     pool = link.sharers * count / link.bytes_per_s
@@ -208,7 +208,7 @@ def in_turns(whole: Segments, count: float, link: SharedLink) -> Segments:
 
 
 def _planned(steps: Sequence[Visit]) -> list[tuple[float, float]]:
-    """Return the bytes that each visit fetches and stores when neighbours keep what they share."""
+    """Return the bytes each visit fetches and stores if neighbours keep shared regions local."""
     planned = []
     for number, visit in enumerate(steps):
         before = steps[number - 1] if number else None

@@ -1,4 +1,4 @@
-"""What a simulated runtime is given and takes itself: a divided budget, and its own work."""
+"""Parameters of a simulated runtime: the division of the budget, and its own overhead."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass, field, fields, replace
 
 @dataclass(frozen=True)
 class Division:
-    """How a budget is divided, in bytes; the runtime's sizing says it.
+    """Division of a budget, in bytes, as the runtime's sizing computes it.
 
     Attributes:
-        pool_bytes: of the pool.
-        page_bytes: of its pages.
+        pool_bytes: size of the pool.
+        page_bytes: size of a page of the pool.
         reserve_bytes: part of the pool that plans leave free.
-        chunk_bytes: of a chunk of saved activations.
+        chunk_bytes: size of a chunk of saved activations.
         min_paged_bytes: parameters and state below this stay in memory.
-        min_moved_bytes: saved tensors below this stay in place, while `kept_bytes` lasts.
-        kept_bytes: how much those may take.
+        min_moved_bytes: saved tensors below this stay in place, up to `kept_bytes` in total.
+        kept_bytes: most bytes of tensors saved in place.
         draft_share: share of the parameters' bytes whose updates are drafted in backward.
     """
 
@@ -34,14 +34,14 @@ class Division:
 
 @dataclass(frozen=True)
 class Phase:
-    """What a phase of a simulated step took.
+    """Result of one phase of a simulated step.
 
     Attributes:
         name: ``"forward"``, ``"backward"`` or ``"optimizer"``.
-        seconds: in all.
-        counts: how often the runtime did what takes each of `COSTS`.
+        seconds: total seconds.
+        counts: number of operations of the runtime, by the names in `COSTS`.
         faults: accesses that waited for a transfer.
-        beside_s: seconds of work that was done beside transfers.
+        beside_s: seconds of work that overlapped with transfers.
     """
 
     name: str
@@ -53,19 +53,19 @@ class Phase:
 
 @dataclass(frozen=True)
 class RuntimeOverhead:
-    """What the runtime itself takes, beside the network's own work; seconds.
+    """The runtime's own costs, in addition to the network's work; seconds per operation.
 
     Attributes:
-        visit_s: of a unit's visit.
-        save_s: of a tensor that is saved.
-        ask_s: of one that backward asks for, a parameter or what was saved.
-        update_s: of an update that waited and is made by itself, beside its arithmetic.
-        draft_s: of one that is made in backward.
-        settle_s: of a parameter that has a gradient as the optimizer steps.
-        plan_s: of one use of a string that is planned.
-        copy_s: of a byte that is copied, into chunks, gradients' regions and twins.
-        moves: of moving a page of the pool between a slot and a region's address, by its bytes;
-            without any it takes nothing.
+        visit_s: a visit of a unit.
+        save_s: saving a tensor for backward.
+        ask_s: fetching a parameter or saved tensor in backward.
+        update_s: a deferred update, without its arithmetic.
+        draft_s: an update drafted in backward, without its arithmetic.
+        settle_s: a parameter with a gradient when the optimizer steps.
+        plan_s: one use of a planned reference string.
+        copy_s: one byte copied into chunks, gradients' regions or twins.
+        moves: moving a page of the pool between a slot and a region's address, by page size in
+            bytes; an empty mapping means no cost.
     """
 
     visit_s: float = 0.0
@@ -79,17 +79,17 @@ class RuntimeOverhead:
     moves: Mapping[int, float] = field(default_factory=dict)
 
     def times(self, factor: float) -> RuntimeOverhead:
-        """Return the same where all but moving pages takes ``factor`` times as long."""
+        """Return these costs times ``factor``, except for moving pages."""
         return replace(self, **{name: factor * getattr(self, name) for name in COSTS})
 
     def seconds(self, done: Mapping[str, float]) -> float:
-        """Return what ``done`` takes, counts by the names of `COSTS`."""
+        """Return the seconds of ``done``: counts by the names in `COSTS`."""
         return float(sum(count * getattr(self, cost) for cost, count in done.items()))
 
     def move_s(self, page_bytes: int) -> float:
-        """Return the seconds of moving a page of a pool with such pages."""
+        """Return the seconds of moving a page of this size."""
         return self.moves[page_bytes] if self.moves else 0.0
 
 
 COSTS = tuple(one.name for one in fields(RuntimeOverhead) if one.name != "moves")
-"""What is fitted of `RuntimeOverhead`."""
+"""The fitted attributes of `RuntimeOverhead`."""

@@ -1,15 +1,14 @@
-"""The runtime's device, simulated: the verbs of `dynoffload.memory.device.Device`, and their time.
+"""Simulated pager: the methods of `dynoffload.memory.device.Device`, with simulated time.
 
-`SimulatedPager` is a `FastMemory` that is driven verb by verb, as the runtime drives its pager, and
-keeps the pager's rules: what was only staged is clean and what was at its address is not; the stamp
-of a region is renewed by verbs, not by accesses; whoever touches an absent region waits for it;
-regions have twins.
+`SimulatedPager` is a `FastMemory` with the runtime's pager interface and rules. A region that was
+only staged is clean, one that was placed is dirty. Methods renew a region's LRU stamp, accesses do
+not. An access to an absent region waits for it. Regions have twins.
 
-[Note: places]  A region that is here either rests in slots ("staged") or lies at its address
-("placed"), where anybody may write it. Only what is placed can be accessed. Putting it there, or
-back, copies no byte, but the kernel moves page by page, and whoever asks for it waits: the step for
-what it asks for itself, a transfer for what leaves by it. The real pager moves under its lock, so
-that a step's moves and those of transfers wait for each other too; here they do not.
+[Note: places]  A resident region is either stored in slots ("staged") or mapped at its address
+("placed"), where the program may write it. Only a placed region can be accessed. Placing a region
+or moving it back copies no bytes, but the kernel moves it page by page. A step waits for the moves
+it asks for; a transfer waits for those of the region it evicts. The real pager moves pages under
+its lock, so that moves of steps and of transfers also wait for each other; here they do not.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from dynoffload.simulation.machine import Machine
 from dynoffload.simulation.traffic import Transfer
 
 FAULT_LOOKAHEAD = 8
-"""Uses of the plan that a fault may prove past."""
-_REPEATS = 4  # times that one operator asks again for what has left while it waited for the rest
+"""The most uses of the plan that a fault may skip."""
+_REPEATS = 4  # tries of one operator to have all its regions placed at once
 
 
 @dataclass
 class _Region:
-    content: int  # bytes, without what pads them
-    page: int  # its first, in the file
+    content: int  # bytes, without padding
+    page: int  # its first page in the file
     extra: bool
     placed: bool = False  # see [Note: places]
     locked: bool = False
@@ -43,26 +42,26 @@ class SimulatedPager(FastMemory):
     """A pool of pages and the regions that move in and out of it.
 
     Args:
-        machine: what it runs on; its ``fast_bytes`` are the pool's.
+        machine: the simulated machine; its ``fast_bytes`` are the size of the pool.
         page_bytes: regions are padded to this.
         reserve: bytes of the pool that plans leave free.
         move_s: seconds of moving a page to its address, or back; see [Note: places].
 
     Attributes:
-        most_extra: bytes of extra regions, at the most.
+        most_extra: peak bytes of extra regions.
     """
 
     def __init__(
         self, machine: Machine, page_bytes: int, reserve: int, move_s: float = 0.0
     ) -> None:
         self._page, self._move_s = page_bytes, move_s
-        self._arrived = 0  # pages that transfers have placed for who waits
+        self._arrived = 0  # pages that transfers placed for a waiting access
         self._regions: list[_Region] = []
-        self._free: list[int] = []  # numbers of regions that were released, the latest last
+        self._free: list[int] = []  # indices of released regions, the latest last
         self._extents = Extents(sys.maxsize)
         self._extra = self.most_extra = 0
         self._twins: dict[int, int] = {}
-        # Only what an access waits for is a fault: whoever calls a verb pays its transfers alone.
+        # Only accesses pay the fault latency; methods wait for their transfers without it.
         self._fault_s = machine.link.fault_s
         link = replace(machine.link, fault_s=0.0)
         super().__init__([], replace(machine, link=link), reserve=reserve)
@@ -70,12 +69,12 @@ class SimulatedPager(FastMemory):
     # Regions
 
     def padded(self, nbytes: int) -> int:
-        """Return the bytes of the pool that a region of ``nbytes`` takes."""
+        """Return the bytes of the pool that a region with ``nbytes`` of content takes."""
         return max(1, -(-nbytes // self._page)) * self._page
 
     def allocate(self, nbytes: int, *, extra: bool = False) -> int:
-        """Return a new region, without content; the number that was given back last comes first.
-        One that is ``extra`` is not among those that the file is made for."""
+        """Return a new region without content; reuses the most recently released index. An
+        ``extra`` region is not included in the initial size of the file."""
         padded = self.padded(nbytes)
         page = self._extents.take(padded // self._page)
         assert page is not None
@@ -93,7 +92,7 @@ class SimulatedPager(FastMemory):
         return len(self.sizes) - 1
 
     def release(self, region: int) -> None:
-        """End a region."""
+        """Free a region and its index."""
         self.discard(region)
         its = self._regions[region]
         self._extents.give(its.page, self.sizes[region] // self._page)
@@ -102,7 +101,7 @@ class SimulatedPager(FastMemory):
         self._free.append(region)
 
     def twin(self, region: int) -> int:
-        """Return the region that may trade contents with ``region``."""
+        """Return the twin of ``region``, with which it can exchange contents; created if needed."""
         other = self._twins.get(region)
         if other is None:
             content = self._regions[region].content
@@ -115,11 +114,11 @@ class SimulatedPager(FastMemory):
 
     @property
     def file_bytes(self) -> int:
-        """Return where the last region has ended in the file, gaps and all."""
+        """Return the highest end of a region in the file so far, including gaps."""
         return self._extents.high * self._page
 
     def discard(self, region: int) -> None:
-        """Forget a region's bytes; it stays, without content."""
+        """Discard a region's content; the region stays allocated."""
         self.withdraw([region])
         self._regions[region].locked = False
         self._forget(region)
@@ -127,12 +126,12 @@ class SimulatedPager(FastMemory):
     # Time
 
     def begin_step(self) -> StepResult:
-        """Return the numbers of the step that begins, to be filled."""
+        """Begin a step; return its result, which is filled as the step runs."""
         self._result = StepResult(peak_bytes=self._taken)
         return self._result
 
     def work(self, seconds: float, *, own: bool = False) -> None:
-        """Let the step work, beside transfers; ``own`` if it is the runtime's own work."""
+        """Simulate work that overlaps with transfers; ``own``: the runtime's own work."""
         if seconds > 0:
             self._compute(seconds)
             if not own:
@@ -141,7 +140,7 @@ class SimulatedPager(FastMemory):
     # Residency
 
     def acquire(self, regions: Sequence[int], *, pin: bool = False) -> None:
-        """Wait until all are at their addresses; hold them there if ``pin``."""
+        """Wait until all regions are placed; keep them placed if ``pin``."""
         for region in regions:
             self._pins[region] += 1
             self._renew(region)
@@ -153,7 +152,7 @@ class SimulatedPager(FastMemory):
             self.unpin(regions)
 
     def unpin(self, regions: Iterable[int]) -> None:
-        """Let go of pinned regions."""
+        """Unpin regions."""
         for region in regions:
             self._pins[region] -= 1
             if self._may_leave(region):
@@ -161,7 +160,7 @@ class SimulatedPager(FastMemory):
         self._dispatch()
 
     def touch(self, regions: Iterable[int]) -> None:
-        """The regions are about to be used: place what is staged, wait for nothing."""
+        """Announce that the regions will be used: place staged ones, without waiting."""
         for region in regions:
             self._renew(region)
             if self.state[region] is State.HERE:
@@ -171,7 +170,7 @@ class SimulatedPager(FastMemory):
                     self._offer(region)
 
     def access(self, regions: Sequence[int]) -> None:
-        """An operator reads or writes the regions: whatever is not placed is waited for."""
+        """Simulate an operator's access to the regions: wait for those that are not placed."""
         for _ in range(_REPEATS):
             away = [region for region in regions if not self._regions[region].placed]
             if not away:
@@ -187,7 +186,7 @@ class SimulatedPager(FastMemory):
         if plan.position < following <= plan.position + FAULT_LOOKAHEAD:
             self.advance(following)
         self.work(self._fault_s, own=True)
-        self._pins[region] += 1  # whoever waits for it is woken before it may leave
+        self._pins[region] += 1  # the waiting access runs before it may be evicted
         self._bring_all([region])
         self.unpin([region])
 
@@ -209,7 +208,7 @@ class SimulatedPager(FastMemory):
                 self._place(region)
 
     def _place(self, region: int, *, beside: bool = False) -> None:
-        """See [Note: places]; ``beside`` if a transfer does it."""
+        """Place a region; see [Note: places]. ``beside``: a transfer does it."""
         self._regions[region].placed = self.dirty[region] = True
         self._wanted[region] = False
         self._renew(region)
@@ -233,24 +232,24 @@ class SimulatedPager(FastMemory):
         self._stamp[region] = self._clock
 
     def _settle(self, region: int) -> None:
-        """Wait until it is not on its way."""
+        """Wait until the region is not in transfer."""
         self._wait(lambda: self.state[region] in (State.ABSENT, State.HERE))
 
     # Locks and twins
 
     def lock(self, regions: Iterable[int]) -> None:
-        """Take regions from their addresses: an update of them is put off."""
+        """Withdraw and lock regions, because an update of them is deferred."""
         for region in regions:
             self.withdraw([region])
             self._regions[region].locked = True
 
     def unlock(self, regions: Iterable[int]) -> None:
-        """The update is about to be made."""
+        """Unlock regions, because their update is about to be applied."""
         for region in regions:
             self._regions[region].locked = False
 
     def withdraw(self, regions: Iterable[int]) -> None:
-        """Take regions from their addresses."""
+        """Move placed regions back to staged."""
         for region in regions:
             self._settle(region)
             if self._regions[region].placed:
@@ -262,8 +261,8 @@ class SimulatedPager(FastMemory):
                     self._offer(region)
 
     def lend(self, regions: Sequence[int], twins: Sequence[int]) -> bool:
-        """Give the pages of each region to its twin; False, and nothing is done, if one is not
-        staged and unmodified."""
+        """Move the pages of each region to its twin; does nothing and returns False unless all are
+        staged and clean."""
         pairs = list(zip(regions, twins, strict=True))
         if not all(self._may_lend(region, twin) for region, twin in pairs):
             return False
@@ -282,7 +281,7 @@ class SimulatedPager(FastMemory):
         return staged and clean and not held and empty
 
     def exchange(self, regions: Sequence[int], twins: Sequence[int]) -> None:
-        """Let each region and its twin trade contents."""
+        """Exchange the contents of each region and its twin."""
         resting = (State.ABSENT, State.HERE)
         self.withdraw((*regions, *twins))
         self._wait(lambda: all(self.state[r] in resting for r in (*regions, *twins)))
@@ -299,18 +298,18 @@ class SimulatedPager(FastMemory):
     # The plan
 
     def follow(self, uses: Sequence[Use], schedule: Schedule) -> None:
-        """Follow another plan, from its begin."""
+        """Follow another plan, from its start."""
         self._follow(PlanCursor(uses, schedule.actions))
         self._dispatch()
 
     def advance(self, position: int) -> None:
-        """Progress in the plan has reached ``position``."""
+        """Advance the plan to ``position``."""
         for region in self._plan.advance(position):
             if self._may_leave(region):
                 self._offer(region)
         self._dispatch()
 
-    # What differs from regions that are used operator by operator
+    # Overrides of `FastMemory`
 
     def _leave(self, region: int) -> None:
         super()._leave(region)

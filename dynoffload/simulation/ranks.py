@@ -1,19 +1,18 @@
-"""Ranks: the wires between them, the rows that they exchange, and when their work runs.
+"""Ranks of a cluster: the wires between them, the rows they exchange, and timelines of their work.
 
-Packets, switches and congestion in them are not simulated.
+Packets, switches and their congestion are not simulated.
 
-[Note: wires]  Every rank has a port to the others of its node, and every node one wire to all other
-nodes, which its ranks share; both carry as much in as out at the same time. Traffic inside and
-between nodes goes side by side.
+[Note: wires]  Every rank has a port to the others of its node. Every node has one wire to all other
+nodes, shared by its ranks. Both are full-duplex. Traffic inside and between nodes overlaps.
 
-[Note: collectives]  All ranks begin at once. An all-to-all lasts as long as the wire through which
-most bytes go, in or out, and one latency, as all its messages are on their way at once. Gathers and
-scattered sums go in rings: every rank hands a part on to the next, one latency a time; rings that
-act at the same time share the wires between nodes.
+[Note: collectives]  All ranks begin at once. An all-to-all takes the time of the wire with most
+bytes, in or out, plus one latency, as all its messages are sent at once. All-gathers and
+reduce-scatters use rings: in each step every rank passes a part to the next, with one latency.
+Rings that run at the same time share the wires between nodes.
 
-[Note: order]  A resource of a rank does one task at a time, in the order in which they were added,
-as streams do. A task on the link is a collective: it begins when its turn has come on all ranks,
-lasts as long as the longest of its ranks says, and ends on all of them at once.
+[Note: order]  A resource of a rank runs one task at a time, in the order in which they were added,
+like a stream. A task on the link is a collective: it begins when it is next on all ranks, takes the
+longest time given for any rank, and ends on all of them at once.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Wire:
-    """Bytes per second in each direction, and the seconds of a message without bytes.
+    """A full-duplex wire: bytes per second in each direction, and latency in seconds.
 
     Raises:
         ConfigError: the rate is not positive, or the latency negative or infinite.
@@ -47,7 +46,7 @@ class Wire:
             raise ConfigError(f"a wire has a rate above 0 and a latency of 0 or more: {self}")
 
     def seconds(self, sent: Floats) -> float:
-        """Return how long the busiest of those that send ``sent`` [from, to] bytes takes."""
+        """Return the seconds of the busiest endpoint when ``sent`` [from, to] bytes are moved."""
         most = max(sent.sum(axis=0).max(), sent.sum(axis=1).max())
         return float(self.latency_s + most / self.bytes_per_s) if most else 0.0
 
@@ -57,8 +56,8 @@ class Cluster:
     """Ranks, numbered node by node; see [Note: wires] and [Note: collectives].
 
     Attributes:
-        ranks: all of them.
-        per_node: ranks of a node; 1 for a network that is the same everywhere.
+        ranks: number of ranks.
+        per_node: ranks of a node; 1 for a uniform network.
         inside: a rank's port to its node.
         between: a node's wire to the other nodes.
 
@@ -80,15 +79,15 @@ class Cluster:
 
     @staticmethod
     def flat(ranks: int, bytes_per_s: float, latency_s: float = 0.0) -> Cluster:
-        """Return ranks that reach one another at the same rate, wherever they are."""
+        """Return a cluster with a uniform network."""
         wire = Wire(bytes_per_s, latency_s)
         return Cluster(ranks, 1, wire, wire)
 
     def all_to_all(self, sent: Floats) -> float:
-        """Return how long it takes until the last rank has all that is for it.
+        """Return the seconds of an all-to-all, until the last rank has received everything.
 
         Args:
-            sent: bytes [from, to]; what stays on a rank costs nothing.
+            sent: bytes [from, to]; bytes that stay on a rank cost nothing.
         """
         count = self.ranks // self.per_node
         node = np.arange(self.ranks) // self.per_node
@@ -98,12 +97,12 @@ class Cluster:
         return max(self.inside.seconds(local), self.between.seconds(far.sum(axis=(1, 3))))
 
     def all_gather(self, whole: float, rings: Sequence[range]) -> float:
-        """Return how long it takes until each rank of each ring has ``whole`` bytes, or its part of
-        their sum.
+        """Return the seconds of an all-gather of ``whole`` bytes in each ring, or of a
+        reduce-scatter.
 
         Args:
             whole: bytes of all parts of a ring together.
-            rings: all that act at the same time; see `rings`.
+            rings: all rings that run at the same time; see `rings`.
         """
         flows = np.zeros(self.ranks // self.per_node)
         crossing = []
@@ -127,7 +126,7 @@ class Cluster:
         """Return all rings of ``size`` ranks that are ``stride`` apart.
 
         Raises:
-            ConfigError: the ranks cannot be divided so.
+            ConfigError: the ranks cannot be divided this way.
         """
         block = size * stride
         if size < 1 or stride < 1 or self.ranks % block:
@@ -141,12 +140,12 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Routing:
-    """Which rank's rows go to which expert, and where experts lie.
+    """The number of rows each rank sends to each expert, and the placement of experts.
 
     Attributes:
         rows: counts [rank, expert].
-        groups: of experts, on ranks side by side; all of them once in each replica.
-        slices: ranks that divide each expert; a row goes to all of them.
+        groups: groups of experts, on consecutive ranks; each replica has all of them.
+        slices: ranks that share each expert; a row goes to all of them.
     """
 
     rows: Floats
@@ -155,16 +154,16 @@ class Routing:
 
     @staticmethod
     def even(ranks: int, experts: int, rows: float, groups: int, slices: int = 1) -> Routing:
-        """Return the routing of ``rows`` of each rank, spread evenly."""
+        """Return a routing that spreads ``rows`` of each rank evenly."""
         return Routing(np.full((ranks, experts), rows / experts), groups, slices)
 
     def skewed(self, skew: float, generator: np.random.Generator) -> Routing:
-        """Return a routing of as many rows, drawn at random.
+        """Return a random routing of the same number of rows.
 
         Args:
-            skew: the expert that is in favour at place k, from 1, is chosen k ** -skew times as
-                often as the first, on all ranks; 0 favours none.
-            generator: of the draws; it also says which experts are in favour.
+            skew: the expert of popularity rank k, from 1, is chosen k ** -skew times as often as
+                the first, on all ranks; 0 is uniform.
+            generator: draws the rows and the popularity of the experts.
         """
         ranks, experts = self.rows.shape
         favour = generator.permutation(np.arange(1, experts + 1) ** -float(skew))
@@ -177,7 +176,7 @@ class Routing:
         return Routing(self.rows / parts, self.groups, self.slices)
 
     def sent(self) -> Floats:
-        """Return the rows from each rank to each rank, those that stay on one included."""
+        """Return the rows [from, to] between ranks, including those that stay on a rank."""
         ranks, held = len(self.rows), self.groups * self.slices
         of_groups = self.rows.reshape(ranks, self.groups, -1).sum(axis=2)
         sent = np.zeros((ranks, ranks))
@@ -188,7 +187,7 @@ class Routing:
 
 
 class Resource(Enum):
-    """What a task occupies."""
+    """The resource that a task occupies."""
 
     COMPUTE = 0
     LINK = 1
@@ -199,10 +198,10 @@ class Timeline:
     """Tasks of all ranks; see [Note: order].
 
     Args:
-        ranks: how many there are.
+        ranks: number of ranks.
 
     Attributes:
-        busy: seconds that each rank's resource works; what waits does not.
+        busy: seconds that each rank's resource works, without waiting.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -210,12 +209,12 @@ class Timeline:
         self._free = {resource: np.zeros(ranks) for resource in Resource}
 
     def add(self, resource: Resource, seconds: ArrayLike, after: Sequence[Floats] = ()) -> Floats:
-        """Add a task behind all others of its resource; return when each rank has ended it.
+        """Queue a task on its resource; return the time at which each rank ends it.
 
         Args:
-            resource: it occupies.
-            seconds: it takes, on all ranks or on each.
-            after: what earlier calls returned for tasks that must have ended on the same rank.
+            resource: the resource it occupies.
+            seconds: its duration, one for all ranks or one per rank.
+            after: results of earlier calls; those tasks must have ended on the same rank.
         """
         own = np.asarray(seconds, dtype=np.float64)
         start = np.maximum.reduce([self._free[resource], *after])
@@ -227,5 +226,5 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Until the last rank has ended."""
+        """Seconds until the last rank has ended."""
         return max(float(ends.max()) for ends in self._free.values())

@@ -1,22 +1,22 @@
-"""A recorded step as the runtime meets it: visits of units, what is saved, what backward asks for.
+"""Converts the trace of a plain step to the runtime's events: visits, saves, unpacks, gradients.
 
-`Network` has the parameters and the modules that own them, and `recorded` makes a `Recorded` of the
+`Network` has the parameters and the modules that own them. `recorded` makes a `Recorded` from the
 trace of a plain step. Nothing here depends on a budget.
 
-[Note: what is saved]  A trace does not tell what autograd saved; it tells which storages forward
-made or read that backward reads again. Such a storage was saved in the module call whose backward
-reads it, there by the operator that has most in common with the one that reads it; where several
-have as much, by the first to read it, or, for what goes by its result, by the one that made it. It
-ends with the storage itself, or with its last use in backward. What backward never reads, as where
-only a shape is asked for, was saved by its first reader if it ends while backward runs.
+[Note: what is saved]  A trace does not record what autograd saved, but which storages of forward
+backward reads again. Such a storage is assumed saved in the module call whose backward reads it, by
+the operator that shares most regions with the reading one. Of equals it is the first that reads it
+or, if the backward formula uses forward's result, the first that made it. It is kept until its last
+use in backward, or until it is freed. A storage that backward never reads (for example, only its
+shape is needed) was saved by its first reader if it is freed during backward.
 
-[Note: parts]  Of a storage of which an operator saves less than half, such as a row of a table,
-that part is saved by itself. It is seen where an operator reads nothing else but parameters: what
-it read beyond those is the part.
+[Note: parts]  If an operator saves less than half of a storage, such as a row of a table, that part
+is saved by itself. This is detected if the operator reads only parameters otherwise: the other
+bytes it read are the part.
 
-[Note: nodes]  Before a node of the graph runs, all that it saved is asked for. Operators of one
-module call that follow one another in backward count as one node where they read parameters, which
-is so for modules that own some.
+[Note: nodes]  Before a graph node runs, all its saved tensors are unpacked. Consecutive backward
+operators of one module call that owns parameters count as one node, which ends once it has read
+some.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OF_RESULTS = frozenset(
     "_softmax_backward_data _log_softmax_backward_data sigmoid_backward tanh_backward"
     " threshold_backward elu_backward native_dropout_backward".split()
 )
-"""Operators of backward that go by the result of forward's."""
+"""Operators of backward that use the result of the forward operator."""
 _OWN = ("parameter", "buffer")
 
 
@@ -47,8 +47,8 @@ class Parameter:
     """One parameter.
 
     Attributes:
-        name: in the model; the first, if it is tied.
-        nbytes: of it.
+        name: its name in the model; the first, if it is tied.
+        nbytes: its bytes.
         trained: whether it gets gradients.
     """
 
@@ -59,11 +59,11 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Network:
-    """What of a network moves.
+    """The parameters of a network and the modules that own them.
 
     Attributes:
-        parameters: in the order of the model.
-        owners: module path -> the parameters that it owns, in the order of the modules.
+        parameters: parameters in the order of the model.
+        owners: module path -> numbers of the parameters it owns, in the order of the modules.
     """
 
     parameters: tuple[Parameter, ...]
@@ -71,7 +71,7 @@ class Network:
 
 
 def network_of(model: nn.Module) -> Network:
-    """Return what moves of ``model``."""
+    """Return the parameters and owners of ``model``."""
     numbers: dict[nn.Parameter, int] = {}
     parameters: list[Parameter] = []
     for name, parameter in model.named_parameters():
@@ -87,16 +87,16 @@ def network_of(model: nn.Module) -> Network:
 
 @dataclass(frozen=True)
 class Piece:
-    """One operator, and what happens right before and after it.
+    """One operator, and the events right before and after it.
 
     Attributes:
-        seconds: it takes.
-        parameters: those that it reads.
+        seconds: its duration.
+        parameters: parameters that it reads or writes.
         visits: paths of owners whose forward begins before it.
         saves: storages that autograd saves before it; in forward.
-        borrows: parameters that backward asks for before it, as they were saved.
+        borrows: saved parameters that backward unpacks before it.
         reads: saved storages that it reads; in backward.
-        ends: saved storages that nobody asks for any more after it.
+        ends: saved storages that are not used after it.
         completes: parameters whose gradients are complete after it.
     """
 
@@ -112,14 +112,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Recorded:
-    """One step.
+    """One step as events of the runtime.
 
     Attributes:
-        forward: its operators, up to the loss.
-        backward: its operators.
-        saved: bytes of the storages that are saved, by their numbers.
-        whole: of those that are part of a storage, the bytes of all of it.
-        owned: those of the model's own: of a parameter its number, of a buffer -1.
+        forward: operators of forward, including the loss.
+        backward: operators of backward.
+        saved: bytes of the saved storages, by their numbers.
+        whole: for saved parts of a storage, the bytes of the whole storage.
+        owned: saved storages of the model -> the parameter's number, -1 for a buffer.
         update_s: seconds of the optimizer's step.
         states: bytes of the optimizer's tensors for each parameter, by the optimizer's keys.
     """
@@ -134,12 +134,12 @@ class Recorded:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of what is saved, beside the model's own."""
+        """Bytes of the saved storages, without the model's own."""
         return sum(n for storage, n in self.saved.items() if storage not in self.owned)
 
     @property
     def seconds(self) -> tuple[float, float, float]:
-        """What forward, backward and the optimizer's step take."""
+        """Seconds of forward, backward and the optimizer's step."""
         forward, backward = (
             sum(piece.seconds for piece in pieces) for pieces in (self.forward, self.backward)
         )
@@ -147,16 +147,16 @@ class Recorded:
 
     @property
     def completed(self) -> set[int]:
-        """The parameters that get gradients, and so an update."""
+        """The parameters that get gradients, and thus updates."""
         return {number for piece in self.backward for number in piece.completes}
 
     def order(self) -> list[str]:
-        """Return the owners that forward visits."""
+        """Return the paths of the owners that forward visits, in order."""
         return [path for piece in self.forward for path in piece.visits]
 
     def timed(self, forward_s: float, backward_s: float, update_s: float) -> Recorded:
-        """Return the same step, its phases as long as given: what lies between operators is spread
-        over them evenly, and what operators took longer when they were recorded is taken off."""
+        """Return the same step with phases of the given seconds; see `workload.spread` for how
+        operators are scaled."""
         return replace(
             self,
             forward=spread(self.forward, forward_s),
@@ -166,7 +166,7 @@ class Recorded:
 
 
 def recorded(trace: Trace, network: Network) -> Recorded:
-    """Return the step of ``trace`` as the runtime meets it.
+    """Return the step of ``trace`` as events of the runtime.
 
     Raises:
         TraceError: the trace is of another network.
@@ -181,8 +181,8 @@ class _Reading:
         self._parameter: dict[int, int] = {}  # region of the trace -> parameter
         self._gradient: dict[int, int] = {}
         self._states: dict[int, dict[str, int]] = {}
-        self._asked: dict[int, list[int]] = defaultdict(list)  # by operators of backward
-        self._parts: dict[tuple[int, int], int] = {}  # of a region, by an operator -> number
+        self._unpacked: dict[int, list[int]] = defaultdict(list)  # by backward operator
+        self._parts: dict[tuple[int, int], int] = {}  # (region, saving operator) -> storage
         self._part_bytes: dict[int, int] = {}
         self._split: set[int] = set()  # regions of which parts are saved
         for region, info in enumerate(trace.regions):
@@ -228,7 +228,7 @@ class _Reading:
     def _saved(
         self, forward: list[tuple[int, Operator]], backward: list[tuple[int, Operator]]
     ) -> tuple[dict[int, list[int]], dict[int, int]]:
-        """Return what is saved by each operator of forward, and the last use of it in backward."""
+        """Return the storages each forward operator saves, and the last backward use of each."""
         by_call: dict[int, list[tuple[int, Operator]]] = defaultdict(list)
         begun: dict[int, int] = {}  # region -> the operator that used it first
         reader: dict[int, int] = {}  # region -> the operator that read it first
@@ -246,7 +246,7 @@ class _Reading:
             for region in read:
                 at = _saver(region, read, one, by_call[one.call], begun[region])
                 storage = self._part(region, at)
-                self._asked[number].append(storage)
+                self._unpacked[number].append(storage)
                 last[storage] = number
                 first[storage] = min(first.get(storage, at), at)
         span = range(backward[0][0], backward[-1][0]) if backward else range(0)
@@ -261,7 +261,7 @@ class _Reading:
         return saves, last
 
     def _part(self, region: int, number: int) -> int:
-        """Return the number of what an operator saves of a region: see [Note: parts]."""
+        """Return the storage number of an operator's saved part of a region: see [Note: parts]."""
         one, infos = self._trace.operators[number], self._trace.regions
         others = [other for other in dict.fromkeys(one.reads) if other != region]
         if region not in one.reads or not all(other in self._parameter for other in others):
@@ -306,7 +306,7 @@ class _Reading:
             ended[last[region]].append(region)
         pieces = []
         for number, one in operators:
-            reads = tuple(dict.fromkeys(self._asked[number]))
+            reads = tuple(dict.fromkeys(self._unpacked[number]))
             pieces.append(
                 Piece(
                     one.seconds,
@@ -324,31 +324,31 @@ class _Reading:
         return tuple(self._parameter[r] for r in regions if r in self._parameter)
 
     def _borrowed(self, operators: Iterable[tuple[int, Operator]]) -> dict[int, list[int]]:
-        """Return the parameters that are asked for before each operator; see [Note: nodes]."""
+        """Return the parameters that are unpacked before each operator; see [Note: nodes]."""
         owners = self._network.owners
         found: dict[int, list[int]] = {}
         node, call = -1, -2
         for number, one in operators:
             path = self._trace.calls[one.call].path if one.call >= 0 else ""
-            is_sum = one.name.startswith("aten.detach")  # the gradient is handed over
+            is_sum = one.name.startswith("aten.detach")  # the gradient is accumulated
             if one.call != call or path not in owners or is_sum:
                 node, call = number, -2 if is_sum else one.call
             read = self._parameters(one)
             if read:
                 found.setdefault(node, []).extend(read)
-                if path in owners:  # the next to read some is another node
+                if path in owners:  # the next operator that reads parameters is another node
                     call = -2
         return found
 
     def _completed(self, operators: list[tuple[int, Operator]]) -> dict[int, list[int]]:
-        """Return the parameters whose gradients are handed over after each operator."""
+        """Return the parameters whose gradients are accumulated after each operator."""
         infos, written = self._trace.regions, {}
         for number, one in operators:
             for region in one.writes:
                 if region in self._gradient:
                     written[region] = number
         made = sorted((written.get(r, infos[r].born), r) for r in self._gradient)
-        handed: dict[str, list[int]] = defaultdict(list)  # owner -> where gradients are handed over
+        handed: dict[str, list[int]] = defaultdict(list)  # owner -> where gradients are accumulated
         for number, one in operators:
             if one.name.startswith("aten.detach") and one.call >= 0:
                 handed[self._trace.calls[one.call].path].append(number)
@@ -371,7 +371,7 @@ def _saver(
     call: Iterable[tuple[int, Operator]],
     otherwise: int,
 ) -> int:
-    """Return which operator of ``call`` saved ``region``; see [Note: what is saved]."""
+    """Return the operator of ``call`` that saved ``region``; see [Note: what is saved]."""
     wants_result = reader.name.split(".")[1] in _OF_RESULTS
     best, most = otherwise, (0, False)
     for number, one in call:

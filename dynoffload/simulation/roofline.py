@@ -1,9 +1,9 @@
-"""An accelerator as a model sees it, and what operators cost there: the roofline.
+"""Roofline model of an accelerator and of the time its operators take.
 
-Operators are written down from a network's dimensions. Each reads its operands and writes its
-results once, and lasts as long as the slower of its arithmetic and its traffic (Williams, Waterman
-and Patterson 2009). What traffic takes beyond its arithmetic is *exposed local* time. Rates may be
-infinite: what is behind an infinite link costs nothing.
+Operators are derived from a network's dimensions. Each reads its operands and writes its results
+once, and takes the longer of its arithmetic and its traffic (Williams, Waterman and Patterson
+2009). The time of traffic beyond the arithmetic is *exposed local* time. Rates may be infinite:
+traffic over an infinite link costs nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dynoffload.errors import ConfigError
 
 @dataclass(frozen=True)
 class SharedLink:
-    """A way to memory or to other devices, as one of those that use it sees it.
+    """A link to memory or to other devices, which several devices may share.
 
     Attributes:
-        bytes_per_s: of the whole link, both directions together.
-        sharers: devices that divide it when all of them use it at once.
-        port_bytes_per_s: the most that one device can take of it.
+        bytes_per_s: rate of the whole link, both directions together.
+        sharers: devices that share it when all of them use it at once.
+        port_bytes_per_s: the highest rate of one device.
 
     Raises:
         ConfigError: a rate or the number of sharers is not positive.
@@ -38,11 +38,11 @@ class SharedLink:
 
     @property
     def share(self) -> float:
-        """Bytes per second that a device gets while all sharers use the link."""
+        """Bytes per second of one device while all sharers use the link."""
         return min(self.port_bytes_per_s, self.bytes_per_s / self.sharers)
 
     def seconds(self, count: float) -> float:
-        """Return how long ``count`` bytes of one device take while all sharers move as many."""
+        """Return the seconds of ``count`` bytes of one device while all sharers move as many."""
         return count / self.share
 
 
@@ -51,11 +51,11 @@ class Accelerator:
     """One device with two tiers of memory and a network.
 
     Attributes:
-        name: as a reader knows it.
+        name: display name.
         flops_per_s: peak rate of matrix products.
-        local_bytes_per_s: of its fast memory.
-        remote: to the memory that expands it.
-        network: to the other devices, as bytes that one device receives.
+        local_bytes_per_s: bandwidth of its fast memory.
+        remote: link to its remote memory.
+        network: link to the other devices, for the bytes that one device receives.
 
     Raises:
         ConfigError: a rate is not positive.
@@ -82,26 +82,26 @@ class Operator:
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of a run of operators: arithmetic, and what local memory takes beyond it."""
+    """Seconds of a run of operators: arithmetic, and exposed local memory time."""
 
     compute_s: float
     local_s: float
 
 
 def matmul(element: int, rows: float, inner: float, columns: float, batch: float = 1) -> Operator:
-    """Return ``batch`` products of a ``rows x inner`` with an ``inner x columns`` matrix, of
-    ``element`` bytes each; either product that makes the gradient of an operand costs the same."""
+    """Return ``batch`` products of a ``rows x inner`` with an ``inner x columns`` matrix, with
+    ``element`` bytes per element. The product for the gradient of either operand costs the same."""
     operands = rows * inner + inner * columns + rows * columns
     return Operator(2 * batch * rows * inner * columns, element * batch * operands)
 
 
 def elementwise(moved: float) -> Operator:
-    """Return an operator whose arithmetic is negligible beside the ``moved`` bytes."""
+    """Return an operator that moves ``moved`` bytes, with negligible arithmetic."""
     return Operator(0.0, moved)
 
 
 def work(operators: Iterable[Operator], accelerator: Accelerator) -> Work:
-    """Return what ``operators`` take on ``accelerator``, one after the other."""
+    """Return the time of ``operators`` on ``accelerator``, run one after the other."""
     compute = exposed = 0.0
     for operator in operators:
         arithmetic = operator.flops / accelerator.flops_per_s

@@ -1,6 +1,6 @@
-"""Transfers under way on a link: when the next one ends, and which have ended.
+"""Transfers in progress on a simulated link.
 
-Bytes flow at the link's rates, shared evenly among the transfers of one direction.
+Transfers of one direction share the link's rate evenly.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from dataclasses import dataclass, field
 
 from dynoffload.simulation.machine import Link
 
-_BYTE = 1e-3  # less than this is left of what has ended, by the rounding of times
+_BYTE = 1e-3  # bytes; rounding may leave up to this of an ended transfer
 _MOMENT = 1e-12  # seconds
 
 
 @dataclass(slots=True)
 class Transfer:
-    """One region on its way.
+    """The transfer of one region.
 
     Attributes:
-        region: which.
-        nbytes: of it.
-        reading: into fast memory.
-        delay: seconds before the first byte.
-        planned: nobody waited for it when it began.
-        left: bytes still to come.
+        region: index of the region.
+        nbytes: its bytes.
+        reading: whether it goes into fast memory.
+        delay: seconds left before the first byte.
+        planned: whether it is a prefetch, not a demand fetch.
+        left: bytes left to move.
     """
 
     region: int
@@ -42,7 +42,7 @@ class Traffic:
     """The transfers of one link.
 
     Args:
-        link: whose rates they share.
+        link: the link.
     """
 
     def __init__(self, link: Link) -> None:
@@ -50,17 +50,17 @@ class Traffic:
         self.under_way: list[Transfer] = []
 
     def begin(self, transfer: Transfer) -> None:
-        """It is under way from now on."""
+        """Start a transfer."""
         self.under_way.append(transfer)
 
     def soonest(self) -> float:
-        """Return the seconds until something happens: inf if nothing is under way."""
+        """Return the seconds until a delay or transfer ends, inf if none is in progress."""
         delays = [one.delay for one in self.under_way if one.delay > 0]
         ends = (one.left / rate for ones, rate in self._flows() for one in ones)
         return min(min(delays, default=math.inf), min(ends, default=math.inf))
 
     def pass_time(self, seconds: float) -> list[Transfer]:
-        """Let time pass, no longer than `soonest`; return what has ended."""
+        """Advance by at most `soonest` seconds; return the transfers that have ended."""
         flows = self._flows()
         for one in self.under_way:
             if one.delay > 0:
@@ -74,7 +74,7 @@ class Traffic:
         return ended
 
     def _flows(self) -> list[tuple[list[Transfer], float]]:
-        """Return the transfers of each direction that flow, and the bytes per second of each."""
+        """Return the transfers past their delay, by direction, and the rate of each of them."""
         flowing = [one for one in self.under_way if one.delay <= 0]
         reads = [one for one in flowing if one.reading]
         writes = [one for one in flowing if not one.reading]

@@ -1,11 +1,11 @@
-"""Training under a budget as the runtime does it, simulated from plain steps.
+"""Simulates the runtime's training under a budget, from recorded plain steps.
 
-`Training` makes the steps of a `Network` on a `SimulatedPager`: parameters, gradients and optimizer
-state in regions of whole pages, what is saved for backward in chunks filled in order, updates put
-off to their parameter's next use or drafted in backward, and plans made as forward and backward
-begin, from reference strings built by the runtime's own code (`dynoffload.planning.reference`).
-Loops that do more than forward, backward, step and dropping gradients are not simulated, nor
-parameters that are paged by slices or have external references.
+`Training` runs the steps of a `Network` on a `SimulatedPager`. Parameters, gradients and optimizer
+state are in regions of whole pages; saved activations are in chunks filled in order. Updates are
+deferred to their parameter's next use or drafted in backward. Plans are made when forward and
+backward begin, from reference strings built by the runtime's own code
+(`dynoffload.planning.reference`). Not simulated: loops with more than forward, backward, step and
+dropping gradients; parameters that are paged by slices or have external references.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from dynoffload.simulation.recorded import Network, Piece, Recorded
 
 @dataclass(eq=False)
 class Slot:
-    """One paged parameter, and the regions that go with it; a `dynoffload.planning.reference.Held`.
+    """One paged parameter with its regions; a `dynoffload.planning.reference.Held`.
 
     Attributes:
-        number: of the parameter.
-        region: holds its bytes.
-        nbytes: of it.
-        gradient: region of its gradient.
+        number: number of the parameter.
+        region: region of its bytes.
+        nbytes: its bytes.
+        gradient: region of its gradient, None if it is not trained.
         states: regions of its optimizer state.
-        has_gradient: there is one now.
+        has_gradient: whether a gradient exists now.
     """
 
     number: int
@@ -57,7 +57,7 @@ class Slot:
     owed: int | None = None
 
     def update_regions(self) -> list[int]:
-        """Return what an update reads and writes."""
+        """Return the regions that an update reads or writes."""
         gradient = [] if self.gradient is None else [self.gradient]
         return [self.region, *gradient, *self.states.values()]
 
@@ -72,24 +72,24 @@ class Unit:
 
 
 class Training:
-    """A network that trains under a budget.
+    """A simulated training run under a budget.
 
     Args:
-        network: what moves of it.
-        division: of the budget.
-        machine: its link, workers and interference; the pool is the division's.
-        prefetch: plan ahead; else everything is on demand.
-        work: what the runtime itself takes.
+        network: the network's parameters and owners.
+        division: division of the budget.
+        machine: its link, workers and interference; the pool's size is from ``division``.
+        prefetch: whether to plan ahead; otherwise everything is on demand.
+        work: the runtime's own costs.
 
     Attributes:
-        pager: where regions are.
+        pager: the simulated pager.
         units: modules that own paged parameters, by path.
-        reference: the string that is followed.
-        phases: of the last step: forward, backward, and the optimizer.
-        chunks: of what is saved for backward.
+        reference: the current reference string.
+        phases: phases of the last step: forward, backward, and the optimizer.
+        chunks: chunks of saved activations.
 
     Raises:
-        ConfigError: nothing of the network is paged.
+        ConfigError: no parameter is large enough to be paged.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Training:
         self.reference: Reference[Slot] = Reference()
         self._position = 0
         self._pending: dict[Slot, Recorded] = {}
-        self._begun: set[Slot] = set()  # those that had an update
+        self._begun: set[Slot] = set()  # slots that had an update
         self._drafted: dict[Slot, None] = {}
         self._spent: list[Slot] = []
         self._chosen: dict[Slot, dict[int, int]] = {}
@@ -152,11 +152,11 @@ class Training:
     # A step
 
     def step(self, step: Recorded, predicted: Sequence[str] | None = None) -> StepResult:
-        """Make a step, and return what it cost.
+        """Simulate a step and return its result.
 
         Args:
-            step: what happens.
-            predicted: paths of the units that forward is expected to visit; None: as the last one.
+            step: the recorded step.
+            predicted: paths of the units forward is predicted to visit; None: those of the last.
         """
         began, result = self.pager.now, self.pager.begin_step()
         self._counts, self.phases = Counter(), []
@@ -215,7 +215,7 @@ class Training:
         for storage in piece.saves:
             owner = step.owned.get(storage)
             if owner in self._slots:
-                continue  # what is paged is borrowed
+                continue  # a paged parameter is saved by reference
             nbytes = step.saved[storage]
             whole = step.whole.get(storage, nbytes)
             copied = self.chunks.save(storage, nbytes, whole, own=owner is not None)
@@ -281,7 +281,7 @@ class Training:
         self._work(ask_s=1)
 
     def _collect(self, slot: Slot) -> None:
-        """The gradient is complete: it moves into its region, and the update may be drafted."""
+        """Move a complete gradient into its region, and draft the update if it is chosen."""
         assert slot.gradient is not None
         self.chunks.settle()
         self.pager.acquire([slot.gradient])
@@ -306,7 +306,7 @@ class Training:
                 continue
             self._pending[slot] = step
             if slot not in self._begun and step.states.get(slot.number):
-                self._update(slot)  # the first, which makes the state, does not wait
+                self._update(slot)  # the first update, which creates the state, is not deferred
             else:
                 self.pager.lock(slot.update_regions())
             self._begun.add(slot)
@@ -316,7 +316,7 @@ class Training:
     # Updates
 
     def _update(self, slot: Slot) -> None:
-        """Make the update that waits."""
+        """Apply the pending update."""
         step, pager = self._pending.pop(slot), self.pager
         regions = slot.update_regions()
         pager.unlock(regions)
@@ -347,7 +347,7 @@ class Training:
         return self._chosen
 
     def _draft(self, slot: Slot) -> None:
-        """Make the update on twins, if all it needs is at hand."""
+        """Draft the update on twins, if the state is resident."""
         pager, states, twins = self.pager, list(slot.states.values()), self._chosen[slot]
         assert slot.gradient is not None
         copied = [slot.region]
@@ -365,7 +365,7 @@ class Training:
         self._drafted[slot] = None
 
     def _work(self, **done: int) -> None:
-        """Do work of the runtime's own: so often what takes each of `COSTS`."""
+        """Simulate the runtime's own work: counts of operations by the names in `COSTS`."""
         self._counts.update(done)
         self.pager.work(self.work.seconds(done), own=True)
 
@@ -378,7 +378,7 @@ class Training:
         sizes = [self.pager.size(region) for region in range(count)]
         try:
             schedule = LookAhead().plan(reference.uses, sizes, self._capacity, resident, resident)
-        except (BudgetError, ValueError):  # a plan is advice: such a step runs on demand
+        except (BudgetError, ValueError):  # plans are optional: the step runs on demand
             schedule = Schedule(())
         self._work(plan_s=len(reference.uses))
         self.pager.follow(reference.uses, schedule)

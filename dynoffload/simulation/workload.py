@@ -1,17 +1,15 @@
-"""Recorded steps as a simulation takes them: regions, and reference strings operator by operator.
-
-`workload` makes a `Workload` of traces: what really ran.
+"""Converts traces to a workload: regions, and each step's reference string, operator by operator.
 
 [Note: names across steps]  Parameters, buffers and optimizer state are the same regions in all
-steps. So are gradients, which each step creates anew and frees at its end. What an operator creates
-besides is known by the operator: its phase, site, name, how often that came before in the step, and
-which of its results it is. So the same place in two steps is one region, whose size may differ from
-step to step.
+steps. So are gradients, which each step creates again and frees at its end. Other regions are
+identified by the operator that creates them: its phase, site, name, the number of earlier
+occurrences in the step, and which of its results it is. So the same place in two steps is one
+region, whose size may differ between steps.
 
 [Note: lists of tensors]  An optimizer's foreach or fused operator works on all parameters in one
-call, one after the other. Its use is one for each parameter, with its share of the seconds by
-bytes, as none needs the others at hand. Temporaries that one such call makes of another's, one for
-each parameter, go with theirs.
+call, one after the other. It becomes one use for each parameter, with a share of the seconds by
+bytes, since no parameter needs the others to be resident. If such calls create one temporary for
+each parameter, each temporary belongs to its parameter.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ class Step:
         uses: its operators that touch data, in order.
         sizes: bytes of the regions that this step creates or is given.
         phases: positions of forward, backward and optimizer, as half-open ranges.
-        given: regions that come from outside, such as the sample.
+        given: regions that exist before the step, such as the sample.
     """
 
     uses: tuple[Use, ...]
@@ -48,13 +46,13 @@ class Step:
 
 @dataclass
 class Workload:
-    """Steps of one training.
+    """Steps of one training run.
 
     Attributes:
-        names: of the regions, by index.
-        kinds: of the regions, as `RegionInfo.kind`.
-        sizes: bytes of the regions, of those that vary the largest.
-        steps: in order.
+        names: names of the regions, by index.
+        kinds: kinds of the regions, as `RegionInfo.kind`.
+        sizes: bytes of the regions; the largest, if they vary.
+        steps: the steps in order.
     """
 
     names: list[str] = field(default_factory=list)
@@ -64,16 +62,16 @@ class Workload:
 
     @property
     def persistent(self) -> list[int]:
-        """The regions that are there before the first step and after the last."""
+        """The regions that exist before the first step and after the last."""
         return [index for index, kind in enumerate(self.kinds) if kind in _PERSISTENT]
 
     @property
     def seconds(self) -> float:
-        """What all uses take together."""
+        """Seconds of all uses together."""
         return sum(use.seconds for step in self.steps for use in step.uses)
 
     def peak(self, step: Step) -> int:
-        """Return the most bytes alive at one moment of ``step``, had everything stayed."""
+        """Return the peak bytes alive in ``step`` if nothing were evicted."""
         alive = sum(self.sizes[region] for region in self.persistent)
         alive += sum(step.sizes[region] for region in step.given)
         peak = alive
@@ -90,8 +88,8 @@ class Workload:
 
 
 def spread(parts: Sequence[Any], whole: float) -> tuple[Any, ...]:
-    """Return dataclasses with other seconds, ``whole`` together: what lies between them is given to
-    them evenly; if they take longer, as where a recorder slowed them down, all are shortened."""
+    """Return ``parts`` with their seconds scaled to the sum ``whole``: missing time is added to all
+    evenly; excess, as where a recorder slowed them down, is removed proportionally."""
     taken = sum(part.seconds for part in parts)
     shorter = min(1.0, whole / taken) if taken else 1.0
     between = max(0.0, whole - taken) / max(1, len(parts))
@@ -102,8 +100,8 @@ def workload(traces: Iterable[Trace], costs: CostModel | None = None) -> Workloa
     """Return the workload that ``traces`` recorded.
 
     Args:
-        traces: of one network.
-        costs: of the machine that shall compute it; without them uses take the recorded seconds.
+        traces: traces of one network.
+        costs: cost model of the simulated machine; without it uses take the recorded seconds.
 
     Raises:
         TraceError: there is no trace, they are of different networks, or ``costs`` are given and
@@ -127,30 +125,30 @@ def workload(traces: Iterable[Trace], costs: CostModel | None = None) -> Workloa
 
 
 def _seconds(trace: Trace, costs: CostModel | None) -> Sequence[float]:
-    """Return what each operator takes."""
+    """Return the seconds of each operator."""
     if costs is None:
         return [operator.seconds for operator in trace.operators]
     return costs.time(trace).operators
 
 
 def _parameter_of(region: RegionInfo) -> str:
-    """Return the parameter that a region goes with, "" for none."""
+    """Return the parameter that a region belongs to, "" for none."""
     belongs = region.kind in ("parameter", "gradient", "state")
     return region.name.partition(":")[0] if belongs else ""
 
 
 class _Reader:
-    """Makes the step of one trace."""
+    """Converts one trace to a step."""
 
     def __init__(self, trace: Trace, made: Workload, known: dict[Hashable, int]) -> None:
         self._trace, self._made, self._known = trace, made, known
-        self._index: dict[int, int] = {}  # region of the trace -> of the workload
+        self._index: dict[int, int] = {}  # region of the trace -> region of the workload
         self._sizes: dict[int, int] = {}
         self._given: list[int] = []
-        self._parameter: dict[int, str] = {}  # region of the trace -> the parameter it goes with
+        self._parameter: dict[int, str] = {}  # region of the trace -> its parameter
 
     def step(self, seconds: Sequence[float]) -> Step:
-        """Return the step, in which each operator takes so many ``seconds``."""
+        """Return the step, with these ``seconds`` for each operator."""
         trace = self._trace
         last = self._last_uses()
         alive: set[int] = set()
@@ -200,7 +198,7 @@ class _Reader:
         return sum(self._trace.regions[region].nbytes for region in regions)
 
     def _parts(self, operator: Operator, touched: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return ``touched``, or what it has of each parameter; see [Note: lists of tensors]."""
+        """Return ``touched``, divided by parameter if possible; see [Note: lists of tensors]."""
         if "_foreach_" not in operator.name and "_fused_" not in operator.name:
             return [tuple(touched)]
         parts: dict[str, list[int]] = {}
@@ -212,7 +210,7 @@ class _Reader:
                 parts.setdefault(name, []).append(region)
             else:
                 others.append(region)
-        if len(others) == len(parts):  # made of the others, one of each
+        if len(others) == len(parts):  # temporaries, one for each parameter
             for name, region in zip(tuple(parts), others, strict=True):
                 self._parameter[region] = name
                 parts[name].append(region)
@@ -248,7 +246,7 @@ class _Reader:
     def _last_uses(self) -> dict[int, list[int]]:
         """Return for each operator the regions that are dead after it.
 
-        What outlives the step, but is made anew in each, ends with its last use.
+        Regions that outlive the step, but are created again in each, end with their last use.
         """
         trace = self._trace
         last: dict[int, int] = {}
@@ -263,7 +261,7 @@ class _Reader:
 
 
 def persistent_part(use: Use, step: Step) -> Use:
-    """Return ``use`` of ``step`` without what that step creates or is given."""
+    """Return ``use`` of ``step`` without the regions that the step creates or is given."""
     regions = tuple(region for region in use.regions if region not in step.sizes)
     writes = tuple(region for region in use.writes if region not in step.sizes)
     return Use(regions, writes=writes, seconds=use.seconds)
