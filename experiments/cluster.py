@@ -20,7 +20,7 @@ from dynoffload.errors import ConfigError
 from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.harness import Cell, Experiment, Row, option, table
 from dynoffload.experiments.memory_expansion import SETTING
-from dynoffload.planning.strategies import Strategy
+from dynoffload.moe.parallel.strategies import Strategy
 from dynoffload.simulation.designs import DESIGNS, DEVICES_PER_NODE
 from dynoffload.simulation.moe_steps import Cost, Layer, MoeSteps, cost_of, part_of
 from dynoffload.simulation.ranks import Cluster, Routing, Wire

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynoffload.errors import ConfigError
-from dynoffload.planning.strategies import Strategy
+from dynoffload.moe.parallel.strategies import Strategy
 from dynoffload.simulation.designs import DESIGNS, STRATEGIES, Placement
 from dynoffload.simulation.moe_cluster import Batch, Division, MoeShard, MoeTransformer
 from dynoffload.simulation.moe_steps import Cost, MoeSteps, Part, backward, forward

@@ -34,7 +34,7 @@ from functools import cached_property
 
 import numpy as np
 
-from dynoffload.planning.strategies import Strategy
+from dynoffload.moe.parallel.strategies import Strategy
 from dynoffload.simulation.moe_cluster import MoeShard
 from dynoffload.simulation.ranks import Cluster, Floats, Resource, Routing, Timeline
 from dynoffload.simulation.roofline import Accelerator, Operator, work

@@ -7,6 +7,6 @@ from __future__ import annotations
 
 from dynoffload.moe.parallel.data_parallel import clip_grad_norm_, keep_apart
 from dynoffload.moe.parallel.layer import ExpertParallel
-from dynoffload.planning.strategies import Strategy
+from dynoffload.moe.parallel.strategies import Strategy
 
 __all__ = ["ExpertParallel", "Strategy", "clip_grad_norm_", "keep_apart"]

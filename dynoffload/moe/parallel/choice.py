@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 
 from dynoffload.errors import ConfigError
 from dynoffload.moe.parallel.memory import Shape, memory
-from dynoffload.planning.strategies import Strategy
+from dynoffload.moe.parallel.strategies import Strategy
 from dynoffload.units import format_bytes
 
 NUMBERS = (1, 2, 4, 8, 16)

@@ -24,8 +24,8 @@ from dynoffload.moe.parallel.dispatch import dispatch
 from dynoffload.moe.parallel.exchange import Exchange
 from dynoffload.moe.parallel.memory import Shape, shape_of
 from dynoffload.moe.parallel.pipeline import Call, pipelined
+from dynoffload.moe.parallel.strategies import Strategy, strategy_of
 from dynoffload.moe.parallel.tiers import FileTier
-from dynoffload.planning.strategies import Strategy, strategy_of
 from dynoffload.units import format_bytes, parse_bytes
 
 AUTO = "auto"
@@ -70,8 +70,8 @@ class ExpertParallel(MoE):
         parts: n, into which a batch is split; equal on all ranks. ``"auto"``: the fastest of 1, 2,
             4, 8 and 16.
         strategy: how values overwritten by buffer reuse are recovered: ``"none"``, ``"S1"`` to
-            ``"S4"`` (`dynoffload.planning.strategies.Strategy`); equal on all ranks. ``"auto"``:
-            the fastest that fits in ``memory``.
+            ``"S4"`` (`dynoffload.moe.parallel.Strategy`); equal on all ranks. ``"auto"``: the
+            fastest that fits in ``memory``.
         memory: limit of buffers and saved tensors when something is ``"auto"``: bytes, or a text
             such as ``"2GiB"``; assumes balanced loads. None: no limit. ``"auto"`` is decided at the
             first training batch of a size, which runs forward and backward some 20 to 50 times

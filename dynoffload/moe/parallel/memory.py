@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dynoffload.moe.parallel.computation import TILE
-from dynoffload.planning.strategies import Strategy
+from dynoffload.moe.parallel.strategies import Strategy
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from dynoffload.moe.activations import Activation
 from dynoffload.moe.parallel import computation
 from dynoffload.moe.parallel.dispatch import Dispatch, Part
 from dynoffload.moe.parallel.exchange import Exchange, Pending
+from dynoffload.moe.parallel.strategies import Strategy
 from dynoffload.moe.parallel.tiers import Copy, FileTier, Stored
-from dynoffload.planning.strategies import Strategy
 
 
 @dataclass(eq=False)
