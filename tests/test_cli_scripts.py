@@ -17,7 +17,7 @@ from dynoffload import config
 from dynoffload.cli import app
 from dynoffload.config import Defaults
 from dynoffload.planning.blocks import Vocabulary
-from dynoffload.runtime.offload import _say_overruled
+from dynoffload.runtime.offload import _log_overruled
 from dynoffload.telemetry import RunLog
 from dynoffload.units import format_bytes, format_seconds
 
@@ -291,7 +291,7 @@ def test_the_same_in_other_words_is_not_overruled(
 ) -> None:
     """Without a GPU, no block can be entered that would ask."""
     given = Defaults(host_budget=8 << 30, device=option)
-    _say_overruled(given, {"host_budget": host_budget, "device": device})
+    _log_overruled(given, {"host_budget": host_budget, "device": device})
     assert len(caplog.messages) == lines
 
 

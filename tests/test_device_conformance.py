@@ -557,7 +557,8 @@ class Machine:
             self.content[i] = None
             self.regions[i] = device.allocate(self.sizes[i])
         elif name == "copy" and self.sizes[i] == self.sizes[rest[0]] and i != rest[0]:
-            if self.content[i] is not None:
+            both = 2 * (device.size(region) // device.page_bytes)
+            if self.content[i] is not None and self.held() + both <= 8:
                 view(device, self.regions[rest[0]]).copy_(view(device, region))
                 self.content[rest[0]] = self.content[i]
         elif name == "advance":

@@ -135,7 +135,7 @@ def estimates(
     taken = list(itertools.islice(iter(batches), _BATCHES))
     assumed = []
     if any(parameter.is_meta for parameter in model.parameters()):
-        assumed.append("weights are random and buffers ones, as the model is on the meta device")
+        assumed.append("weights are random numbers, buffers ones, as the model is on meta")
     if options.policy == "pilot":
         assumed.append("the prediction is taken to be the last order, whatever a pilot knows")
     with hollowed(model):
