@@ -290,7 +290,7 @@ API void pager_hide(struct pager *p, uint32_t id, uint32_t page)
     double since = pager_now();
     int error;
     do
-        error = pool_relocate(p, r, page, 1, MOVE_TRY_S);
+        error = pool_relocate(p, r, page, 1, MOVE_SOON_S);
     while (error && pool_again(p, error, since, PATIENCE));
     if (error)
         pager_end("the kernel cannot bring region %u back to its place: %s", id, strerror(error));

@@ -81,9 +81,8 @@ enum action_kind { ACTION_FETCH = 0, ACTION_EVICT = 1 };
 enum failure_kind { FAILED_READ = 1, FAILED_WRITE, FAILED_PINNED, FAILED_LOCKED, FAILED_MOVE };
 
 #define PATIENCE 60u      /* seconds, or rounds of `transfer_watch` */
-#define MOVE_SOON_S 0.05  /* there are other pages to evict */
+#define MOVE_SOON_S 0.05  /* there are other pages to evict, or the move is tried again */
 #define MOVE_SURELY_S 10. /* a thread needs this one */
-#define MOVE_TRY_S 0.005  /* before the mutex is released; see `pool_again` */
 
 struct failure { /* why a function failed */
     int32_t kind, error;

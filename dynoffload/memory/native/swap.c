@@ -16,7 +16,7 @@ int region_put_aside(struct pager *p, uint32_t id)
             transfer_unwant(p, id); /* sleeping accesses fault again */
         if (r->state != RESIDENT)
             return 0;
-        error = pool_withdraw(p, r, MOVE_TRY_S);
+        error = pool_withdraw(p, r, MOVE_SOON_S);
     } while (error && pool_again(p, error, since, MOVE_SURELY_S));
     if (!error)
         r->state = STAGED;
