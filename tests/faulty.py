@@ -140,7 +140,7 @@ def run(case: Case, backend: str, directory: str, expected: Any) -> dict[str, An
     """Train with the fault of ``case``, and return how it went."""
     disk = Disk()
     model, optimizer = make()
-    config = {**SMALL_PAGES, "backend": backend, "step_aside": False, "draft_share": 1.0}
+    config = {**SMALL_PAGES, "backend": backend, "step_aside": False}
     config["rollback"] = case.rollback
     config["debug"] = case.call == "cut"  # what is cut off may read as zeros
     budget, _ = least_budget(model, optimizer, footprint_of(model) // 3, config)

@@ -1,16 +1,14 @@
-"""Twins: regions of the pager that lend each other pages and trade contents."""
+"""Twins: regions of the pager that trade contents."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from devices import eventually, needs_pager, schedule, uses_of, view
+from devices import needs_pager, view
 
 from dynoffload.memory.pager import Pager
-from dynoffload.planning.schedule import Action, Kind
 
 pytestmark = [needs_pager, pytest.mark.timeout(30)]
 
@@ -42,31 +40,6 @@ def crowd(device: Pager) -> None:
         fill(device, other, 9)
     for other in others:
         device.release(other)
-
-
-def read_ahead(device: Pager, region: int) -> None:
-    """Have ``region`` read by plan, without a visit."""
-    assert eventually(lambda: region not in device.resident())  # else it is not fetched by plan
-    device.follow(uses_of(region, region), schedule(Action(0, Kind.FETCH, region)))
-    assert eventually(lambda: device.counters().bytes_in > 0 and region in device.resident())
-    time.sleep(0.01)
-
-
-def test_lent_pages_carry_the_content_and_leave_it_in_the_file(pager: Pager) -> None:
-    region = pager.allocate(4 * PAGE)
-    fill(pager, region, 1)
-    crowd(pager)
-    read_ahead(pager, region)
-    twin = pager.twin(region)
-    moved = pager.counters()
-    assert pager.lend([region], [twin])
-    assert not pager.lend([region], [twin])
-    assert region not in pager.resident()
-    assert twin in pager.resident()
-    assert holds(pager, twin, 1)
-    assert pager.counters().bytes_in == moved.bytes_in
-    fill(pager, twin, 2)
-    assert holds(pager, region, 1)
 
 
 @pytest.mark.parametrize("pushed_out", [False, True])

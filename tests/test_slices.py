@@ -10,7 +10,7 @@ import pytest
 import torch
 from exactness import Twin, footprint_of
 from fused_networks import PAGES, Chosen, fused_of
-from hazards import Side, each_with_slices_in_time, guarded, hazard
+from hazards import Side, each_with_slices_in_time, hazard
 from slice_cases import (
     NETWORKS,
     Case,
@@ -175,7 +175,7 @@ def skipping(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) ->
 
 
 def swapping(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
-    """Another gradient takes the place of the one for which updates may be made already."""
+    """Another gradient, in another row, takes the place of the one that backward made."""
     loss(number).backward()
     parameters = [p for p in fused(model) if p.grad is not None]
     others = torch.autograd.grad(loss(number + 1), parameters)
@@ -187,7 +187,7 @@ def swapping(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) ->
 
 LOOPS = [plain, clipped, clipped_by_value, accumulated, scaled, autocast]
 GRAPHS = [two_forwards, weight_penalty, gradients_asked_for, some_inputs, with_hooks]
-INTERFERENCE = [writing, replacing, copying, changing_groups, skipping]
+INTERFERENCE = [writing, replacing, copying, changing_groups, skipping, swapping]
 
 
 @each_with_slices_in_time
@@ -218,12 +218,6 @@ def test_graphs(backend: str, case: Case, network: str) -> None:
 def test_interference(backend: str, case: Case, network: str) -> None:
     """What users do between."""
     matched(backend, network, case)
-
-
-@guarded
-def test_another_gradient_of_ours(backend: str) -> None:
-    """It lies in a row like the one before it; every update that can be is drafted."""
-    matched(backend, "parts", swapping, steps=9, share=1, draft_share=1.0)
 
 
 # Optimizers
@@ -323,7 +317,7 @@ def test_signed_zeros(backend: str, hit: list[int], on_parts: bool) -> None:
     def program(side: Side) -> None:
         model = nn.Sequential(kind(SimpleNamespace(_experts_implementation="eager")))
         optimizer = adamw(model)
-        with side.offload(model, optimizer, share=2, draft_share=1.0, **PAGES) as session:
+        with side.offload(model, optimizer, share=2, **PAGES) as session:
             assert session is None or fused_of(session)
             for number in range(4):
                 model(hit).backward()
