@@ -232,7 +232,6 @@ CHILD = """
 """
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("backend", [pytest.param("pager", marks=needs_pager), "mapped"])
 @pytest.mark.parametrize("network", ["layers", "chain"])
 def test_the_process_takes_no_more_than_before_budget_and_headroom(
@@ -243,7 +242,7 @@ def test_the_process_takes_no_more_than_before_budget_and_headroom(
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     budget, headroom = 64 * MiB, SLACK + 48 * MiB
-    done = script(CHILD, budget, backend, SLACK, network, seconds=90)
+    done = script(CHILD, budget, backend, SLACK, network, seconds=90, fresh=True)
     assert done.returncode == 0, done.stderr[-2000:]
     answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     assert answer["footprint"] >= 6 * budget
