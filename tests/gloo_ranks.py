@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from programs import FORKED
+import torch.multiprocessing as processes
 
 LIMIT_S = 120.0
 _GRACE_S = 20.0  # after one rank has failed, in which others say why
@@ -32,9 +32,10 @@ class _Rank:
     """A process that carries out one piece of work after another."""
 
     def __init__(self) -> None:
+        context = processes.get_context("spawn")
         self.line: Connection
-        self.line, other = FORKED.Pipe()
-        self._process = FORKED.Process(target=_serve, args=(other,), daemon=True)
+        self.line, other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(other,), daemon=True)
         self._process.start()
         other.close()
 

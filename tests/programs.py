@@ -16,7 +16,7 @@ from pathlib import Path
 
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(
-    ["pytest", "torch._dynamo", "torch.distributed", "dynoffload.memory.pager"]
+    ["pytest", "torch._dynamo", "torch.distributed.fsdp", "dynoffload.runtime.session"]
 )
 
 _NAMES = f"import sys\nsys.path.append({str(Path(__file__).parent)!r})\nfrom devices import *\n"
