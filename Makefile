@@ -15,6 +15,7 @@ JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null) && echo $$(( (n * 3 
 
 STAMP := $(VENV)/.stamp
 BIN := $(VENV)/bin
+MYPY := $(BIN)/mypy --strict -p dynoffload
 PYTEST_FLAGS ?= --timeout 300
 # One thread for each of several test processes; tests that measure have the machine to themselves.
 # A selection that finds no test is an error (pytest ends with 5): a marker must not lose its tests.
@@ -26,7 +27,7 @@ NO_PAGER = "dynoffload: no C compiler found, so the C pager was not built; dynof
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-here lint bench slow gpu-check clean
+.PHONY: help demo test test-here lint style bench slow gpu-check clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -44,14 +45,19 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard dynoffload/memory/n
 demo: $(STAMP)
 	$(BIN)/dynoffload experiment demo
 
-lint: $(STAMP)
+lint: style
+	$(MYPY)
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict -p dynoffload
 
-test: lint
-	$(SHARED) $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not alone" $(PYTEST_FLAGS)
-	$(BIN)/python -m pytest -m "alone and not slow" $(PYTEST_FLAGS)
+# Types are checked beside the first tests. Of the tests that measure, only their files are collected.
+test: style
+	@log=$$(mktemp); $(MYPY) >$$log 2>&1 & types=$$!; \
+	  $(SHARED) $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not alone" $(PYTEST_FLAGS); tests=$$?; \
+	  wait $$types; types=$$?; cat $$log; rm -f $$log; test $$tests$$types = 00
+	$(BIN)/python -m pytest -m "alone and not slow" $(PYTEST_FLAGS) $$(grep -l 'mark[.]alone' tests/test_*.py)
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow --timeout 3600

@@ -83,7 +83,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Spare the garbage collector what was imported: many tests collect, and that would take most
     of their time. What tests make is collected as ever."""
-    gc.collect()
     gc.freeze()
     gc.enable()
 

@@ -7,9 +7,6 @@ with its reason, only where the system refuses it.
 from __future__ import annotations
 
 import ctypes
-import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import script as script
 
 from dynoffload.memory.device import Device
 from dynoffload.memory.mapped import MappedFile
@@ -152,18 +150,3 @@ def eventually(condition: Callable[[], bool], seconds: float = 100.0) -> bool:
             return False
         time.sleep(0.002)
     return True
-
-
-def script(
-    body: str, *arguments: object, seconds: float = 60.0
-) -> subprocess.CompletedProcess[str]:
-    """Run a program of its own, which sees this module's names; what hangs there fails here."""
-    here = str(Path(__file__).parent)
-    start = f"import sys\nsys.path.append({here!r})\nfrom devices import *\n"
-    return subprocess.run(
-        [sys.executable, "-c", start + textwrap.dedent(body), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )

@@ -62,13 +62,12 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("backend", [pytest.param("pager", marks=needs_pager), "mapped"])
 def test_saving_and_loading_stay_within_the_budget(backend: str, tmp_path: Path) -> None:
     """A model and state of five times the budget; loading makes state that was not there."""
     assert MODEL > 2 * BUDGET
     assert SLACK < MODEL // 3
-    done = script(MEASURE, backend, tmp_path / "run", seconds=200)
+    done = script(MEASURE, backend, tmp_path / "run", seconds=200, fresh=True)
     assert done.returncode == 0, done.stderr[-3000:]
     written = sum(entry.stat().st_size for entry in (tmp_path / "run").iterdir())
     assert written > 2 * MODEL

@@ -675,6 +675,7 @@ def test_an_acquire_ends_when_the_disk_takes_nothing(kind: str, page: int, tmp_p
         kind,
         page,
         tmp_path,
+        fresh=True,  # its output is no file, which the limit would hold for
     )
     assert found.returncode == 0, found.stderr
     *told, last = found.stdout.splitlines()

@@ -45,6 +45,7 @@ def test_the_resident_set_grows_by_what_the_device_says_and_the_pool_at_most(
         page,
         tmp_path,
         POOL,
+        fresh=True,
     )
     assert found.returncode == 0, found.stderr
     peak, full, said_full, empty, said_empty = map(int, found.stdout.split())
@@ -68,6 +69,7 @@ def test_an_empty_pool_takes_no_memory(kind: str, page: int, tmp_path: Path) -> 
         kind,
         page,
         tmp_path,
+        fresh=True,
     )
     assert found.returncode == 0, found.stderr
     assert int(found.stdout) < 80 * MiB

@@ -140,7 +140,6 @@ def test_steps_of_a_trial_and_unknown_networks_are_refused() -> None:
         Params(only=("llama",))
 
 
-@pytest.mark.alone
 def test_a_setting_is_trained_plainly_and_under_a_budget() -> None:
     task = Task("tree (fit)", 2)
     found = simulation._child(simulated_run.timed, task)

@@ -175,7 +175,7 @@ class Products(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.pairs = nn.Linear(WIDTH, WIDTH), nn.Bilinear(WIDTH, WIDTH, WIDTH)
+        self.linear, self.pairs = nn.Linear(WIDTH, WIDTH), nn.Bilinear(WIDTH, WIDTH, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x.transpose(0, 1)).float()
@@ -194,7 +194,7 @@ def test_operators_made_of_others(side: Side, model: Any, optimizer: Any, step: 
     side.step(loss, optimizer)
 
 
-@compared(each_backend)
+@compared(each_backend_in_time)
 @pytest.mark.parametrize("when", ["before", "inside"])
 def test_a_hook_of_the_users_keeps_its_meaning(side: Side, when: str) -> None:
     """Torch leaves the fast path for it, and its module is called."""

@@ -38,7 +38,7 @@ def block():
 @atexit.register
 def look():
     train(reference, its)
-    if "view" not in globals():  # which keeps the memory that it shows
+    if "seen" not in globals():  # which keeps the memory that it shows
         assert_ordinary(model, optimizer)
     assert_same(model.state_dict(), reference.state_dict(), "model")
     assert_same(optimizer.state_dict(), its.state_dict(), "optimizer")
@@ -77,7 +77,7 @@ ENDS = {
         """
         session = block().start()
         train(model, optimizer)
-        view, graph = model.head.weight.view(-1), small_loss(model, samples[0])
+        seen, graph = model.head.weight.view(-1), small_loss(model, samples[0])
         """,
         0,
     ),
@@ -123,7 +123,7 @@ QUICK = (
 def test_a_block_that_is_open_at_exit(backend: str, how: str) -> None:
     """What else runs at exit meets ordinary tensors, of the bits of plain PyTorch."""
     body, status = ENDS[how]
-    ended = script(SCRIPT + textwrap.dedent(body), backend, seconds=120)
+    ended = script(SCRIPT + textwrap.dedent(body), backend, seconds=120, fresh=True)
     assert ended.returncode == status, ended.stderr
     assert ended.stdout == "the same\n", ended.stderr
     assert ("the script's own" in ended.stderr) == (how == "error")

@@ -158,7 +158,7 @@ def test_bytes_survive_their_way(
     """Pages that were moved and denied, in parts, late, or half and then not."""
     monkeypatch.setenv("LD_PRELOAD", str(between))
     monkeypatch.setenv("MOVES", moves)
-    found = script(_CHURN, page, tmp_path)
+    found = script(_CHURN, page, tmp_path, fresh=True)
     assert found.returncode == 0, found.stderr
 
 

@@ -66,7 +66,9 @@ def besides_records(rows: Sequence[Taken]) -> list[Taken]:
 
 def soaked(*arguments: object, **options: object) -> list[Taken]:
     """Return what `soaking.soak` says of a run in a process of its own."""
-    done = script(f"from soaking import soak\nsoak(*{arguments}, **{options})", seconds=3000)
+    done = script(
+        f"from soaking import soak\nsoak(*{arguments}, **{options})", seconds=3000, fresh=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return [Taken(*json.loads(line)) for line in done.stdout.splitlines()]
 
