@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,11 +31,10 @@ Change = Callable[[dict[str, Any], dict[str, Any]], Any]
 
 
 def _rewrite(path: Path, change: Change, of: tuple[str, int], to: Path | None = None) -> Path:
-    """Write a file again with another document or other arrays; infinity as a number too large."""
+    """Write a file again with another document or other arrays."""
     document, arrays = read_file(path, *of)
     change(document, arrays)
-    text = json.dumps(document).replace("Infinity", "1e999")
-    (to or path).write_bytes(pack(text.encode(), arrays, of))
+    (to or path).write_bytes(pack(document, arrays, of))
     return to or path
 
 

@@ -105,7 +105,7 @@ def warmup_of(steps: Sequence[StepStats]) -> int:
     return min(2, max(0, len(steps) - 3))
 
 
-def summarize(log: RunLog, *, warmup: int | None = None) -> RunSummary:
+def summarize(log: RunLog, warmup: int | None = None) -> RunSummary:
     """Return the numbers of ``log`` without its first ``warmup`` steps (`warmup_of` by default).
 
     Raises:
