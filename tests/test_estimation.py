@@ -21,7 +21,7 @@ import dynoffload
 from dynoffload.errors import BackendError, BudgetError, ConfigError, TraceError
 from dynoffload.estimation import Calibration, Estimate, estimates
 from dynoffload.estimation.hollow import hollowed
-from dynoffload.estimation.measuring import measure, states_of, update_seconds
+from dynoffload.estimation.measuring import measure, update_seconds
 from dynoffload.estimation.result import OVER, UNDER
 from dynoffload.simulation import Link, Machine
 from dynoffload.simulation.overhead import RuntimeOverhead
@@ -132,37 +132,6 @@ def test_a_system_without_shared_pages_is_told(monkeypatch: pytest.MonkeyPatch) 
 # Measuring
 
 
-def test_measuring_changes_nothing() -> None:
-    model, optimizer = net()
-    model.layers[0].weight.grad = torch.full_like(model.layers[0].weight, 2.0)
-    before = copy.deepcopy(model.state_dict())
-    drawn = torch.get_rng_state()
-    found = measure(model, BATCHES[:3], None, silent)
-    assert_same(dict(model.state_dict()), dict(before), "weights and statistics")
-    assert torch.equal(torch.get_rng_state(), drawn)
-    assert not optimizer.state
-    assert bool((model.layers[0].weight.grad == 2.0).all())
-    assert [one.grad is None for one in model.parameters()].count(False) == 1
-    assert not any(one._post_accumulate_grad_hooks for one in model.parameters())
-    assert [step.order() for step in found.steps] == [
-        ["embedding", *(f"layers.{n}" for n in range(runs)), "norm", "head"]
-        for _, runs in BATCHES[:3]
-    ]
-    completed = {number for piece in found.steps[2].backward for number in piece.completes}
-    names = [found.network.parameters[number].name for number in completed]
-    assert sorted(names) == sorted(
-        name
-        for name, _ in model.named_parameters()
-        if not name.startswith(("layers.4", "layers.5"))
-    )
-    assert found.saved_bytes > 0
-    assert found.temporaries > 0
-    assert update_seconds(optimizer) > 0
-    assert not optimizer.state
-    assert torch.equal(torch.get_rng_state(), drawn)
-    assert sum(map(len, states_of(model, optimizer).values())) == 2 * len(list(model.parameters()))
-
-
 def test_an_optimizer_that_cannot_step_alone_is_named() -> None:
     class Closed(SGD):
         def step(self, closure: Any = None) -> Any:
@@ -189,45 +158,60 @@ def test_timing_an_optimizer_takes_little_memory_and_steps_no_other() -> None:
     assert not optimizer.state
 
 
-def test_what_forward_does_to_the_model_is_undone_or_refused() -> None:
-    class Counting(nn.Module):
-        count: Tensor
+class Counting(nn.Module):
+    """Replaces a buffer, draws numbers everywhere, and writes into its weight if it is told to."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4, 4))
-            self.register_buffer("count", torch.zeros(1))
-            self.writes = False
+    count: Tensor
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.count = torch.cat([self.count, torch.ones(1)])
-            random.random()
-            np.random.rand()
-            if self.writes:
-                with torch.no_grad():
-                    self.weight.mul_(0.5)
-            return (self.weight @ x).sum()
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64, 64))
+        self.norm = nn.BatchNorm1d(64)
+        self.register_buffer("count", torch.zeros(1))
+        self.writes = False
 
-    model, calls = Counting(), 0
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = torch.cat([self.count, torch.ones(1)])
+        random.random()
+        np.random.rand()
+        if self.writes:
+            with torch.no_grad():
+                self.weight.mul_(0.5)
+        return nn.functional.dropout(self.norm(x @ self.weight)).sum()
 
-    def count(parameter: Tensor) -> None:
-        nonlocal calls
-        calls += 1
 
-    model.weight.register_post_accumulate_grad_hook(count)
-    buffer, states = model.count, (random.getstate(), np.random.get_state()[1].tolist())
-    measure(model, [torch.ones(4)], None, silent)
+@needs_pager
+def test_estimating_changes_nothing_or_is_refused() -> None:
+    """Weights, statistics, buffers, gradients, hooks, random numbers and optimizer state."""
+    model, hooked = Counting(), []
+    optimizer = AdamW(model.parameters())
+    model.weight.register_post_accumulate_grad_hook(hooked.append)
+    model.weight.grad = torch.full_like(model.weight, 2.0)
+    buffer, before = model.count, copy.deepcopy(dict(model.state_dict()))
+    batches = [torch.randn(8, 64)]
+
+    def drawn() -> list[Any]:
+        return [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()]
+
+    states = drawn()
+    found = told(model, batches, "8MiB", optimizer)
+    assert found.optimizer >= 2 * found.gradients > 0
+    assert found.activations > 0
+    assert_same(drawn(), states, "random numbers")
     assert model.count is buffer
-    assert calls == 0
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == states
-    model(torch.ones(4)).backward()
-    assert calls == 1
+    assert_same(dict(model.state_dict()), before, "weights and statistics")
+    assert bool((model.weight.grad == 2.0).all())
+    assert model.norm.weight.grad is None
+    assert not optimizer.state
+    assert not hooked
+    model(*batches).backward()
+    assert len(hooked) == 1
     model.writes = True
     with pytest.raises(ConfigError, match="forward writes into weight"):
-        measure(model, [torch.ones(4)], None, silent)
+        told(model, batches, "8MiB", optimizer)
     model.writes = False
-    model(torch.ones(4)).backward()
-    assert calls == 2
+    model(*batches).backward()
+    assert len(hooked) == 2
 
 
 def ones(module: nn.Module) -> None:

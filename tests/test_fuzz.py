@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import resource
+import sys
 import time
 import warnings
 from collections import Counter
@@ -117,9 +118,23 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> Seeds:
     return found
 
 
+_watching = False
+_FORBIDDEN = frozenset(
+    "os.exec os.posix_spawn os.system subprocess.Popen pickle.find_class socket.connect"
+    " ctypes.dlopen".split()
+)
+
+
+def _refuse(event: str, _: Any) -> None:
+    if _watching and event in _FORBIDDEN:
+        raise AssertionError(event)
+
+
 @pytest.fixture
-def _limited() -> Iterator[None]:
-    """Limit the memory that this process may take."""
+def _limited(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Limit the memory that this process may take, and refuse what data never needs."""
+    sys.addaudithook(_refuse)  # it stays
+    monkeypatch.setattr(f"{__name__}._watching", True)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, before[1]))

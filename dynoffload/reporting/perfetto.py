@@ -12,8 +12,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
+from dynoffload.profiler.safefile import write_whole
 from dynoffload.reporting.columns import Columns
 from dynoffload.telemetry import RunLog
 
@@ -28,26 +29,14 @@ def write_perfetto(log: RunLog, path: str | Path) -> Path:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with _open(partial, packed=path.suffix == ".gz") as stream:
-            stream.write('{"displayTimeUnit":"ms","otherData":')
-            json.dump(_about(log), stream)
-            stream.write(',"traceEvents":[\n')
-            for index, event in enumerate(_events(log)):
-                stream.write(",\n" if index else "")
-                json.dump(event, stream, separators=(",", ":"), allow_nan=False)
-            stream.write("\n]}\n")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    document = {
+        "displayTimeUnit": "ms",
+        "otherData": _about(log),
+        "traceEvents": list(_events(log)),
+    }
+    data = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+    write_whole(path, gzip.compress(data, 5) if path.suffix == ".gz" else data)
     return path
-
-
-def _open(path: Path, *, packed: bool) -> IO[str]:
-    if packed:
-        return cast(IO[str], gzip.open(path, "wt", encoding="utf-8", compresslevel=5))
-    return open(path, "w", encoding="utf-8")
 
 
 def _about(log: RunLog) -> dict[str, str | int]:
