@@ -78,7 +78,7 @@ def test_the_page_needs_nothing_but_itself(usual: tuple[str, Page]) -> None:
 
 def test_figures_and_numbers_are_on_the_page_in_its_own_colours(usual: tuple[str, Page]) -> None:
     text, page = usual
-    assert page.tags["svg"] == 6  # memory, traffic, steps, accuracy, two steps in detail
+    assert page.tags["svg"] == 4  # the run, its steps, two of them in detail
     repeated = [name for name, count in page.ids.items() if count > 1]
     assert not [name for name in repeated if re.fullmatch(r"[mp][0-9a-f]{10}", name)]
     assert not any(placeholder in text for placeholder in COLOR.values())
@@ -152,4 +152,4 @@ def test_a_run_that_predicted_and_moved_nothing_has_a_page(tmp_path: Path) -> No
     log.steps = [replace(step, bytes_in=0, bytes_out=0, wasted_bytes=0) for step in log.steps]
     _, page = page_of(log, tmp_path)
     assert "No step of this run had a prediction" in page.text
-    assert page.tags["svg"] == 4
+    assert page.tags["svg"] == 3

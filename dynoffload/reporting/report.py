@@ -93,14 +93,10 @@ def _page(log: RunLog) -> str:
         percent=lambda share: "–" if math.isnan(share) else f"{share:.1%}",
     )
     shown: dict[str, Any] = {}
+    if log.memory:
+        shown["run"] = Markup(figures.run_figure(columns))
     if log.steps:
         shown["steps"] = Markup(figures.steps_figure(log.steps))
-        if any(not math.isnan(step.accuracy) for step in log.steps):
-            shown["accuracy"] = Markup(figures.accuracy_figure(log.steps))
-    if log.memory:
-        shown["memory"] = Markup(figures.memory_figure(columns))
-    if log.transfers or log.stalls:
-        shown["traffic"] = Markup(figures.traffic_figure(columns))
     timelines = [
         (
             title,
