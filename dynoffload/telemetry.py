@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dynoffload.errors import TraceError
 from dynoffload.units import GiB, format_bytes
@@ -202,18 +202,19 @@ class RunLog:
         """
         document = _read_document(Path(path))
         values: dict[str, Any] = {}
-        for one in fields(cls):
-            value, kind = document.get(one.name), _TABLES.get(one.name)
-            try:
-                if kind is None:
-                    values[one.name] = _checked(str(one.type), value)
-                else:
-                    values[one.name] = _records(value, kind)
-            except _BadValue as bad:
-                raise TraceError(
-                    f"{path}: {one.name}{bad}; the file is damaged: write the run log again with "
-                    "'dynoffload run --report'"
-                ) from None
+        try:
+            for one in fields(cls):
+                value, kind = document.get(one.name), _TABLES.get(one.name)
+                values[one.name] = (
+                    _checked(one.name, str(one.type), value)
+                    if kind is None
+                    else _records(one.name, value, kind)
+                )
+        except _BadValue as bad:
+            raise TraceError(
+                f"{path}: {bad}; the file is damaged: write the run log again with 'dynoffload "
+                "run --report'"
+            ) from None
         return cls(**values)
 
 
@@ -228,13 +229,7 @@ _TABLES: dict[str, type[Any]] = {
 
 
 class _BadValue(ValueError):
-    """States what a value is, and what was expected."""
-
-
-def _refuse(expected: str, found: object) -> NoReturn:
-    shown = repr(found)
-    shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    raise _BadValue(f" is not {expected} but {shown}")
+    """Names a value that is not one of a run log."""
 
 
 def _is_number(value: Any, least: float, most: float) -> bool:
@@ -245,28 +240,23 @@ def _are_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
-def _one_of(*known: str) -> tuple[str, Callable[[Any], bool]]:
-    return f"one of {', '.join(known)}", lambda value: value in known
-
-
-_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "int": ("a count", lambda value: type(value) is int and 0 <= value < 2**63),
-    "float": ("a finite number of seconds", lambda value: _is_number(value, -1e15, 1e15)),
-    "Share": ("a share between 0 and 1", lambda v: v is None or _is_number(v, 0, 1)),
-    "str": ("a text", lambda value: isinstance(value, str)),
-    "Kind": _one_of("fetch", "evict"),
-    "Cause": _one_of("plan", "fault", "room"),
-    "Phase": _one_of(*PHASES),
-    "tuple[str, ...]": ("a list of block names", _are_names),
-    "tuple[str, ...] | None": ("a list of block names", lambda v: v is None or _are_names(v)),
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "int": lambda value: type(value) is int and 0 <= value < 2**63,
+    "float": lambda value: _is_number(value, -1e15, 1e15),
+    "Share": lambda value: value is None or _is_number(value, 0, 1),
+    "str": lambda value: isinstance(value, str),
+    "Kind": lambda value: value in ("fetch", "evict"),
+    "Cause": lambda value: value in ("plan", "fault", "room"),
+    "Phase": lambda value: value in PHASES,
+    "tuple[str, ...]": _are_names,
+    "tuple[str, ...] | None": lambda value: value is None or _are_names(value),
 }
-"""By the type of a field, as annotated above: a description and a check of its values in files."""
+"""By the type of a field, as annotated above: a check of its values in files."""
 
 
-def _checked(kind: str, value: Any) -> Any:
-    expected, holds = _CHECKS[kind]
-    if not holds(value):
-        _refuse(expected, value)
+def _checked(name: str, kind: str, value: Any) -> Any:
+    if not _CHECKS[kind](value):
+        raise _BadValue(f"{name} is {value!r:.60}")
     if kind == "Share" and value is None:
         return math.nan
     if kind in ("Share", "float"):
@@ -274,20 +264,17 @@ def _checked(kind: str, value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _records(table: Any, kind: type[Any]) -> list[Any]:
+def _records(name: str, table: Any, kind: type[Any]) -> list[Any]:
     columns = {one.name: str(one.type) for one in fields(kind)}
-    if not isinstance(table, dict) or set(table) != set(columns):
-        _refuse(f"a table with the columns {', '.join(columns)}", table)
-    checked: list[list[Any]] = []
-    for name, type_ in columns.items():
-        try:
-            if not isinstance(table[name], list):
-                _refuse("a list", table[name])
-            checked.append([_checked(type_, value) for value in table[name]])
-        except _BadValue as bad:
-            raise _BadValue(f".{name}{bad}") from None
-    if len({len(column) for column in checked}) > 1:
-        _refuse("a table of columns of one length", [len(column) for column in checked])
+    lists: list[Any] = (
+        list(table.values()) if isinstance(table, dict) and set(table) == set(columns) else [0]
+    )
+    if not all(isinstance(one, list) for one in lists) or len({len(one) for one in lists}) > 1:
+        raise _BadValue(f"{name} is no table of columns of one length: {', '.join(columns)}")
+    checked = [
+        [_checked(f"{name}.{column}", type_, value) for value in table[column]]
+        for column, type_ in columns.items()
+    ]
     return [kind(*row) for row in zip(*checked, strict=True)]
 
 

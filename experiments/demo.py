@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -26,7 +26,6 @@ from dynoffload.pilot.progress import Report
 from dynoffload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from dynoffload.reporting.tables import ComparisonRow
     from dynoffload.telemetry import RunLog
 
 SHARE = 8
@@ -67,9 +66,8 @@ class Demo(Experiment[Params]):
         return {"demo": None}
 
     def run(self, case: None) -> Row:
-        from rich.console import Console
-
-        from dynoffload.reporting import ComparisonRow, comparison_table, write_run
+        from dynoffload.reporting import write_run
+        from dynoffload.reporting.summary import summarize
 
         own, begin = self.params, time.perf_counter()
         where = None if own.spill_dir is None else str(own.spill_dir)
@@ -79,7 +77,7 @@ class Demo(Experiment[Params]):
             f"1/6 recording {own.profiled} plain steps of a language model of routed experts, "
             "and training a pilot on them"
         )
-        rows: list[ComparisonRow] = []
+        runs: dict[str, dict[str, Any]] = {}
         with tempfile.TemporaryDirectory() as scratch:
             pilot = Path(scratch) / "demo.pilot"
             footprint, trained = learned(plain, own.profiled, self.report, pilot)
@@ -102,17 +100,15 @@ class Demo(Experiment[Params]):
                 found, seconds, log = _trained(name, spec, own.steps, self.report)
                 if log is None:
                     losses, step_s = found, median(seconds[_WARMUP:])
-                    rows.append(ComparisonRow(name, step_s, peak_fast_bytes=footprint))
+                    runs[name] = {"step_s": step_s, "peak_fast_bytes": footprint}
                 else:
-                    equal = found == losses
-                    rows.append(ComparisonRow.of(name, log, losses_equal=equal, warmup=_WARMUP))
+                    numbers = {k: finite(v) for k, v in vars(summarize(log, _WARMUP)).items()}
+                    runs[name] = {**numbers, "losses_equal": found == losses}
         assert log is not None
         _say("6/6 writing the report")
         files = write_run(log, own.out)
-        title = f"MoE {own.preset}, {own.tokens} tokens a step"
-        Console().print(comparison_table(rows, title=title, budget=budget))
         took = time.perf_counter() - begin
-        for line in _outcome(rows, log, budget, own.steps):
+        for line in _outcome(runs, log, budget, own.steps):
             _say(line)
         _say(
             f"Look at {files.page} in a browser, at {files.perfetto} in ui.perfetto.dev, and at "
@@ -123,14 +119,36 @@ class Demo(Experiment[Params]):
             "footprint_bytes": footprint,
             "budget_bytes": budget,
             "pilot_held_out_accuracy": finite(accuracy),
-            "losses_equal": all(row.losses_equal for row in rows[1:]),
+            "losses_equal": all(run.get("losses_equal", True) for run in runs.values()),
             "seconds": took,
             "report": str(files.page),
-            "runs": {row.name.replace("-", "_"): _numbers(row) for row in rows},
+            "runs": {name.replace("-", "_"): run for name, run in runs.items()},
         }
 
     def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
-        return []
+        (row,) = result["rows"]
+        runs = row["runs"]
+        plain = runs[PLAIN]["step_s"]
+        lines: dict[str, Callable[[Mapping[str, Any]], str]] = {
+            "step time": lambda run: format_seconds(run["step_s"]),
+            "vs plain": lambda run: f"{run['step_s'] / plain:.2f}×",
+            "stalled": lambda run: format_seconds(run["stall_s"]),
+            "stalls": lambda run: f"{run['stalls']:.0f}",
+            "read": lambda run: format_bytes(run["bytes_in"]),
+            "written": lambda run: format_bytes(run["bytes_out"]),
+            "wasted prefetch": lambda run: format_bytes(run["wasted_bytes"]),
+            "order predicted": lambda run: f"{run['accuracy']:.1%}",
+            "peak memory": lambda run: format_bytes(run["peak_fast_bytes"]),
+            "same losses": lambda run: "yes" if run["losses_equal"] else "NO",
+        }
+        cells = [
+            [label, *(_cell(shown, run) for run in runs.values())] for label, shown in lines.items()
+        ]
+        title = (
+            f"MoE {self.params.preset}, {self.params.tokens} tokens a step, medians after warm-up; "
+            f"budget {format_bytes(row['budget_bytes'])}"
+        )
+        return [Table(title, ("a step", *(name.replace("_", "-") for name in runs)), cells)]
 
 
 def _trained(
@@ -147,28 +165,34 @@ def _trained(
     return [one["loss"] for one in made], [one["seconds"] for one in made], log
 
 
-def _outcome(rows: Sequence[ComparisonRow], log: RunLog, budget: int, steps: int) -> Iterator[str]:
+def _cell(shown: Callable[[Mapping[str, Any]], str], run: Mapping[str, Any]) -> str:
+    """Return a cell; plain PyTorch moves no bytes, and not every run predicts."""
+    try:
+        return shown(run)
+    except (KeyError, TypeError):
+        return "–"
+
+
+def _outcome(
+    runs: Mapping[str, Mapping[str, Any]], log: RunLog, budget: int, steps: int
+) -> Iterator[str]:
     """Yield one sentence on memory and losses, and one on step times."""
-    plain, *paged = rows
-    times = {row.name: format_seconds(row.step_s) for row in rows}
-    peak = max(row.peak_fast_bytes or 0 for row in paged)
-    equal = all(row.losses_equal for row in paged)
+    plain, *paged = runs.values()
+    times = {name: format_seconds(run["step_s"]) for name, run in runs.items()}
+    equal = all(run["losses_equal"] for run in paged)
     yield (
         f"Trained: {steps} steps of a {log.model} that takes "
-        f"{format_bytes(plain.peak_fast_bytes or 0)} with plain PyTorch, in {format_bytes(peak)} "
+        f"{format_bytes(plain['peak_fast_bytes'])} with plain PyTorch, in "
+        f"{format_bytes(max(run['peak_fast_bytes'] for run in paged))} "
         f"of a budget of {format_bytes(budget)}, with "
         + ("every loss bit for bit the same." if equal else "losses that DIFFER from plain ones.")
     )
     yield (
         f"Price: a step takes {times['pilot']} with the pilot, {times['repeat-last']} by the last "
         f"order and {times['on-demand']} without prefetch, where plain PyTorch takes "
-        f"{times[plain.name]}; so {paged[-1].step_s / plain.step_s:.1f} times as long, in one run "
+        f"{times[PLAIN]}; so {paged[-1]['step_s'] / plain['step_s']:.1f} times as long, in one run "
         "of each."
     )
-
-
-def _numbers(row: ComparisonRow) -> dict[str, Any]:
-    return {key: finite(value) for key, value in vars(row).items() if key != "name"}
 
 
 def _say(line: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -159,6 +160,7 @@ def seed_all(seed: int) -> None:
     np.random.seed(seed)
 
 
+@functools.cache
 def uninterrupted(make: Make, scheduler: str = "StepLR") -> Run:
     """Return the reference."""
     seed_all(1)
@@ -232,7 +234,7 @@ def test_every_optimizer_resumes(name: str, tmp_path: Path) -> None:
 def test_every_scheduler_resumes(name: str, tmp_path: Path) -> None:
     """Its rate changes after the save, so that one that started anew would differ."""
     make = OPTIMIZERS["sgd-momentum"]
-    save_in_the_middle(tmp_path / "run", make, "auto", name)
+    save_in_the_middle(tmp_path / "run", make, "plain", name)
     reference = uninterrupted(make, name)
     assert_resumed(resume(tmp_path / "run", make, "plain", name), reference)
     assert len(set(reference.rates[SAVED_AT - 1 :])) > 1, "this shows nothing"
@@ -273,14 +275,13 @@ def test_rolling_back_in_a_session_drops_updates_and_gradients(
     assert_resumed(run, reference)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_saving_in_the_middle_of_a_step_changes_nothing(backend: str, tmp_path: Path) -> None:
+def test_saving_in_the_middle_of_a_step_changes_nothing(tmp_path: Path) -> None:
     """Between backward and step gradients stay, and are not saved."""
     make = OPTIMIZERS["sgd-momentum"]
     plain, run = Run(make), Run(make)
     for one in (plain, run):
         seed_all(1)
-        with one.paged("plain" if one is plain else backend) as session:
+        with one.paged("plain" if one is plain else "auto") as session:
             one.steps(0, 3)
             small_loss(one.model, SAMPLES[3]).backward()
             if session is not None:
@@ -331,14 +332,13 @@ def test_nested_sessions_save_their_own(tmp_path: Path) -> None:
         assert_same(run.optimizer.state_dict(), state, "optimizer")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_model_alone_inside_a_block(backend: str, tmp_path: Path) -> None:
+def test_the_model_alone_inside_a_block(tmp_path: Path) -> None:
     """Saved and loaded without the optimizer: its state, and updates under way, stay."""
     make = OPTIMIZERS["adamw"]
     plain, run = Run(make), Run(make)
     for one in (plain, run):
         seed_all(1)
-        with one.paged("plain" if one is plain else backend):
+        with one.paged("plain" if one is plain else "auto"):
             one.steps(0, 2)
             dynoffload.save_checkpoint(one.model, None, tmp_path / "run")
             one.steps(2, 4)

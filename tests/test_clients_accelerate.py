@@ -120,23 +120,6 @@ def test_its_checkpoints_are_exact_in_both_directions(tmp_path: Path) -> None:
     assert_same_training(model, innermost(optimizer), plain[1], innermost(plain[2]))
 
 
-def test_a_loop_that_fails_leaves_ordinary_tensors() -> None:
-    """What was put off is made, under accelerate's wrappers too."""
-    plain = prepared()
-    train(*plain)
-    accelerator, model, optimizer, batches, schedule = prepared()
-
-    def fail() -> None:
-        with dynoffload.offload(model, optimizer, **quarter()):
-            train(accelerator, model, optimizer, batches, schedule)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fail()
-    assert_ordinary(model, innermost(optimizer))
-    assert_same_training(model, innermost(optimizer), plain[1], innermost(plain[2]))
-
-
 def test_a_model_on_the_meta_device_is_prepared_and_given_its_weights() -> None:
     """`materialize` notes them; ``prepare`` leaves the model where it is."""
 
@@ -157,15 +140,6 @@ def test_a_model_on_the_meta_device_is_prepared_and_given_its_weights() -> None:
     with dynoffload.offload(model, optimizer, **quarter()):
         pass
     assert_same(dict(model.state_dict()), dict(reference.state_dict()), "weights")
-
-
-def test_a_refused_optimizer_is_refused_in_its_wrapper() -> None:
-    accelerator = accelerate.Accelerator(cpu=True)
-    model = network()
-    model, optimizer = accelerator.prepare(model, torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(ConfigError, match="LBFGS updates all parameters together"):
-        with dynoffload.offload(model, optimizer, **quarter()):
-            pytest.fail("the block must not begin")
 
 
 def test_one_optimizer_in_two_wrappers_is_one() -> None:

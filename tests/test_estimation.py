@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import random
 import time
 from pathlib import Path
@@ -19,10 +18,9 @@ from torch.optim import SGD, AdamW
 
 import dynoffload
 from dynoffload.errors import BackendError, BudgetError, ConfigError, TraceError
-from dynoffload.estimation import Calibration, Estimate, estimate, estimates
+from dynoffload.estimation import Calibration, Estimate, estimates
 from dynoffload.estimation.hollow import hollowed
-from dynoffload.estimation.measuring import measure, states_of, update_seconds
-from dynoffload.estimation.result import OVER, UNDER
+from dynoffload.estimation.measuring import measure, update_seconds
 from dynoffload.simulation import Link, Machine
 from dynoffload.simulation.overhead import RuntimeOverhead
 from dynoffload.units import MiB
@@ -72,7 +70,7 @@ def silent(*_: Any) -> None:
 def told(model: nn.Module, batches: Any, budget: Any, optimizer: Any, **more: Any) -> Estimate:
     """Return an estimate on a machine of round figures."""
     given = {"optimizer": optimizer, "calibration": CALIBRATION, **more}
-    return estimate(model, batches, budget=budget, **given)
+    return estimates(model, batches, budgets=[budget], **given)[0]
 
 
 def anonymous_bytes() -> int:
@@ -101,20 +99,6 @@ def test_weights_on_meta_compute_and_take_no_memory() -> None:
     assert optimizer.param_groups[0]["params"][0] is objects[0]
 
 
-def test_what_is_written_to_one_is_not_in_another() -> None:
-    dtype = torch.bfloat16
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(2))).to(dtype)
-    with torch.no_grad(), hollowed(model):
-        first, second = model[0].weight, model[1].weight
-        assert first.dtype == dtype
-        assert torch.equal(first, second)
-        first.fill_(3.0)
-        assert not bool((second == 3.0).any())
-    with torch.no_grad(), hollowed(model):
-        assert not bool((model[0].weight == 3.0).any())
-
-
 def test_a_system_without_shared_pages_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     from dynoffload.estimation import hollow
 
@@ -130,37 +114,6 @@ def test_a_system_without_shared_pages_is_told(monkeypatch: pytest.MonkeyPatch) 
 
 
 # Measuring
-
-
-def test_measuring_changes_nothing() -> None:
-    model, optimizer = net()
-    model.layers[0].weight.grad = torch.full_like(model.layers[0].weight, 2.0)
-    before = copy.deepcopy(model.state_dict())
-    drawn = torch.get_rng_state()
-    found = measure(model, BATCHES[:3], None, silent)
-    assert_same(dict(model.state_dict()), dict(before), "weights and statistics")
-    assert torch.equal(torch.get_rng_state(), drawn)
-    assert not optimizer.state
-    assert bool((model.layers[0].weight.grad == 2.0).all())
-    assert [one.grad is None for one in model.parameters()].count(False) == 1
-    assert not any(one._post_accumulate_grad_hooks for one in model.parameters())
-    assert [step.order() for step in found.steps] == [
-        ["embedding", *(f"layers.{n}" for n in range(runs)), "norm", "head"]
-        for _, runs in BATCHES[:3]
-    ]
-    completed = {number for piece in found.steps[2].backward for number in piece.completes}
-    names = [found.network.parameters[number].name for number in completed]
-    assert sorted(names) == sorted(
-        name
-        for name, _ in model.named_parameters()
-        if not name.startswith(("layers.4", "layers.5"))
-    )
-    assert found.saved_bytes > 0
-    assert found.temporaries > 0
-    assert update_seconds(optimizer) > 0
-    assert not optimizer.state
-    assert torch.equal(torch.get_rng_state(), drawn)
-    assert sum(map(len, states_of(model, optimizer).values())) == 2 * len(list(model.parameters()))
 
 
 def test_an_optimizer_that_cannot_step_alone_is_named() -> None:
@@ -189,45 +142,60 @@ def test_timing_an_optimizer_takes_little_memory_and_steps_no_other() -> None:
     assert not optimizer.state
 
 
-def test_what_forward_does_to_the_model_is_undone_or_refused() -> None:
-    class Counting(nn.Module):
-        count: Tensor
+class Counting(nn.Module):
+    """Replaces a buffer, draws numbers everywhere, and writes into its weight if it is told to."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4, 4))
-            self.register_buffer("count", torch.zeros(1))
-            self.writes = False
+    count: Tensor
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.count = torch.cat([self.count, torch.ones(1)])
-            random.random()
-            np.random.rand()
-            if self.writes:
-                with torch.no_grad():
-                    self.weight.mul_(0.5)
-            return (self.weight @ x).sum()
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64, 64))
+        self.norm = nn.BatchNorm1d(64)
+        self.register_buffer("count", torch.zeros(1))
+        self.writes = False
 
-    model, calls = Counting(), 0
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = torch.cat([self.count, torch.ones(1)])
+        random.random()
+        np.random.rand()
+        if self.writes:
+            with torch.no_grad():
+                self.weight.mul_(0.5)
+        return nn.functional.dropout(self.norm(x @ self.weight)).sum()
 
-    def count(parameter: Tensor) -> None:
-        nonlocal calls
-        calls += 1
 
-    model.weight.register_post_accumulate_grad_hook(count)
-    buffer, states = model.count, (random.getstate(), np.random.get_state()[1].tolist())
-    measure(model, [torch.ones(4)], None, silent)
+@needs_pager
+def test_estimating_changes_nothing_or_is_refused() -> None:
+    """Weights, statistics, buffers, gradients, hooks, random numbers and optimizer state."""
+    model, hooked = Counting(), []
+    optimizer = AdamW(model.parameters())
+    model.weight.register_post_accumulate_grad_hook(hooked.append)
+    model.weight.grad = torch.full_like(model.weight, 2.0)
+    buffer, before = model.count, copy.deepcopy(dict(model.state_dict()))
+    batches = [torch.randn(8, 64)]
+
+    def drawn() -> list[Any]:
+        return [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()]
+
+    states = drawn()
+    found = told(model, batches, "8MiB", optimizer)
+    assert found.optimizer >= 2 * found.gradients > 0
+    assert found.activations > 0
+    assert_same(drawn(), states, "random numbers")
     assert model.count is buffer
-    assert calls == 0
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == states
-    model(torch.ones(4)).backward()
-    assert calls == 1
+    assert_same(dict(model.state_dict()), before, "weights and statistics")
+    assert bool((model.weight.grad == 2.0).all())
+    assert model.norm.weight.grad is None
+    assert not optimizer.state
+    assert not hooked
+    model(*batches).backward()
+    assert len(hooked) == 1
     model.writes = True
     with pytest.raises(ConfigError, match="forward writes into weight"):
-        measure(model, [torch.ones(4)], None, silent)
+        told(model, batches, "8MiB", optimizer)
     model.writes = False
-    model(torch.ones(4)).backward()
-    assert calls == 2
+    model(*batches).backward()
+    assert len(hooked) == 2
 
 
 def ones(module: nn.Module) -> None:
@@ -341,7 +309,6 @@ def test_budgets_that_are_too_small_say_what_offload_says() -> None:
     assert found[1].feasible
     assert not found[1].resident
     assert found[1].step_s > found[1].plain_s
-    assert found[1].faster_link_s <= found[1].step_s
     assert found[2].resident
     assert (found[2].step_s, found[2].bytes_in) == (found[2].plain_s, 0)
     assert found[2].fast_peak < 64 * MiB
@@ -360,12 +327,12 @@ def test_what_cannot_be_estimated_is_refused() -> None:
             told(model, BATCHES, "1MiB", optimizer, config=config)
     other = AdamW(nn.Linear(2, 2).parameters())
     with pytest.raises(ConfigError, match="none of the optimizer's parameters belong to this Net"):
-        estimate(model, BATCHES, budget="1MiB", optimizer=other)
+        told(model, BATCHES, "1MiB", other)
     with (
         dynoffload.offload(model, optimizer, budget="2MiB"),
         pytest.raises(ConfigError, match=r"this Net is inside an offload\(\) block"),
     ):
-        estimate(model, BATCHES, budget="1MiB", optimizer=optimizer)
+        told(model, BATCHES, "1MiB", optimizer)
 
 
 def test_pairs_are_batches_of_a_loss_function() -> None:
@@ -465,19 +432,6 @@ def test_paging_steps_aside_where_the_runtime_does(over: float) -> None:
 
 
 # How sure it is
-
-
-def test_the_range_covers_what_was_compared_with_real_trainings() -> None:
-    """The shares by which estimates lie off are those of the published comparison, no less and
-    hardly more."""
-    path = Path(__file__).parents[1] / "docs" / "results" / "estimates.json"
-    rows = json.loads(path.read_text("utf-8"))["rows"]
-    off = [row["estimated"]["step_s"] / row["real"]["step_s"] - 1 for row in rows]
-    assert max(off) <= OVER < max(off) + 0.01
-    assert min(off) >= -UNDER > min(off) - 0.01
-    for row in rows:
-        estimated, real = row["estimated"]["step_s"], row["real"]["step_s"]
-        assert estimated / (1 + OVER) <= real <= estimated / (1 - UNDER)
 
 
 class Sleepy(nn.Module):

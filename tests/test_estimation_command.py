@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from exactness import needs_pager
-from torch.optim import AdamW
 from typer.testing import CliRunner
 
 from dynoffload.cli import app
@@ -27,24 +26,12 @@ def build():
     return model, optimizer, [torch.randn(4, 256)], lambda output, batch: output.square().mean()
 
 
-def named():
-    return dict(zip(("model", "optimizer", "batches", "loss"), build()))
-
-
 def only_a_model():
     return nn.Linear(2, 2)
 
 
 def no_model():
     return 1, None, []
-
-
-def bad_key():
-    return {"model": nn.Linear(2, 2), "data": []}
-
-
-def no_batches():
-    return nn.Linear(2, 2), None, 3
 
 
 def one_batch():
@@ -79,10 +66,8 @@ def factory(tmp_path: Path) -> Path:
     [
         ("only_a_model", "returned Linear"),
         ("no_model", "returned int as the model"),
-        ("bad_key", "the key 'data'"),
-        ("no_batches", "returned int as the batches"),
-        ("one_batch", "returned Tensor as the batches.*into a list"),
-        ("pair", "returned tuple of 2:"),
+        ("one_batch", "returned Tensor as the batches: return"),
+        ("pair", "returned tuple:"),
         ("exits", "SystemExit: 3"),
         ("fails", "ValueError: no weights here"),
         ("number", "no function 'number'"),
@@ -97,18 +82,11 @@ def test_what_a_factory_must_return_is_said(factory: Path, name: str, told: str)
 def test_what_names_no_function_is_said(tmp_path: Path) -> None:
     for name, told in (
         ("build", "names no function"),
-        (f"{tmp_path}/none.py:build", "cannot be imported|no file"),
-        ("no.such.module:build", "cannot be imported"),
+        (f"{tmp_path}/none.py:build", "importing .* failed"),
+        ("no.such.module:build", "importing .* failed"),
     ):
         with pytest.raises(ConfigError, match=told):
             job_of(name)
-
-
-def test_factories_by_tuple_and_by_name(factory: Path) -> None:
-    for name in ("build", "named"):
-        job = job_of(f"{factory}:{name}")
-        assert job.loss is not None
-        assert isinstance(job.optimizer, AdamW)
 
 
 @needs_pager

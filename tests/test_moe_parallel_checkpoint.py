@@ -5,7 +5,7 @@ Ranks meet over gloo; what each of them does is in `parallel_checkpoints`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ from torch import Tensor, nn
 
 import dynoffload
 from dynoffload.checkpoint import loading
+from dynoffload.checkpoint.peers import Peers
+from dynoffload.checkpoint.tensors import Ordinary
 from dynoffload.errors import CheckpointError
 
 KINDS = {"plain": (False, False), "paged": (True, False), "replicas": (True, True)}
@@ -249,7 +251,24 @@ def test_rows_that_overlap_and_have_a_gap_are_refused_before_anything_is_written
     assert not list(tmp_path.iterdir())
 
 
-def test_one_path_that_is_another_checkpoint_on_each_machine_is_refused() -> None:
-    loading._check_same([["/runs/last", 1], ["/runs/last", 1]])
-    with pytest.raises(CheckpointError, match="ranks 0 and 1 load two checkpoints, /runs/last"):
-        loading._check_same([["/runs/last", 1], ["/runs/last", 2]])
+def test_one_path_that_is_another_checkpoint_on_each_machine_is_refused(tmp_path: Path) -> None:
+    class Two(Peers):
+        """Answers for a second rank, whose checkpoint has another checksum."""
+
+        world = 2
+
+        def share(self, work: Callable[[], Any]) -> list[Any]:
+            own = work()
+            return [own, (own[0], own[1] + 1) if isinstance(own, tuple) else own]
+
+    dynoffload.save_checkpoint(model := nn.Linear(2, 2), None, tmp_path / "last")
+    with pytest.raises(CheckpointError, match=r"ranks 0 and 1 load two checkpoints, /.*/last"):
+        loading.load(
+            model,
+            None,
+            tmp_path / "last",
+            extra=None,
+            memory=Ordinary(),
+            prepare=lambda: pytest.fail("nothing may change"),
+            peers=Two(),
+        )

@@ -76,13 +76,14 @@ def test_regions_are_ranked_by_the_time_they_cost() -> None:
 
 def test_an_order_is_aligned_with_the_fewest_changes() -> None:
     assert align("abdx", "abcdyz") == [
-        ("match", [("a", "a"), ("b", "b")]),
-        ("missing", [(None, "c")]),
-        ("match", [("d", "d")]),
-        ("missing", [(None, "y")]),
-        ("swap", [("x", "z")]),
+        ("match", "a", "a"),
+        ("match", "b", "b"),
+        ("missing", None, "c"),
+        ("match", "d", "d"),
+        ("missing", None, "y"),
+        ("swap", "x", "z"),
     ]
-    assert align("ab", "b") == [("extra", [("a", None)]), ("match", [("b", "b")])]
+    assert align("ab", "b") == [("extra", "a", None), ("match", "b", "b")]
 
 
 def test_a_trial_on_demand_is_told() -> None:

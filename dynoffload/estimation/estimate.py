@@ -1,6 +1,6 @@
 """Estimates training under a budget: memory by tier, bytes moved, seconds, and the bottleneck.
 
-`estimate` measures a few plain steps (`measuring`), divides the budget as the runtime would, and
+`estimates` measures a few plain steps (`measuring`), divides the budget as the runtime would, and
 simulates training under it on this machine's link.
 """
 
@@ -32,7 +32,6 @@ from dynoffload.runtime.opening import IO_THREADS
 from dynoffload.runtime.resident import RESIDENT_SHARE
 from dynoffload.runtime.sizing import Sizing, sizing_of
 from dynoffload.runtime.updates.update import innermost
-from dynoffload.simulation import Machine
 from dynoffload.simulation.fast_memory import StepResult
 from dynoffload.simulation.overhead import Division
 from dynoffload.simulation.pager import SimulatedPager
@@ -46,19 +45,19 @@ _STEPS = 8  # fewest simulated steps that count
 _DIVIDED = frozenset(Division.__dataclass_fields__)
 
 
-def estimate(
+def estimates(
     model: nn.Module,
     batches: Iterable[Any],
     *,
-    budget: int | str,
+    budgets: Sequence[int | str],
     optimizer: Optimizer | None = None,
     loss: Loss | None = None,
     config: OffloadConfig | Mapping[str, Any] | None = None,
     spill_dir: str | Path | None = None,
     calibration: Calibration | str | Path | None = None,
-    report: Report | None = None,
-) -> Estimate:
-    """Estimate training ``model`` under ``budget``, without training or changing it.
+    report: Report = lambda *_: None,
+) -> list[Estimate]:
+    """Estimate training ``model`` under each of ``budgets``, without training or changing it.
 
     Forward and backward run on up to six batches. Each gradient is dropped when complete, so they
     need memory for the activations of one step and for incomplete gradients. Timing the optimizer
@@ -69,7 +68,7 @@ def estimate(
     Args:
         model: the model, in memory or on the meta device.
         batches: as for `dynoffload.profile`; up to six are used.
-        budget: bytes of fast memory, or a string such as ``"8GiB"``; it may be more than this
+        budgets: bytes of fast memory, or strings such as ``"8GiB"``; they may be more than this
             machine has.
         optimizer: the optimizer that will train it.
         loss: as for `dynoffload.profile`.
@@ -81,7 +80,7 @@ def estimate(
         report: receives progress.
 
     Returns:
-        The estimate. If the budget is too small, it is not ``feasible``.
+        An estimate for each budget; one is not ``feasible`` if its budget is too small.
 
     Raises:
         ConfigError: options that cannot be simulated, a model inside of an offload() block, one
@@ -90,32 +89,6 @@ def estimate(
         TraceError: a batch gives no loss.
         SpillError: the spill directory cannot be used.
     """
-    return estimates(
-        model,
-        batches,
-        budgets=[budget],
-        optimizer=optimizer,
-        loss=loss,
-        config=config,
-        spill_dir=spill_dir,
-        calibration=calibration,
-        report=report,
-    )[0]
-
-
-def estimates(
-    model: nn.Module,
-    batches: Iterable[Any],
-    *,
-    budgets: Sequence[int | str],
-    optimizer: Optimizer | None = None,
-    loss: Loss | None = None,
-    config: OffloadConfig | Mapping[str, Any] | None = None,
-    spill_dir: str | Path | None = None,
-    calibration: Calibration | str | Path | None = None,
-    report: Report | None = None,
-) -> list[Estimate]:
-    """Return an `estimate` for each of ``budgets``; steps and link are measured once."""
     options = OffloadConfig.of(config).with_policy()
     check_options(options)
     if is_managed(model):
@@ -123,7 +96,6 @@ def estimates(
             f"this {type(model).__name__} is inside an offload() block, where its steps are not "
             "plain: estimate before"
         )
-    tell = report or _silent
     sizes = [parse_bytes(budget, "budget") for budget in budgets]
     optimizer = None if optimizer is None else innermost(optimizer)
     if optimizer is not None:
@@ -139,8 +111,8 @@ def estimates(
     if options.policy == "pilot":
         assumed.append("the prediction is taken to be the last order, whatever a pilot knows")
     with hollowed(model):
-        plain = measure(model, taken, loss, tell)
-    tell("timing the optimizer")
+        plain = measure(model, taken, loss, report)
+    report("timing the optimizer")
     update_s = 0.0 if optimizer is None else update_seconds(optimizer)
     states = states_of(model, optimizer)
     measured = replace(
@@ -151,13 +123,13 @@ def estimates(
         ),
     )
     if isinstance(given, Fitted):  # it was read earlier, so that a bad file fails at once
-        tell("measuring the disk")
+        report("measuring the disk")
         given = given.measured(directory)
     assumed.append(given.said)
     known = replace(_known(model, optimizer, measured), assumptions=tuple(assumed))
     found = []
     for number, size in enumerate(sizes):
-        tell("simulating", number, len(sizes))
+        report("simulating", number, len(sizes))
         found.append(
             _under(replace(known, budget=size), model, optimizer, measured, options, given)
         )
@@ -183,7 +155,9 @@ def _under(
     try:
         sizing = sizing_of(model, optimizer, known.budget, options)
     except BudgetError as error:
-        return replace(known, reason=str(error), least=_enough(known.budget, error))
+        return replace(
+            known, reason=str(error), least=error.lacking and known.budget + error.lacking
+        )
     known = replace(
         known,
         feasible=True,
@@ -200,7 +174,6 @@ def _under(
             resident=True,
             staging=0,
             fast_peak=whole,
-            faster_link_s=known.plain_s,
             bound="compute",
         )
     sliced = _sliced(model, optimizer, options, sizing)
@@ -226,14 +199,6 @@ def _under(
             "and times are not estimated: lower min_paged_bytes",
         )
     return _simulated(known, measured, sizing, options, calibration)
-
-
-def _enough(budget: int, error: BudgetError) -> int:
-    return budget + error.lacking if error.lacking else 0
-
-
-def _silent(doing: str, done: int | None = None, total: int | None = None) -> None:
-    """Report nothing."""
 
 
 def check_options(options: OffloadConfig) -> None:
@@ -297,22 +262,18 @@ def _simulated(
 ) -> Estimate:
     division = Division(**{key: value for key, value in asdict(sizing).items() if key in _DIVIDED})
 
-    def trained(machine: Machine) -> tuple[list[StepResult], Training]:
-        training = Training(
-            measured.network,
-            division,
-            replace(machine, workers=IO_THREADS),
-            prefetch=options.policy != "on-demand",
-            work=calibration.work,
-        )
-        rounds = -(-_STEPS // len(measured.steps))  # all batches count equally often
-        count = rounds * len(measured.steps)
-        steps = itertools.islice(itertools.cycle(measured.steps), _WARMUP + count)
-        return [training.step(step) for step in steps][_WARMUP:], training
-
-    steps, training = trained(calibration.machine)
+    training = Training(
+        measured.network,
+        division,
+        replace(calibration.machine, workers=IO_THREADS),
+        prefetch=options.policy != "on-demand",
+        work=calibration.work,
+    )
+    rounds = -(-_STEPS // len(measured.steps))  # all batches count equally often
+    count = _WARMUP + rounds * len(measured.steps)
+    order = itertools.islice(itertools.cycle(measured.steps), count)
+    steps = [training.step(step) for step in order][_WARMUP:]
     link = calibration.machine.link
-    quicker, _ = trained(replace(calibration.machine, link=link.times(2)))
     seconds, compute, stall = (_mean(steps, key) for key in ("seconds", "compute_s", "stall_s"))
     bytes_in, bytes_out = (_mean(steps, key) for key in ("bytes_in", "bytes_out"))
     reading = bytes_in / link.read_bps >= bytes_out / link.write_bps
@@ -337,7 +298,6 @@ def _simulated(
         bytes_in=bytes_in,
         bytes_out=bytes_out,
         bound=max(parts, key=lambda name: parts[name]),
-        faster_link_s=_mean(quicker, "seconds"),
     )
 
 

@@ -49,28 +49,32 @@ def hollowed(model: nn.Module) -> Iterator[None]:
         for own in (module._parameters, module._buffers)
     ]
     whole = sum(one.nbytes for one in model.parameters() if one.is_meta)
-    files = _Files(max(1, -(-whole // _MOST_RANGES // _CONTENT)) * _CONTENT)
+    span = max(1, -(-whole // _MOST_RANGES // _CONTENT)) * _CONTENT
+    files: dict[torch.dtype, int] = {}  # in memory, of ``span`` bytes each
     made: dict[torch.Tensor, torch.Tensor] = {}
     try:
-        with contextlib.closing(files):
-            for own, before in places:
-                for name, one in before.items():
-                    if one is not None and one.is_meta:
-                        if one not in made:
-                            made[one] = _stand_in(name, one, files)
-                        own[name] = made[one]  # type: ignore[assignment]
+        for own, before in places:
+            for name, one in before.items():
+                if one is not None and one.is_meta:
+                    if one not in made:
+                        made[one] = _stand_in(name, one, files, span)
+                    own[name] = made[one]  # type: ignore[assignment]
         yield
     finally:
+        for file in files.values():
+            os.close(file)
         for own, before in places:
             own.clear()
             own.update(before)  # type: ignore[arg-type]
 
 
-def _stand_in(name: str, one: torch.Tensor, files: _Files) -> torch.Tensor:
+def _stand_in(
+    name: str, one: torch.Tensor, files: dict[torch.dtype, int], span: int
+) -> torch.Tensor:
     """Return the replacement of a parameter or buffer of this name."""
     is_weight = isinstance(one, nn.Parameter)
     if is_weight and one.nbytes >= _SMALL:
-        value = files.hollow(one)
+        value = _shared(one, files, span)
     else:
         value = torch.zeros_like(one, device="cpu", requires_grad=False)
         if is_weight and value.ndim > 1 and value.is_floating_point():
@@ -87,35 +91,19 @@ def _stand_in(name: str, one: torch.Tensor, files: _Files) -> torch.Tensor:
     return made
 
 
-class _Files:
-    """In-memory files that hollow tensors map; the tensors stay valid when the files are closed.
-
-    Args:
-        span: bytes of each file.
-    """
-
-    def __init__(self, span: int) -> None:
-        self._span = span
-        self._files: dict[torch.dtype, int] = {}
-
-    def close(self) -> None:
-        """Close all files."""
-        for file in self._files.values():
-            os.close(file)
-
-    def hollow(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a tensor like ``like`` whose pages are shared."""
-        if like.layout is not torch.strided:
-            raise ConfigError(
-                f"a weight of layout {like.layout} on the meta device cannot be estimated: build "
-                "the model in memory"
-            )
-        if like.dtype not in self._files:
-            self._files[like.dtype] = _file(like.dtype, self._span)
-        memory = _mapped(like.nbytes, self._files[like.dtype], self._span)
-        flat = torch.frombuffer(memory, dtype=torch.uint8, count=like.nbytes)
-        strides = torch.empty_like(like).stride()  # those of ``like``, without gaps
-        return flat.view(like.dtype).as_strided(like.shape, strides)
+def _shared(like: torch.Tensor, files: dict[torch.dtype, int], span: int) -> torch.Tensor:
+    """Return a tensor like ``like`` whose pages are those of the file of its dtype."""
+    if like.layout is not torch.strided:
+        raise ConfigError(
+            f"a weight of layout {like.layout} on the meta device cannot be estimated: build the "
+            "model in memory"
+        )
+    if like.dtype not in files:
+        files[like.dtype] = _file(like.dtype, span)
+    memory = _mapped(like.nbytes, files[like.dtype], span)
+    flat = torch.frombuffer(memory, dtype=torch.uint8, count=like.nbytes)
+    strides = torch.empty_like(like).stride()  # those of ``like``, without gaps
+    return flat.view(like.dtype).as_strided(like.shape, strides)
 
 
 def _file(dtype: torch.dtype, nbytes: int) -> int:

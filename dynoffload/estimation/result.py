@@ -41,7 +41,6 @@ class Estimate:
         bytes_out: bytes written per step.
         bound: the largest part of a step: "compute", "own work", or stalls, called "reads" or
             "writes" by which of them takes longer.
-        faster_link_s: seconds of a step if the link were twice as fast.
         assumptions: assumptions behind the numbers.
     """
 
@@ -70,7 +69,6 @@ class Estimate:
     bytes_in: float = 0.0
     bytes_out: float = 0.0
     bound: str = ""
-    faster_link_s: float = 0.0
     assumptions: tuple[str, ...] = ()
 
 

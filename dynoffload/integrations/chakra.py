@@ -19,14 +19,15 @@ Start and end are rounded, not the duration, so durations add up to the time of 
 
 from __future__ import annotations
 
+import io
 import json
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from dynoffload.errors import TraceError
 from dynoffload.integrations.imports import importing
+from dynoffload.profiler.safefile import write_whole
 from dynoffload.profiler.trace import Operator, Trace
 from dynoffload.version import __version__
 
@@ -60,16 +61,12 @@ def write_chakra(trace: Trace, path: str | Path) -> Path:
     """
     with importing("google.protobuf", "chakra"):
         from google.protobuf.proto import serialize_length_prefixed
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    path, file = Path(path), io.BytesIO()
+    for message in _messages(trace):
+        serialize_length_prefixed(message, file)
     try:
-        with open(partial, "wb") as file:
-            for message in _messages(trace):
-                serialize_length_prefixed(message, file)
-        os.replace(partial, path)
+        write_whole(path, file.getvalue())
     except OSError as error:
-        if path.parent.is_dir():
-            partial.unlink(missing_ok=True)
         raise TraceError(
             f"{path}: the execution trace cannot be written ({error.strerror or error}); make the"
             " directory or choose another"

@@ -1,19 +1,11 @@
-"""Reports of a run: the HTML page, the Perfetto trace, comparison tables.
+"""Reports of a run: the HTML page and the Perfetto trace.
 
-matplotlib, Jinja2 and rich are imported only when something is drawn or printed.
+matplotlib and Jinja2 are imported only when something is drawn.
 """
 
 from __future__ import annotations
 
 from dynoffload.reporting.perfetto import write_perfetto
 from dynoffload.reporting.report import ReportFiles, write_report, write_run
-from dynoffload.reporting.tables import ComparisonRow, comparison_table
 
-__all__ = [
-    "ComparisonRow",
-    "ReportFiles",
-    "comparison_table",
-    "write_perfetto",
-    "write_report",
-    "write_run",
-]
+__all__ = ["ReportFiles", "write_perfetto", "write_report", "write_run"]

@@ -26,89 +26,59 @@ from dynoffload.units import format_seconds
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from pandas.core.groupby import DataFrameGroupBy
 
 _POINTS = 700  # bins of a curve over the whole run
 _BARS = 120  # bars of a figure over steps
 _BUSY = "computing and hooks"  # not recorded separately
 
 
-def memory_figure(columns: Columns) -> str:
-    """Return fast-tier bytes over the recorded time, with the budget line and the RSS."""
+def run_figure(columns: Columns) -> str:
+    """Return fast-tier bytes with the budget and the RSS, bandwidth in both directions, and when
+    steps stalled, over the recorded time."""
     unit, name = unit_of(max(columns.log.budget, 1))
     budget = columns.log.budget / unit
 
     def draw(figure: Figure) -> None:
-        axes = figure.subplots()
-        fast = _fast_tier(axes, columns.memory_time, columns.fast_bytes / unit)
+        memory, traffic, waiting = figure.subplots(
+            3, 1, sharex=True, gridspec_kw={"height_ratios": [4, 4, 1], "hspace": 0.12}
+        )
+        fast = _fast_tier(memory, columns.memory_time, columns.fast_bytes / unit)
         rss_time, rss = envelope(columns.memory_time, columns.rss_bytes / unit, _POINTS)
         # The process holds more than the tier (code, buffers); its RSS is drawn only if it fits.
         if len(rss) and 0 < rss.max() <= 2.5 * budget:
-            axes.plot(rss_time, rss, color=COLOR["rss"], linewidth=0.9, label="whole process (RSS)")
-        _budget_line(axes, budget)
-        axes.annotate(
-            f"budget {budget:.4g} {name}",
-            (1, budget),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="right",
-            va="bottom",
-            color=COLOR["budget"],
-            fontweight="bold",
-        )
-        axes.set_ylabel(name)
-        axes.set_ylim(0, max([budget, *fast, *axes.get_ylim()]) * 1.12)
-        time_axis(axes, columns.begin, columns.duration)
-        step_marks(axes, columns)
-        legend(axes, lifted=True)
-
-    return svg(draw, height=3.1, name="memory")
-
-
-def traffic_figure(columns: Columns) -> str:
-    """Return the bandwidth in both directions over the recorded time, and when steps stalled."""
-
-    def draw(figure: Figure) -> None:
-        traffic, waiting = figure.subplots(
-            2, 1, sharex=True, gridspec_kw={"height_ratios": [4, 1], "hspace": 0.12}
-        )
+            memory.plot(rss_time, rss, color=COLOR["rss"], linewidth=0.9, label="process (RSS)")
+        _budget_line(memory, budget, f"budget {budget:.4g} {name}")
+        memory.set_ylabel(name)
+        memory.set_ylim(0, max([budget, *fast, *memory.get_ylim()]) * 1.12)
+        step_marks(memory, columns)
+        legend(memory, lifted=True)
         edges = np.linspace(columns.begin, max(columns.duration, columns.begin + 1e-9), 361)
         middle = (edges[:-1] + edges[1:]) / 2
         planned = columns.kind("fetch", "plan", "room").rate(edges) / 1e9
         fault = columns.kind("fetch", "fault").rate(edges) / 1e9
         evict = columns.kind("evict").rate(edges) / 1e9
+        filled: dict[str, Any] = {"step": "mid", "linewidth": 0}
         for low, high, color, label in (
             (0 * planned, planned, "plan", "fetched ahead"),
             (planned, planned + fault, "fault", "fetched on demand"),
             (0 * evict, -evict, "evict", "evicted (written)"),
         ):
-            traffic.fill_between(
-                middle,
-                low,
-                high,
-                step="mid",
-                color=COLOR[color],
-                alpha=0.85,
-                linewidth=0,
-                label=label,
-            )
+            traffic.fill_between(middle, low, high, color=COLOR[color], label=label, **filled)
         traffic.axhline(0, color=COLOR["muted"], linewidth=0.8)
         top = float(max((planned + fault).max(), 1e-3))
         bottom = float(max(evict.max(), top * 0.15))
         traffic.set_ylim(-bottom * 1.1, top * 1.1)
         traffic.yaxis.set_major_formatter(lambda y, _: f"{abs(y):g}")
         traffic.set_ylabel("GB/s\nout  |  in")
-        legend(traffic, lifted=True)
+        legend(traffic)
         share = columns.stalls.share(edges) * 100
-        waiting.fill_between(middle, share, step="mid", color=COLOR["stall"], linewidth=0)
+        waiting.fill_between(middle, share, color=COLOR["stall"], **filled)
         waiting.set_ylim(0, 100)
         waiting.set_yticks([0, 50, 100])
         waiting.set_ylabel("waiting\n% of time")
         time_axis(waiting, columns.begin, columns.duration)
-        step_marks(traffic, columns)
 
-    return svg(draw, height=3.9, name="traffic")
+    return svg(draw, height=6.4, name="run")
 
 
 def timeline_figure(columns: Columns, step: int) -> str:
@@ -152,24 +122,30 @@ def timeline_figure(columns: Columns, step: int) -> str:
 
 
 def steps_figure(steps: Sequence[StepStats]) -> str:
-    """Return seconds per step, split into stalls and the rest, and bytes per step."""
-    mean = _grouped(steps).mean()
-    bar = 0.82 * _group_size(steps)
+    """Return per step the seconds, split into stalls and the rest, the bytes, and, if any step had
+    a prediction, block-order accuracy and the share of wasted prefetch."""
+    import pandas as pd
+
+    size = round_up(max(1.0, len(steps) / _BARS))  # steps that a bar averages, in long runs
+    frame = pd.DataFrame(list(steps))
+    groups = frame.groupby(frame.index // size)
+    mean, bar = groups.mean(), 0.82 * size
     position, stall, seconds = mean["step"], mean["stall_s"], mean["seconds"]
     read, written, waste = (mean[name] for name in ("bytes_in", "bytes_out", "wasted_bytes"))
+    scored = 100 * groups["accuracy"].agg(["mean", "min", "max"]).dropna()
     factor, time_name = (1e3, "ms") if seconds.max() < 1 else (1.0, "s")
     unit, bytes_name = unit_of(max(1, int(max(read.max(), written.max()))))
+    ratios = [1.25, 1, 0.7] if len(scored) else [1.25, 1]
 
     def draw(figure: Figure) -> None:
-        times, moved = figure.subplots(
-            2, 1, sharex=True, gridspec_kw={"height_ratios": [1.25, 1], "hspace": 0.16}
+        times, moved, *predicted = figure.subplots(
+            len(ratios), 1, sharex=True, gridspec_kw={"height_ratios": ratios, "hspace": 0.16}
         )
         busy = np.maximum(seconds - stall, 0) * factor
         times.bar(position, busy, bar, color=COLOR["compute"], label=_BUSY)
         times.bar(position, stall * factor, bar, busy, color=COLOR["stall"], label="waiting")
         times.set_ylabel(time_name)
         times.set_ylim(0, float(seconds.max()) * factor * 1.22)
-        legend(times)
         used = np.maximum(read - waste, 0) / unit
         lost = read / unit - used
         moved.bar(position, used, bar, color=COLOR["plan"], label="read and used")
@@ -181,42 +157,19 @@ def steps_figure(steps: Sequence[StepStats]) -> str:
         moved.set_ylim(-max(low, top * 0.1) * 1.1, max(top, low * 0.1) * 1.4)
         moved.yaxis.set_major_formatter(lambda y, _: f"{abs(y):g}")
         moved.set_ylabel(f"{bytes_name}\nout  |  in")
-        legend(moved)
-        _step_axis(moved, steps)
+        for axes in predicted:
+            x, shade = position[scored.index], {"color": COLOR["compute"], "linewidth": 0}
+            axes.fill_between(x, scored["min"], scored["max"], alpha=0.22, **shade)
+            axes.plot(x, scored["mean"], ".-", color=COLOR["compute"], label="order predicted")
+            wasted = 100 * waste / mean["prefetched_bytes"].clip(lower=1)
+            axes.plot(position, wasted, color=COLOR["fault"], label="prefetch wasted")
+            axes.set_ylim(-3, 103)
+            axes.set_ylabel("%")
+        for axes in figure.axes:
+            legend(axes)
+        _step_axis(figure.axes[-1], steps, size)
 
-    return svg(draw, height=4.3, name="steps")
-
-
-def accuracy_figure(steps: Sequence[StepStats]) -> str:
-    """Return block-order accuracy and the share of wasted prefetch per step."""
-    groups = _grouped(steps)
-    position, total = groups["step"].mean(), groups.sum()
-    waste = 100 * total["wasted_bytes"] / total["prefetched_bytes"].clip(lower=1)
-    scored = 100 * groups["accuracy"].agg(["mean", "min", "max"]).dropna()
-
-    def draw(figure: Figure) -> None:
-        axes = figure.subplots()
-        x = position[scored.index]
-        if _group_size(steps) > 1:
-            shade: dict[str, Any] = {"color": COLOR["compute"], "alpha": 0.22, "linewidth": 0}
-            axes.fill_between(x, scored["min"], scored["max"], **shade, label="worst to best")
-        axes.plot(
-            x,
-            scored["mean"],
-            color=COLOR["compute"],
-            linewidth=1.6,
-            marker="o" if len(position) <= 60 else "",
-            markersize=3,
-            label="order predicted",
-        )
-        axes.plot(position, waste, color=COLOR["fault"], linewidth=1.2, label="prefetch wasted")
-        axes.set_ylim(-3, 103)
-        axes.set_yticks([0, 25, 50, 75, 100])
-        axes.set_ylabel("%")
-        _step_axis(axes, steps)
-        legend(axes)
-
-    return svg(draw, height=2.5, name="accuracy")
+    return svg(draw, height=1.7 + 1.3 * len(ratios), name="steps")
 
 
 def _fast_tier(axes: Axes, time: Floats, fast: Floats) -> Floats:
@@ -227,21 +180,19 @@ def _fast_tier(axes: Axes, time: Floats, fast: Floats) -> Floats:
     return fast
 
 
-def _budget_line(axes: Axes, budget: float) -> None:
+def _budget_line(axes: Axes, budget: float, label: str = "") -> None:
     axes.axhline(budget, color=COLOR["budget"], linewidth=1.4, linestyle=(0, (5, 3)))
-
-
-def _group_size(steps: Sequence[StepStats]) -> int:
-    """Return how many steps one bar averages: more than one in long runs."""
-    return round_up(max(1.0, len(steps) / _BARS))
-
-
-def _grouped(steps: Sequence[StepStats]) -> DataFrameGroupBy[Any, Any]:
-    """Return the numbers of ``steps``, one group per bar."""
-    import pandas as pd
-
-    frame = pd.DataFrame(list(steps))
-    return frame.groupby(frame.index // _group_size(steps))
+    axes.annotate(
+        label,
+        (1, budget),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 3),
+        textcoords="offset points",
+        ha="right",
+        va="bottom",
+        color=COLOR["budget"],
+        fontweight="bold",
+    )
 
 
 def _phase_lane(
@@ -270,12 +221,11 @@ def _bars(
     )
 
 
-def _step_axis(axes: Axes, steps: Sequence[StepStats]) -> None:
+def _step_axis(axes: Axes, steps: Sequence[StepStats], size: int) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(nbins=14, integer=True))
     axes.set_xlim(steps[0].step - 0.6, steps[-1].step + 0.6)
-    size = _group_size(steps)
     axes.set_xlabel("step" if size == 1 else f"step (each bar or point: the mean of {size} steps)")
 
 

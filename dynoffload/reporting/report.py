@@ -19,12 +19,11 @@ from dynoffload.profiler.safefile import write_whole
 from dynoffload.reporting import figures, summary
 from dynoffload.reporting.columns import Columns
 from dynoffload.reporting.perfetto import write_perfetto
-from dynoffload.telemetry import RunLog, StepBlocks, StepStats
+from dynoffload.telemetry import RunLog, StepStats
 from dynoffload.units import format_bytes, format_seconds
 
 MAX_STEP_ROWS = 200
 """Rows of the page's table of steps; a longer run shows the first and last ones and a note."""
-MAX_STRIP_RUNS = 400
 MAX_CHANGES = 24
 _KINDS = {"equal": "match", "replace": "swap", "delete": "extra", "insert": "missing"}
 
@@ -94,14 +93,10 @@ def _page(log: RunLog) -> str:
         percent=lambda share: "–" if math.isnan(share) else f"{share:.1%}",
     )
     shown: dict[str, Any] = {}
+    if log.memory:
+        shown["run"] = Markup(figures.run_figure(columns))
     if log.steps:
         shown["steps"] = Markup(figures.steps_figure(log.steps))
-        if any(not math.isnan(step.accuracy) for step in log.steps):
-            shown["accuracy"] = Markup(figures.accuracy_figure(log.steps))
-    if log.memory:
-        shown["memory"] = Markup(figures.memory_figure(columns))
-    if log.transfers or log.stalls:
-        shown["traffic"] = Markup(figures.traffic_figure(columns))
     timelines = [
         (
             title,
@@ -120,7 +115,7 @@ def _page(log: RunLog) -> str:
         timelines=timelines,
         phases=summary.phase_costs(columns),
         regions=summary.region_costs(log),
-        alignments=[_aligned(title, log, blocks) for title, blocks in _notable_blocks(log)],
+        worst=_worst_predicted(log),
         rows=_step_rows(log.steps),
         left_out=max(0, len(log.steps) - MAX_STEP_ROWS),
     )
@@ -138,73 +133,49 @@ def _notable_steps(log: RunLog, columns: Columns) -> Iterator[tuple[str, StepSta
         yield "The step that waited longest", worst
 
 
-def _notable_blocks(log: RunLog) -> Iterator[tuple[str, StepBlocks]]:
-    """Yield the typical, the worst predicted, and the last step that had a prediction."""
-    predicted = [blocks for blocks in log.blocks if blocks.predicted is not None]
-    if not predicted:
-        return
+def _worst_predicted(log: RunLog) -> dict[str, Any] | None:
+    """Return where the worst predicted step differs from its prediction; None without any."""
     accuracy = {step.step: step.accuracy for step in log.steps}
-    scored = sorted(
-        (b for b in predicted if not math.isnan(accuracy.get(b.step, math.nan))),
-        key=lambda b: (accuracy[b.step], b.step),
-    )
-    titled: dict[int, tuple[str, StepBlocks]] = {}
-    for title, blocks in (
-        ("Typical", scored[(len(scored) - 1) // 2] if scored else predicted[0]),
-        ("Worst predicted", scored[0] if scored else predicted[0]),
-        ("Last", predicted[-1]),
-    ):
-        titled.setdefault(blocks.step, (title, blocks))
-    yield from titled.values()
-
-
-def align(
-    predicted: Sequence[str], actual: Sequence[str]
-) -> list[tuple[str, list[tuple[str | None, str | None]]]]:
-    """Return the alignment of ``predicted`` to ``actual`` with the fewest changes
-    (Levenshtein 1966), as block-order accuracy counts them.
-
-    Each run is a kind and its pairs (predicted block, actual block); None on the side that has
-    none. Kinds: ``"match"``, ``"swap"``, ``"extra"`` (predicted, not run there), ``"missing"``
-    (run, not predicted there).
-    """
-    from rapidfuzz.distance import Levenshtein
-
-    found = []
-    for op in Levenshtein.opcodes(predicted, actual):
-        left = predicted[op.src_start : op.src_end]
-        right = actual[op.dest_start : op.dest_end]
-        found.append((_KINDS[op.tag], list(zip_longest(left, right))))
-    return found
-
-
-def _aligned(title: str, log: RunLog, blocks: StepBlocks) -> dict[str, Any]:
-    runs = align(blocks.predicted or (), blocks.actual)
-    kinds = [kind for kind, edits in runs for _ in edits]
-    edits = [edit for _, edits in runs for edit in edits]
-    changes = [
-        (place, kind, *edit)
-        for place, (kind, edit) in enumerate(zip(kinds, edits, strict=True))
-        if kind != "match"
+    predicted = [
+        (share, blocks)
+        for blocks in log.blocks
+        if blocks.predicted is not None
+        and not math.isnan(share := accuracy.get(blocks.step, math.nan))
     ]
+    if not predicted:
+        return None
+    share, worst = min(predicted, key=lambda one: (one[0], one[1].step))
+    edits = align(worst.predicted or (), worst.actual)
+    kinds = [kind for kind, *_ in edits]
+    changes = [(place, *edit) for place, edit in enumerate(edits) if edit[0] != "match"]
     return {
-        "title": title,
-        "step": blocks.step,
-        "accuracy": next((s.accuracy for s in log.steps if s.step == blocks.step), math.nan),
+        "step": worst.step,
+        "accuracy": share,
         "count": {kind: kinds.count(kind) for kind in _KINDS.values()},
-        "strip": [
-            (kind, len(edits), _strip_title(kind, edits)) for kind, edits in runs[:MAX_STRIP_RUNS]
-        ],
-        "strip_left_out": sum(len(edits) for _, edits in runs[MAX_STRIP_RUNS:]),
         "changes": changes[:MAX_CHANGES],
         "changes_left_out": max(0, len(changes) - MAX_CHANGES),
     }
 
 
-def _strip_title(kind: str, edits: Sequence[tuple[str | None, str | None]]) -> str:
-    names = [actual or predicted or "" for predicted, actual in edits]
-    listed = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
-    return f"{len(names)} {kind}: {listed}"
+def align(
+    predicted: Sequence[str], actual: Sequence[str]
+) -> list[tuple[str, str | None, str | None]]:
+    """Return the alignment of ``predicted`` to ``actual`` with the fewest changes
+    (Levenshtein 1966), as block-order accuracy counts them.
+
+    Each edit is a kind, the predicted block and the actual one; None on the side that has none.
+    Kinds: ``"match"``, ``"swap"``, ``"extra"`` (predicted, not run there), ``"missing"`` (run, not
+    predicted there).
+    """
+    from rapidfuzz.distance import Levenshtein
+
+    return [
+        (_KINDS[op.tag], left, right)
+        for op in Levenshtein.opcodes(predicted, actual)
+        for left, right in zip_longest(
+            predicted[op.src_start : op.src_end], actual[op.dest_start : op.dest_end]
+        )
+    ]
 
 
 def _step_rows(steps: Sequence[StepStats]) -> list[StepStats]:

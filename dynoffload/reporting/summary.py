@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from statistics import fmean, median
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,8 +49,7 @@ class Headline:
     share: float | None = None
 
 
-@dataclass(frozen=True)
-class PhaseCost:
+class PhaseCost(NamedTuple):
     """One phase over the recorded steps: its seconds, seconds stalled, number of stalls."""
 
     name: str
@@ -58,8 +58,7 @@ class PhaseCost:
     stalls: int
 
 
-@dataclass(frozen=True)
-class RegionCost:
+class RegionCost(NamedTuple):
     """One region over the recorded steps: stalls, seconds stalled, fetches and bytes fetched."""
 
     name: str
@@ -105,7 +104,7 @@ def warmup_of(steps: Sequence[StepStats]) -> int:
     return min(2, max(0, len(steps) - 3))
 
 
-def summarize(log: RunLog, *, warmup: int | None = None) -> RunSummary:
+def summarize(log: RunLog, warmup: int | None = None) -> RunSummary:
     """Return the numbers of ``log`` without its first ``warmup`` steps (`warmup_of` by default).
 
     Raises:
