@@ -36,7 +36,7 @@ class RoutingProbe:
     Attributes:
         path: path of the module whose call decides.
         blocks: paths of the modules it decides about.
-        foretell: given the positional arguments of its own module, or of the previous probe's,
+        predict: given the positional arguments of its own module, or of the previous probe's,
             returns the probability that each of ``blocks`` runs, ``[blocks]``; None if it cannot
             estimate it. It is called without gradients and must change nothing; torch's CPU random
             state is restored after it.
@@ -44,7 +44,7 @@ class RoutingProbe:
 
     path: str
     blocks: tuple[str, ...]
-    foretell: Callable[..., Tensor | None]
+    predict: Callable[..., Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def hints_of(probe: RoutingProbe, args: Sequence[Any]) -> tuple[float, ...] | No
     """
     with advising(f"the probe of {probe.path!r}", args):
         try:
-            values = probe.foretell(*args)
+            values = probe.predict(*args)
             if values is None:
                 return None
             flat = torch.as_tensor(values).detach().float().cpu().reshape(-1)

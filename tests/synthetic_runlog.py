@@ -1,6 +1,6 @@
 """A made-up training run for the tests of the reports: small, seeded, and consistent in itself.
 
-Experts of which some run in each step. What the last order foretold is fetched ahead, all else
+Experts of which some run in each step. What the last order predicted is fetched ahead, all else
 while the step waits.
 """
 

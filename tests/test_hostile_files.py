@@ -164,7 +164,7 @@ def test_the_rewriting_used_above_is_itself_faithful(
     assert load_trace(_rewrite(path, lambda *_: None, TRACE)) == trace
 
 
-def test_a_rule_that_foretells_without_end_is_cut(pilots: dict[str, Path], tmp_path: Path) -> None:
+def test_a_rule_that_predicts_without_end_is_cut(pilots: dict[str, Path], tmp_path: Path) -> None:
     """A few bytes of rule for each of the most elements a sample has; then two such loops."""
 
     def change(document: dict[str, Any], arrays: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What has run corrects what is foretold of the rest, and chances come to mean what they say."""
+"""What has run corrects what is predicted of the rest, and chances come to mean what they say."""
 
 from __future__ import annotations
 

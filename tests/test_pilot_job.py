@@ -154,7 +154,7 @@ def test_scores_on_what_a_pilot_was_trained_on_say_so(traces: Path, tmp_path: Pa
     assert "used to train" not in text
 
 
-def test_the_tree_lstm_is_foretold_on_files_held_out(traces: Path) -> None:
+def test_the_tree_lstm_is_predicted_on_files_held_out(traces: Path) -> None:
     result = train_pilot(traces, progress=False)
     held_out = result.evaluation
     assert held_out.pilot.block_order_accuracy >= 0.95
@@ -162,7 +162,7 @@ def test_the_tree_lstm_is_foretold_on_files_held_out(traces: Path) -> None:
     assert held_out.most_frequent.block_order_accuracy < 0.8
 
 
-def test_the_moe_is_foretold_better_than_by_the_baselines(moe: TrainResult) -> None:
+def test_the_moe_is_predicted_better_than_by_the_baselines(moe: TrainResult) -> None:
     found = moe.evaluation
     rows = {name: scores.block_order_accuracy for name, scores in found.rows().items()}
     assert rows["pilot"] > rows["last order"] + 0.03

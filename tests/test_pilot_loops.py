@@ -91,7 +91,7 @@ def test_pairs_of_codes_that_never_met_follow_from_each(
     arities: int, own: Callable[[int, int], Any], met: Callable[[int, int], Any]
 ) -> None:
     """The kind says which cell, the arity in which shape: from the pairs that met, every pair is
-    foretold. Those without a block of their own run the one of the cell for any shape."""
+    predicted. Those without a block of their own run the one of the cell for any shape."""
     every = [(kind, arity) for kind in range(4) for arity in range(arities)]
     names = [(f"cells.{kind}", f"{arity}x8") for kind, arity in every if own(kind, arity)]
     known = vocabulary([*names, *((f"cells.{kind}", "") for kind in range(4))])

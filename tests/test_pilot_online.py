@@ -64,7 +64,7 @@ def test_it_follows_a_drift_that_the_pilot_was_not_trained_on() -> None:
 
 
 def test_it_learns_that_a_block_goes_on_as_it_went_last() -> None:
-    """A gate that holds for some steps, whatever the samples are: its last state foretells it."""
+    """A gate that holds for some steps, whatever the samples are: its last state predicts it."""
     vocabulary, examples = routed(260, codes=4, noise=0.02)
     gate = len(vocabulary)
     names = [*((b.path, b.variant) for b in vocabulary.blocks), ("gate", "")]

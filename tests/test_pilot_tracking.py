@@ -1,4 +1,4 @@
-"""A step is followed block by block, and the rest foretold from what ran."""
+"""A step is followed block by block, and the rest predicted from what ran."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a network foretells of its decisions is recorded, stored, and learned from."""
+"""What a network predicts of its decisions is recorded, stored, and learned from."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def test_hints_are_stored(tmp_path: Path) -> None:
 
 
 def _probe(path: str, blocks: tuple[str, ...], told: Any) -> RoutingProbe:
-    def foretell(x: Tensor) -> Any:
+    def predict(x: Tensor) -> Any:
         if isinstance(told, Exception):
             raise told
         return told
 
-    return RoutingProbe(path, blocks, foretell)
+    return RoutingProbe(path, blocks, predict)
 
 
 @pytest.mark.parametrize(
@@ -201,10 +201,10 @@ def test_a_probe_that_writes_into_what_it_is_given_is_refused() -> None:
 def test_what_a_probe_cannot_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     numbers = iter(range(9))
 
-    def foretell(x: Tensor) -> Tensor:
+    def predict(x: Tensor) -> Tensor:
         raise ValueError(f"number {next(numbers)}")
 
-    table = probes_of(_Two(lambda: [RoutingProbe("first", ("second",), foretell)]))
+    table = probes_of(_Two(lambda: [RoutingProbe("first", ("second",), predict)]))
     for _ in range(3):
         hinted(table, "first", (torch.ones(1),), 0)
     assert caplog.text.count("no hint for first") == 1
