@@ -32,7 +32,7 @@ Floats = npt.NDArray[np.float32]
 
 FORMAT = "dynoffload.pilot"
 """Key of the metadata of a pilot file's safetensors header."""
-VERSION = 5
+VERSION = 6
 """Version of its layout; any other is refused."""
 MAX_SLOTS = 1 << 16
 """The most slots of a pilot's template."""

@@ -98,11 +98,7 @@ HOSTILE: dict[str, tuple[str, Change]] = {
     "families that share blocks": ("rule", _put("families", value=[[2, 3], [3]])),
     "a family of nothing": ("rule", _put("families", value=[[]])),
     "too many slots": ("lightgbm", _put("slots", value=[[0, i] for i in range(MAX_SLOTS + 1)])),
-    "a scale that makes numbers overflow": (
-        "lightgbm",
-        _put("model", "scaler", "scale", value=[1e-38]),
-    ),
-    "a centre that does": ("lightgbm", _put("model", "scaler", "centre", value=[3e38])),
+    "more numbers than are used": ("lightgbm", _put("model", "names", value=["x"] * 99)),
     "chances above one": ("lightgbm", _spoil("table", 3.0)),
     "a blend that overflows": ("lightgbm", _spoil("correction_blend", 3e38)),
     "a table of log-chances that does": ("lightgbm", _spoil("table", -3e38)),
