@@ -25,7 +25,7 @@ from torch.optim import AdamW
 
 import dynoffload
 from dynoffload.errors import PilotError
-from dynoffload.pilot.correction import learn_correction
+from dynoffload.pilot.correction import Posterior, learn_correction
 from dynoffload.pilot.evaluate import score
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import fit_pilot
@@ -115,7 +115,7 @@ def test_overconfident_chances_are_calibrated() -> None:
     odds = 4 * np.log(truth / (1 - truth))
     said = (1 / (1 + np.exp(-odds))).astype(np.float32)
     correction = learn_correction(said, ran, SITES, np.arange(500) % 4)[0]
-    calibrated = np.stack([correction.start(chances).chances for chances in said])
+    calibrated = np.stack([Posterior(correction, chances).chances for chances in said])
     assert np.abs(calibrated - truth).mean() < 0.05 < np.abs(said - truth).mean()
 
 
@@ -128,7 +128,7 @@ def test_hints_at_hand_are_believed_on_their_own_and_by_their_side() -> None:
     chances = np.full(ran.shape, 0.4, np.float32)
     hints = np.stack((ahead, at_hand), axis=2)
     correction, _ = learn_correction(chances, ran, SITES, np.arange(400) % 4, hints)
-    posterior = correction.start(np.full(12, 0.4, np.float32))
+    posterior = Posterior(correction, np.full(12, 0.4, np.float32))
     posterior.hint(np.arange(6), np.array([0.9, 0.1, 0.9, 0.1, 0.9, 0.1], np.float32))
     assert posterior.chances[:6] == pytest.approx(0.4, abs=0.15)
     posterior.hint(np.arange(3), np.array([0.51, 0.49, 0.49], np.float32), at_hand=True)

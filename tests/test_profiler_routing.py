@@ -120,9 +120,9 @@ def test_what_a_probe_says_is_checked(
         hints = hinted(table, path, (torch.ones(1),), 3)
         assert [hint.values for hint in hints] == ([] if found is None else [found])
     assert hinted(table, "third", (torch.ones(1),), 3) == []
-    assert caplog.text.count("no hint for second") <= 1  # though it was asked twice
+    assert caplog.text.count("hints for second") <= 1  # though it was asked twice
     if found is None and told is not None:
-        assert "no hint for second" in caplog.text
+        assert "hints for second" in caplog.text
 
 
 def test_a_hint_stands_where_it_was_given_and_a_pilot_is_better_for_it(moe: list[Trace]) -> None:
