@@ -148,6 +148,7 @@ def loss_of(
     Raises:
         TraceError: no scalar with a gradient was found.
     """
+    found: Any
     if loss is not None:
         found = loss(output, batch)
     elif isinstance(output, Mapping) and "loss" in output:

@@ -61,6 +61,22 @@ def test_learning_leaves_the_random_numbers_of_the_program_alone() -> None:
     assert torch.get_num_threads() == threads
 
 
+def test_what_tables_memorised_is_not_trusted() -> None:
+    """Codes are those of three steps alone and blocks run by chance: tables fitted on a step's own
+    label would look like a perfect feature."""
+    vocabulary, _ = routed(1)
+    rng = np.random.default_rng(0)
+    examples = []
+    for step in range(180):
+        sample = InputFeatures({}, np.arange(6) + 6 * (step // 3))
+        order = np.flatnonzero(rng.random(8) < 0.3).tolist()
+        examples.append(Example(sample, order, f"f{step}"))
+    pilot = fit_pilot(vocabulary, examples)
+    known = np.stack([pilot.chances(example.sample) for example in examples])
+    assert known.mean() == pytest.approx(0.3, abs=0.1)
+    assert known.std() < 0.15
+
+
 def test_confidence_is_given_for_each_block_and_tells_sure_from_unsure() -> None:
     vocabulary, examples = routed(200, noise=0.15)
     pilot = fit_pilot(vocabulary, examples[:150])
@@ -135,6 +151,7 @@ def test_hints_at_hand_are_believed_on_their_own_and_by_their_side() -> None:
     assert ((posterior.chances[:3] > 0.5) == [True, False, False]).all()
     assert np.abs(posterior.chances[:3] - 0.5).min() > 0.4
     assert posterior.chances[3:6] == pytest.approx(0.4, abs=0.15)
+    assert posterior.chances[6:] == pytest.approx(0.4, abs=0.15)  # without a hint, the model's
 
 
 def test_what_is_said_of_a_step_is_not_taught_by_it() -> None:

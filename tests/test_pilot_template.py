@@ -100,6 +100,12 @@ def test_cells_of_all_variants_form_one_segment_also_those_seen_once() -> None:
     assert template.families == (frozenset({2, 3, 4, 5, 6}),)
 
 
+def test_an_optional_block_always_inside_a_loop_belongs_to_it() -> None:
+    blocks = vocabulary(names("start", "step", "gate", "end")).blocks
+    template = learn_template([[0, 1, 2, 1, 3], [0, 1, 1, 1, 3], [0, 1, 3]], blocks)
+    assert template.families == (frozenset({1, 2}),)
+
+
 def test_two_loops_one_right_after_the_other_are_two_families() -> None:
     blocks = vocabulary([("leaf.0", ""), ("node.0", ""), ("leaf.1", ""), ("node.1", "")]).blocks
     orders = [[0, 0, 1, 2, 2, 3], [0, 1, 0, 1, 2, 3, 2, 3], [0, 0, 0, 1, 1, 2, 2, 2, 3, 3]]

@@ -122,22 +122,6 @@ def test_forward_and_backward_know_their_module() -> None:
     assert [op.site for op in _at(trace, Phase.BACKWARD, "aten.embedding_dense")] == ["embedding"]
 
 
-def test_every_call_of_the_sample_is_there_and_nested() -> None:
-    traces = _record(Branching())
-    for step, trace in enumerate(traces):
-        paths = [call.path for call in trace.calls]
-        assert paths[0] == ""
-        assert [p for p in paths if p.startswith("blocks.")] == [
-            f"blocks.{i}" for i in range(step + 1)
-        ]
-        assert all(call.parent == 0 for call in trace.calls[1:])
-        for call in trace.calls:
-            inside = trace.operators[call.start : call.stop]
-            assert all(op.phase is Phase.FORWARD for op in inside)
-        root = trace.calls[0]
-        assert all(root.start <= call.start <= call.stop <= root.stop for call in trace.calls)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_belongs_to_the_call_it_repeats(reentrant: bool) -> None:
     """Each block is called twice; what checkpointing runs again is found under the right call."""
