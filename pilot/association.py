@@ -33,8 +33,6 @@ STRENGTH = (1.0, 4.0, 4.0)
 """Weight of the prior from an n-gram's prefix, in observations, by order."""
 ITERATIONS = 8
 """Rounds of EM per order; the estimates converge within half of them."""
-CHUNK_STEPS = 2048
-"""Steps whose counts are held in one array."""
 
 _SMALL = 1e-5
 
@@ -117,31 +115,15 @@ def learn_association(samples: Sequence[InputFeatures], present: Bools) -> Assoc
 def _maximise(
     rows: list[Codes], present: Bools, chance: Floats, prior: Floats, fixed: int, strength: float
 ) -> Floats:
-    """Return ``chance`` with the rows from ``fixed`` on fitted by EM, regularised by ``prior``.
-
-    C counts each row in each step. ``silence`` is ``log(1 - chance)``, so a step's log P(no element
-    runs it) is ``C @ silence``. ``blame`` is ``C.T @ (present / P(any runs))``.
-    """
-    counts = [
-        (steps, _counts([rows[step] for step in steps], len(chance)))
-        for steps in np.array_split(np.arange(len(rows)), -(-len(rows) // CHUNK_STEPS))
-    ]
-    seen = sum(count[:, fixed:].sum(axis=0) for _, count in counts)
-    weight = (seen + np.float32(strength))[:, None]
+    """Return ``chance`` with the rows from ``fixed`` on fitted by EM, regularised by ``prior``."""
+    size = len(chance)  # of a step's counts: how often each row of the table occurs in it
+    flat = np.concatenate([step * size + of_step for step, of_step in enumerate(rows)])
+    count = np.bincount(flat, minlength=len(rows) * size).reshape(-1, size).astype(np.float32)
+    own = count[:, fixed:].T
+    weight = (own.sum(axis=1) + np.float32(strength))[:, None]
     for _ in range(ITERATIONS):
-        silence = np.log1p(-chance)
-        blame = np.zeros_like(prior)
-        for steps, count in counts:
-            any_runs = -np.expm1(count @ silence)
-            share = np.where(present[steps], 1 / np.maximum(any_runs, _SMALL), 0)
-            blame += count[:, fixed:].T @ share.astype(np.float32)
-        fitted = (chance[fixed:] * blame + np.float32(strength) * prior) / weight
-        chance = np.concatenate([chance[:fixed], np.clip(fitted, _SMALL, 1 - 1e-3)])
+        any_runs = -np.expm1(count @ np.log1p(-chance))
+        share = np.where(present, 1 / np.maximum(any_runs, _SMALL), 0)
+        fitted = chance[fixed:] * (own @ share.astype(np.float32)) + np.float32(strength) * prior
+        chance = np.concatenate([chance[:fixed], np.clip(fitted / weight, _SMALL, 1 - 1e-3)])
     return chance
-
-
-def _counts(rows: list[Codes], size: int) -> Floats:
-    """Return how often each table row occurs in each step, ``[steps, size]``."""
-    flat = [step * size + of_step for step, of_step in enumerate(rows)]
-    counts = np.bincount(np.concatenate(flat), minlength=len(rows) * size)
-    return counts.reshape(len(rows), size).astype(np.float32)

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynoffload.pilot.association import ORDERS, Association, learn_association
-from dynoffload.pilot.features import Floats, Scaler, learn_scaler
+from dynoffload.pilot.features import MAX_VALUES, Floats, numbers_of, varying_numbers
 from dynoffload.pilot.sources import source_folds
 from dynoffload.pilot.trees import Masks, Trees
 from dynoffload.profiler.input_features import InputFeatures
@@ -80,7 +80,7 @@ class BoostedTables:
         prior: log-odds that a block runs, independent of the sample, ``[blocks]``.
         described: the blocks' features, ``[blocks, features]``.
         sites: the number of each block's site, ``[blocks]``.
-        scaler: how a sample's numbers become a vector.
+        names: names of the sample's numbers, in addition to its number of elements.
         trees: the ensemble; it returns log-odds.
     """
 
@@ -88,7 +88,7 @@ class BoostedTables:
     prior: Floats
     described: Floats
     sites: npt.NDArray[np.int64]
-    scaler: Scaler
+    names: tuple[str, ...]
     trees: Trees
 
     @cached_property
@@ -105,7 +105,7 @@ class BoostedTables:
         columns = {number: column for number, column in enumerate(shown) if number != PRIOR}
         self._narrow(masks, columns)
         first = EVIDENCE + self.described.shape[1]
-        self._narrow(masks, dict(enumerate(self.scaler(sample)[:, None], first)))
+        self._narrow(masks, dict(enumerate(numbers_of(sample, self.names)[:, None], first)))
         odds = self.trees.score(masks)
         return np.asarray(1 / (1 + np.exp(-np.clip(odds, -30, 30))), dtype=np.float32)
 
@@ -128,7 +128,7 @@ class BoostedTables:
 
     def document(self) -> dict[str, Any]:
         """Return what is stored in addition to the arrays, as plain JSON data."""
-        return {"scaler": self.scaler.to_json(), "books": len(self.association.books)}
+        return {"names": list(self.names), "books": len(self.association.books)}
 
     @classmethod
     def load(
@@ -150,7 +150,9 @@ class BoostedTables:
         prior = checked_weights("prior", arrays["prior"])
         described = checked_weights("described", arrays["described"])
         sites = checked_integers("sites", arrays["sites"])
-        scaler = Scaler.from_json(document["scaler"])
+        names = tuple(map(str, document["names"]))
+        if len(names) > MAX_VALUES:
+            raise ValueError("too many names of numbers")
         rows = 1 + sum(map(len, books))
         if table.shape != (rows, blocks) or prior.shape != (blocks,) or sites.shape != (blocks,):
             raise ValueError("tables of the wrong shape")
@@ -160,8 +162,8 @@ class BoostedTables:
             raise ValueError("a table of chances above 1")
         if blocks and not (sites.min() >= 0 and sites.max() < blocks):
             raise ValueError("a site that does not exist")
-        trees = Trees.load(arrays, EVIDENCE + described.shape[1] + len(scaler))
-        return cls(Association(books, table), prior, described, sites, scaler, trees)
+        trees = Trees.load(arrays, EVIDENCE + described.shape[1] + 1 + len(names))
+        return cls(Association(books, table), prior, described, sites, names, trees)
 
 
 def evidence(
@@ -191,7 +193,7 @@ def train_tables(data: TrainingSet, seed: int) -> BoostedTables:
 
     samples, present = data.samples, data.present
     rng = np.random.default_rng(seed)
-    scaler = learn_scaler(samples)
+    names = varying_numbers(samples)
     folds = source_folds(data.groups, FOLDS, seed)
     take = np.ones(present.shape, dtype=np.bool_)
     if present.size > MAX_ROWS:
@@ -205,7 +207,7 @@ def train_tables(data: TrainingSet, seed: int) -> BoostedTables:
         prior = _prior(others.present)
         for i in np.flatnonzero(folds == fold).tolist():
             shown = evidence(association, prior, data.sites, samples[i]).T
-            numbers = np.broadcast_to(scaler(samples[i]), (len(shown), len(scaler)))
+            numbers = np.tile(numbers_of(samples[i], names), (len(shown), 1))
             inputs.append(np.concatenate((shown, data.described, numbers), axis=1)[take[i]])
             labels.append(present[i][take[i]])
     rows = lightgbm.Dataset(np.concatenate(inputs), np.concatenate(labels).astype(np.float32))
@@ -226,7 +228,7 @@ def train_tables(data: TrainingSet, seed: int) -> BoostedTables:
     table = association.table.astype(np.float16).astype(np.float32)
     association = replace(association, table=table)
     prior = _prior(present)
-    return BoostedTables(association, prior, data.described, data.sites, scaler, trees)
+    return BoostedTables(association, prior, data.described, data.sites, names, trees)
 
 
 def _prior(present: Bools) -> Floats:

@@ -59,10 +59,6 @@ class Correction:
     factor: Floats
     blend: Floats
 
-    def start(self, chances: Floats) -> Posterior:
-        """Begin a step for which a model predicted ``chances``, ``[blocks]``."""
-        return Posterior(self, chances)
-
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays to store."""
         return {

@@ -32,7 +32,7 @@ Floats = npt.NDArray[np.float32]
 
 FORMAT = "dynoffload.pilot"
 """Key of the metadata of a pilot file's safetensors header."""
-VERSION = 5
+VERSION = 6
 """Version of its layout; any other is refused."""
 MAX_SLOTS = 1 << 16
 """The most slots of a pilot's template."""
@@ -113,7 +113,7 @@ class Pilot:
         """Return the model's posterior for a step, updated as it runs; None without a model."""
         if self.model is None or self.correction is None:
             return None
-        return self.correction.start(self.model.probabilities(sample))
+        return Posterior(self.correction, self.model.probabilities(sample))
 
     def decode(
         self, sample: InputFeatures, chances: Floats, threshold: float, start: int = 0

@@ -30,7 +30,6 @@ LARGEST_LEAF = 1e6
 """The largest magnitude of a leaf's value; limited because leaves are summed."""
 
 _EVERY = np.uint16(0xFFFF)
-_ZERO = np.float32(1e-35)  # LightGBM's kZeroThreshold
 _LOWEST_BIT = np.zeros(1 << MAX_LEAVES, dtype=np.int64)
 for _bit in reversed(range(MAX_LEAVES)):
     _LOWEST_BIT[1 << _bit :: 1 << (_bit + 1)] = _bit
@@ -154,15 +153,10 @@ class Trees:
 
 
 def _as_float32(threshold: float) -> np.float32:
-    """Return a float32 threshold that splits every float32 value as LightGBM's does.
+    """Return the largest float32 up to ``threshold``, which splits float32 values alike.
 
-    It is rounded down. LightGBM treats values of magnitude up to `_ZERO` as 0, so a threshold in
-    that range is moved above or below all of them.
+    Not those of magnitude below 1e-35, which LightGBM takes for 0.
     """
     most = np.finfo(np.float32).max
     near = np.float32(np.clip(threshold, -most, most))
-    if float(near) > threshold:
-        near = np.nextafter(near, np.float32(-np.inf))
-    if 0 <= near < _ZERO:
-        return _ZERO
-    return np.nextafter(-_ZERO, np.float32(-1)) if -_ZERO <= near < 0 else near
+    return near if float(near) <= threshold else np.nextafter(near, np.float32(-np.inf))

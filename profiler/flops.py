@@ -81,10 +81,8 @@ def _product(left: str, right: str) -> _Formula:
 
 
 def _linear(bound: _Bound) -> int:
-    """``[..., inner] @ [columns, inner].T``, under either pair of argument names."""
-    weight = bound.get("weight", bound.get("mat2"))
-    rows = bound.get("input", bound.get("self"))
-    return 2 * int(rows.numel()) * int(weight.shape[0])
+    """``[..., inner] @ [columns, inner].T``."""
+    return 2 * int(bound["input"].numel()) * int(bound["weight"].shape[0])
 
 
 def _linear_backward(bound: _Bound) -> int:
@@ -103,18 +101,14 @@ def _grouped(bound: _Bound) -> int:
 
 def _convolution(bound: _Bound) -> int:
     weight, result = bound["weight"], bound["result"]
-    made = bound[_input_name(bound)] if bound.get("transposed", False) else result
+    made = bound["input"] if bound.get("transposed", False) else result
     return 2 * int(made.numel()) * int(prod(weight.shape[1:]))
 
 
 def _convolution_backward(bound: _Bound) -> int:
     wanted = sum(bool(flag) for flag in bound["output_mask"][:2])
-    made = bound[_input_name(bound)] if bound.get("transposed", False) else bound["grad_output"]
+    made = bound["input"] if bound.get("transposed", False) else bound["grad_output"]
     return 2 * wanted * int(made.numel()) * int(prod(bound["weight"].shape[1:]))
-
-
-def _input_name(bound: _Bound) -> str:
-    return "input" if "input" in bound else "self"
 
 
 def _pairs(bound: _Bound) -> int:
@@ -157,13 +151,11 @@ _TABLE: tuple[tuple[_Formula, str], ...] = (
     (_product("mat", "vec"), "addmv"),
     (_product("self", "tensor"), "dot"),
     (_product("self", "other"), "vdot"),
-    (_linear, "linear mkldnn_linear _weight_int8pack_mm"),
-    (_linear_backward, "linear_backward mkldnn_linear_backward"),
+    (_linear, "linear"),
+    (_linear_backward, "linear_backward"),
     (_grouped, "_grouped_mm _scaled_grouped_mm"),
-    (_convolution, "convolution _convolution convolution_overrideable mkldnn_convolution"),
-    (_convolution, "cudnn_convolution _slow_conv2d_forward slow_conv3d_forward"),
-    (_convolution, "_conv_depthwise2d conv_depthwise3d miopen_convolution"),
-    (_convolution_backward, "convolution_backward convolution_backward_overrideable"),
+    (_convolution, "convolution _convolution"),
+    (_convolution_backward, "convolution_backward"),
     (_rnn, "mkldnn_rnn_layer _cudnn_rnn miopen_rnn"),
     (
         lambda bound: 2 * _rnn(bound),

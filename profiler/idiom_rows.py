@@ -19,31 +19,29 @@ REDUCTION: Final[Row] = (0, 0, 0, 1, 0, 0)
 _TABLE: Final[dict[Row, str]] = {
     # Products, scans, norms with one statistic, losses, gradients that reduce.
     (0, 0, 0, 1, 1, 0): """
-        mm bmm mv dot vdot linear _grouped_mm _scaled_mm _scaled_grouped_mm _weight_int8pack_mm
-        _int_mm _trilinear cdist _euclidean_dist _softmax_backward_data _log_softmax_backward_data
-        _masked_softmax_backward _sparse_softmax_backward_data _sparse_log_softmax_backward_data
+        mm bmm mv dot vdot linear _grouped_mm _scaled_mm _scaled_grouped_mm _int_mm _trilinear cdist
+        _euclidean_dist _softmax_backward_data _log_softmax_backward_data _masked_softmax_backward
         _weight_norm_interface renorm cumsum cumprod cummax cummin logcumsumexp mse_loss
         smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy
         binary_cross_entropy_with_logits gelu_backward silu_backward _prelu_kernel_backward
         sigmoid_backward tanh_backward glu_backward _cdist_backward _pdist_backward pdist cholesky
         cholesky_inverse cholesky_solve triangular_solve linalg_solve_triangular ormqr
         linalg_householder_product matrix_exp _compute_linear_combination
-        mkldnn_linear_backward_input _scaled_mm_v2 _scaled_grouped_mm_v2 _weight_int4pack_mm
-        _weight_int4pack_mm_for_cpu _weight_int4pack_mm_with_scales_and_zeros
+        mkldnn_linear_backward_input
     """,
     # Products with a bias or a scaled addend.
     (0, 0, 0, 1, 2, 0): """
         addmm baddbmm addbmm addmv addr _addmm_activation _linear_pointwise affine_grid_generator
-        affine_grid_generator_backward _mixed_dtypes_linear _sample_dirichlet
+        affine_grid_generator_backward _sample_dirichlet
     """,
     (0, 0, 0, 3, 3, 0): "linear_backward matmul_backward",
-    # Gradients of embeddings; normalisation and products of quantized tensors.
+    # Gradients of embeddings; normalisation.
     (0, 1, 1, 1, 1, 0): """
         fbgemm_linear_int8_weight batch_norm _batch_norm_with_update
         _native_batch_norm_legit_functional _batch_norm_no_update
         _native_batch_norm_legit_no_training _batch_norm_with_update_functional embedding_backward
         embedding_dense_backward _embedding_bag_dense_backward _embedding_bag_backward
-        mse_loss_backward _spsolve
+        mse_loss_backward
     """,
     # Convolutions. The transposed ones read their input transposed.
     (0, 1, 0, 1, 1, 2): """
@@ -54,14 +52,12 @@ _TABLE: Final[dict[Row, str]] = {
     (1, 1, 0, 1, 1, 2): "conv_tbc conv_transpose1d",
     (1, 1, 0, 1, 2, 2): """
         conv_transpose2d cudnn_convolution_transpose miopen_convolution_transpose
-        _mps_convolution_transpose _convolution_transpose_pointwise
+        _convolution_transpose_pointwise
     """,
     (0, 1, 0, 1, 2, 2): "cudnn_convolution",
     (0, 1, 0, 1, 3, 2): "cudnn_convolution_relu miopen_convolution_relu",
     (0, 1, 0, 2, 3, 2): "cudnn_convolution_add_relu miopen_convolution_add_relu",
-    (1, 1, 0, 3, 2, 4): """
-        convolution_backward _slow_conv2d_backward mps_convolution_transpose_backward
-    """,
+    (1, 1, 0, 3, 2, 4): "convolution_backward _slow_conv2d_backward",
     (0, 1, 0, 0, 0, 1): "im2col",
     # Gradients of resampling.
     (0, 0, 1, 1, 0, 1): """
@@ -78,7 +74,6 @@ _TABLE: Final[dict[Row, str]] = {
         _scaled_dot_product_efficient_attention _cudnn_attention_forward
         _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable
         linalg_lstsq svd _linalg_eigh linalg_eig linalg_eigvals _linalg_eigvals
-        _scaled_dot_product_attention_math_for_mps _triton_scaled_dot_attention
         _flash_attention_forward_no_dropout_inplace
     """,
     # Gradients of attention: five products.
@@ -90,21 +85,15 @@ _TABLE: Final[dict[Row, str]] = {
         _scaled_dot_product_fused_attention_overrideable_backward _flash_attention_backward
         _efficient_attention_backward _cudnn_attention_backward
     """,
-    (0, 0, 0, 8, 7, 0): """
-        _native_multi_head_attention _transformer_encoder_layer_fwd _triton_multi_head_attention
-    """,
+    (0, 0, 0, 8, 7, 0): "_native_multi_head_attention _transformer_encoder_layer_fwd",
     # Softmax.
     (0, 0, 0, 2, 2, 0): """
         _safe_softmax softmax log_softmax _masked_softmax logsumexp mkldnn_linear_backward_weights
-        _nested_tensor_softmax_with_shape
     """,
     # Norms with two statistics.
     (0, 0, 0, 2, 1, 0): """
         layer_norm group_norm _fused_rms_norm_backward _weight_norm_interface_backward geqrf
-        quantize_per_tensor_dynamic _fused_moving_avg_obs_fq_helper
-        _fused_moving_avg_obs_fq_helper_functional
-        _fake_quantize_learnable_per_tensor_affine_backward
-        _fake_quantize_learnable_per_channel_affine_backward
+        _fused_moving_avg_obs_fq_helper _fused_moving_avg_obs_fq_helper_functional
     """,
     (0, 0, 0, 4, 1, 0): "native_layer_norm_backward native_group_norm_backward",
     (0, 1, 1, 4, 1, 0): "batch_norm_backward",
@@ -114,21 +103,10 @@ _TABLE: Final[dict[Row, str]] = {
         batch_norm_elemt batch_norm_backward_elemt smooth_l1_loss_backward huber_loss_backward
         soft_margin_loss_backward binary_cross_entropy_backward _prelu_kernel glu rrelu_with_noise
         _masked_scale _fused_adam _fused_adamw _fused_sgd _fused_adagrad
-        _amp_foreach_non_finite_check_and_unscale copy _to_copy constant_pad_nd tril triu to_dense
-        to_mkldnn mkldnn_reorder_conv2d_weight cross complex polar zero fill floor_divide normal
-        bernoulli binomial hardswish linspace logspace _make_per_tensor_quantized_tensor
-        quantize_per_tensor dequantize quantize_per_channel
-        fake_quantize_per_tensor_affine_cachemask fake_quantize_per_channel_affine_cachemask
-        _sparse_semi_structured_apply_dense copy_sparse_to_sparse
-        _fake_quantize_learnable_per_tensor_affine _fake_quantize_learnable_per_channel_affine
-        _fake_quantize_per_tensor_affine_cachemask_tensor_qparams int_repr
-        _make_per_channel_quantized_tensor _convert_weight_to_int4pack
-        _convert_weight_to_int4pack_for_cpu _dyn_quant_pack_4bit_weight mkldnn_reorder_conv3d_weight
-        _reorder_convolution_weight _reorder_convolution_transpose_weight _reorder_linear_weight
-        _reorder_mkldnn_rnn_layer_weight __irshift__ _add_relu log_sigmoid glu_jvp glu_backward_jvp
-        _standard_gamma_grad _dirichlet_grad _conj_copy _neg_view_copy
-        _new_zeros_with_same_feature_meta randint_like _philox_normal _philox_uniform
-        _philox_key_fold_in _philox_key_split
+        _amp_foreach_non_finite_check_and_unscale copy _to_copy constant_pad_nd tril triu cross
+        complex polar zero fill floor_divide normal bernoulli binomial hardswish linspace logspace
+        _add_relu log_sigmoid glu_jvp glu_backward_jvp _standard_gamma_grad _dirichlet_grad
+        _conj_copy _neg_view_copy randint_like
     """,
     (0, 0, 0, 4, 0, 0): "batch_norm_backward_reduce",
     # Reductions.
@@ -136,37 +114,27 @@ _TABLE: Final[dict[Row, str]] = {
         batch_norm_gather_stats batch_norm_gather_stats_with_counts batch_norm_update_stats sum prod
         norm max min count_nonzero trace dist equal nll_loss nll_loss2d _amp_update_scale allclose
         _is_all_true _is_any_true max_pool2d max_pool2d_with_indices _foreach_powsum hash_tensor
-        _sparse_csr_sum _sparse_csr_prod sparse_compressed_tensor
-        _validate_compressed_sparse_indices _nested_tensor_from_mask_left_aligned
     """,
     # Look-ups by index.
     (0, 1, 0, 0, 0, 0): """
         embedding index_select gather index take _unsafe_index unfold_copy masked_select
-        _unsafe_masked_index _nested_select_backward repeat_interleave roll flip rot90
-        masked_scatter_backward nll_loss_backward nll_loss2d_backward upsample_nearest2d
-        _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
-        reflection_pad2d replication_pad2d pixel_shuffle pixel_unshuffle channel_shuffle
-        _pack_padded_sequence sparse_mask _sparse_mask_projection _sparse_sum_backward
-        _cslt_compress _to_sparse_semi_structured _sparse_semi_structured_apply
-        _convert_indices_from_csr_to_coo _nested_from_padded _nested_from_padded_tensor
-        _nested_sum_backward _nested_from_padded_and_nested_example _padded_dense_to_jagged_forward
-        _nested_tensor_from_mask
+        _unsafe_masked_index repeat_interleave roll flip rot90 masked_scatter_backward
+        nll_loss_backward nll_loss2d_backward upsample_nearest2d _upsample_nearest_exact1d
+        _upsample_nearest_exact2d _upsample_nearest_exact3d reflection_pad2d replication_pad2d
+        pixel_shuffle pixel_unshuffle channel_shuffle _pack_padded_sequence
+        _convert_indices_from_csr_to_coo
     """,
     # Searches and selections.
     (0, 1, 0, 1, 0, 0): """
         embedding_bag _embedding_bag_forward_only _embedding_bag_per_sample_weights_backward topk
         kthvalue median nanmedian mode searchsorted bucketize multinomial
     """,
-    # Unique values, conversions to sparse layouts.
+    # Unique values.
     (0, 1, 1, 1, 0, 0): """
         gather_backward unique_dim _unique _unique2 unique_consecutive unique_dim_consecutive isin
-        _sparse_sparse_matmul to_sparse to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc
     """,
-    # Sparse products.
-    (0, 1, 0, 1, 1, 0): """
-        embedding_renorm multi_margin_loss multilabel_margin_loss hspmm _sparse_mm_reduce_impl
-        _cslt_sparse_mm _sparse_semi_structured_mm _sparse_semi_structured_tile
-    """,
+    # Sums over looked-up rows.
+    (0, 1, 0, 1, 1, 0): "embedding_renorm multi_margin_loss multilabel_margin_loss",
     # Writes by index.
     (0, 0, 1, 0, 0, 0): """
         index_put _unsafe_index_put index_copy index_fill scatter masked_scatter put slice_scatter
@@ -177,7 +145,6 @@ _TABLE: Final[dict[Row, str]] = {
     (0, 0, 1, 1, 0, 0): """
         index_add scatter_add scatter_reduce index_reduce bincount histc histogram nonzero
         nonzero_static _unsafe_masked_index_put_accumulate segment_reduce _segment_reduce_backward
-        _histogramdd_bin_edges _histogramdd_from_bin_cts _histogramdd_from_bin_tensors
         avg_pool2d_backward max_pool2d_backward max_pool2d_with_indices_backward
         _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward adaptive_max_pool2d_backward
         fractional_max_pool2d_backward upsample_nearest2d_backward
@@ -191,7 +158,7 @@ _TABLE: Final[dict[Row, str]] = {
     # Pooling.
     (0, 0, 0, 1, 0, 1): """
         avg_pool2d adaptive_max_pool2d adaptive_avg_pool2d max_pool3d max_pool3d_with_indices
-        fractional_max_pool2d mkldnn_max_pool3d quantized_max_pool3d
+        fractional_max_pool2d mkldnn_max_pool3d
     """,
     # Resampling.
     (0, 1, 0, 0, 1, 1): """
@@ -203,16 +170,14 @@ _TABLE: Final[dict[Row, str]] = {
     # Gradients of recurrent cells.
     (0, 0, 0, 1, 6, 0): "_thnn_fused_gru_cell_backward _thnn_fused_lstm_cell_backward_impl",
     # Recurrent layers and cells.
-    (0, 0, 0, 2, 6, 0): "mkldnn_rnn_layer lstm gru _cudnn_rnn miopen_rnn _lstm_mps",
+    (0, 0, 0, 2, 6, 0): "mkldnn_rnn_layer lstm gru _cudnn_rnn miopen_rnn",
     # Gradients of recurrent layers.
-    (0, 0, 0, 4, 12, 0): """
-        mkldnn_rnn_layer_backward _cudnn_rnn_backward miopen_rnn_backward lstm_mps_backward
-    """,
+    (0, 0, 0, 4, 12, 0): "mkldnn_rnn_layer_backward _cudnn_rnn_backward miopen_rnn_backward",
     # Copies that keep type and order, and queries that synchronise with a device.
     (0, 0, 0, 0, 0, 0): """
         clone cat stack diag_embed repeat block_diag _copy_from _copy_from_and_resize _pin_memory
         _chunk_cat _local_scalar_dense _assert_async _functional_assert_async
-        _nested_tensor_from_tensor_list _cudnn_rnn_flatten_weight _mkldnn_reshape
+        _cudnn_rnn_flatten_weight
     """,
     # Fourier transforms: butterflies read neighbours at growing distance.
     (0, 0, 0, 1, 1, 1): "_fft_r2c _fft_c2r _fft_c2c",
@@ -221,19 +186,10 @@ _TABLE: Final[dict[Row, str]] = {
     (0, 1, 0, 3, 1, 0): "det slogdet",
     (0, 1, 0, 2, 2, 0): "lu_solve linalg_ldl_solve",
     (0, 2, 0, 4, 3, 0): "_linalg_solve_ex linalg_inv_ex",
-    (0, 0, 1, 0, 1, 0): "lu_unpack to_padded_tensor _jagged_to_padded_dense_forward",
-    (0, 0, 0, 3, 2, 0): "qr _dyn_quant_matmul_4bit",
+    (0, 0, 1, 0, 1, 0): "lu_unpack to_padded_tensor",
+    (0, 0, 0, 3, 2, 0): "qr",
     (0, 0, 0, 5, 4, 0): "linalg_pinv",
     (1, 0, 0, 0, 1, 0): "_transform_bias_rescale_qkv",
-    # Sparse products with an addend.
-    (0, 1, 0, 1, 2, 0): """
-        sspaddmm _sparse_addmm sparse_sampled_addmm _sparse_semi_structured_addmm
-        _sparse_semi_structured_linear
-    """,
-    (0, 2, 0, 2, 2, 0): "_sparse_mm_reduce_impl_backward",
-    (0, 2, 1, 1, 0, 0): "_coalesce",
-    (0, 0, 1, 0, 0, 1): "_convert_indices_from_coo_to_csr",
-    (0, 1, 0, 0, 1, 0): "_spdiags",
     (1, 0, 0, 0, 0, 0): "_mkldnn_transpose",
 }
 

@@ -34,6 +34,11 @@ _LIBRARY = re.compile(
     "|_(?:ex|impl|legit|functional|overrideable|for_cpu|helper|forward)(?=_backward$|_out$|$)"
 )
 _DIMENSIONS = re.compile("[13]d")
+_LAYOUT = re.compile(
+    "sparse|nested|jagged|padded|quant|semi_structured|_cslt|coalesce|_coo_|per_channel|per_tensor"
+    "|to_dense|to_mkldnn|reorder|int_repr|feature_meta|sspaddmm|hspmm|spsolve|spdiags|int.pack|_4bit"
+    "|scaled_(?:grouped_)?mm|mixed_dtypes|mps|_triton|_philox|histogramdd|irshift|_mkldnn_reshape"
+)
 
 
 class Idioms(NamedTuple):
@@ -127,6 +132,8 @@ def _by_rules(name: str, func: torch._ops.OpOverload) -> tuple[str, Row]:
     full = func.name()  # type: ignore[no-untyped-call]
     if torch._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd"):
         return "composite", NOTHING
+    if _LAYOUT.search(name):
+        return "layout", STREAM
     return "unknown", NOTHING
 
 

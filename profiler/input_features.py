@@ -131,25 +131,19 @@ def advising(who: str, given: Any) -> Iterator[None]:
     leaves = tree_leaves(given)
     tensors = [one for one in leaves if isinstance(one, Tensor) and not one.is_inference()]
     versions = [one._version for one in tensors]
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), _uncached():
-        yield
+    cached = torch.is_autocast_cache_enabled()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        # A weight cast here, without gradients, would be reused in forward.
+        torch.set_autocast_cache_enabled(False)
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(cached)
     if [one._version for one in tensors] != versions:
         raise TraceError(
             f"{who} writes into what its module is given, and changes what the network computes: "
             "have it work on copies"
         )
-
-
-@contextmanager
-def _uncached() -> Iterator[None]:
-    """Disable autocast's weight cache: a weight cast here, without gradients, would be reused in
-    forward."""
-    cached = torch.is_autocast_cache_enabled()
-    try:
-        torch.set_autocast_cache_enabled(False)
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(cached)
 
 
 class _Walk:

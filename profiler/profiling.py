@@ -148,6 +148,7 @@ def loss_of(
     Raises:
         TraceError: no scalar with a gradient was found.
     """
+    found: Any
     if loss is not None:
         found = loss(output, batch)
     elif isinstance(output, Mapping) and "loss" in output:
@@ -157,18 +158,14 @@ def loss_of(
     else:
         found = getattr(output, "loss", output)
     if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.requires_grad:
-        if loss is None:
-            raise TraceError(
-                f"no loss to run backward from: the model returned {type(output).__name__}, and "
-                "that gives no scalar with a gradient; pass loss=lambda output, batch: ..."
-            )
-        what = type(found).__name__
-        if isinstance(found, torch.Tensor):
-            what = f"a tensor of shape {tuple(found.shape)}"
-            what += "" if found.requires_grad else " without a gradient"
+        what = f"the model returned {type(output).__name__}; pass loss=lambda output, batch: ..."
+        if loss is not None and isinstance(found, torch.Tensor):
+            kind = "" if found.requires_grad else " without a gradient"
+            what = f"the loss function returned a tensor of shape {tuple(found.shape)}{kind}"
+        elif loss is not None:
+            what = f"the loss function returned {type(found).__name__}"
         raise TraceError(
-            f"no loss to run backward from: the loss function returned {what}: return a scalar "
-            "that depends on the model's output"
+            f"no loss to run backward from: {what}. A loss is a scalar with a gradient"
         )
     return found
 

@@ -22,7 +22,7 @@ from dynoffload.profiler.input_features import advising
 
 logger = logging.getLogger(__name__)
 
-_logged: set[tuple[str, str]] = set()  # (probe, problem) pairs logged since the last `probes_of`
+_logged: set[str] = set()  # probes whose first problem was logged since the last `probes_of`
 
 _SLACK = 1e-3  # rounding error allowed outside 0 to 1
 MAX_HINTED = 4096
@@ -36,7 +36,7 @@ class RoutingProbe:
     Attributes:
         path: path of the module whose call decides.
         blocks: paths of the modules it decides about.
-        foretell: given the positional arguments of its own module, or of the previous probe's,
+        predict: given the positional arguments of its own module, or of the previous probe's,
             returns the probability that each of ``blocks`` runs, ``[blocks]``; None if it cannot
             estimate it. It is called without gradients and must change nothing; torch's CPU random
             state is restored after it.
@@ -44,7 +44,7 @@ class RoutingProbe:
 
     path: str
     blocks: tuple[str, ...]
-    foretell: Callable[..., Tensor | None]
+    predict: Callable[..., Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -92,40 +92,44 @@ def probes_of(model: nn.Module) -> dict[str, tuple[RoutingProbe, ...]]:
     return {here.path: tuple(found[place : place + 2]) for place, here in enumerate(found)}
 
 
-def hints_of(probe: RoutingProbe, args: Sequence[Any]) -> tuple[float, ...] | None:
-    """Return a probe's estimate from the arguments of its module or of the previous probe's.
+def hinted(
+    table: Mapping[str, Sequence[RoutingProbe]], path: str, args: Sequence[Any], call: int
+) -> list[RoutingHint]:
+    """Return the hints that the call at ``path`` gives, none if it is not a probe's.
 
-    None if it has none. Errors in the probe are logged and give no hint, since hints are optional.
+    A probe is given the arguments of its module or of the previous probe's. Its errors are logged
+    and give no hint, since hints are optional.
 
     Raises:
         TraceError: it wrote into an argument, which would change the values forward sees.
     """
-    with advising(f"the probe of {probe.path!r}", args):
-        try:
-            values = probe.foretell(*args)
-            if values is None:
-                return None
-            flat = torch.as_tensor(values).detach().float().cpu().reshape(-1)
-        except Exception as error:
-            _warn_once(probe.path, type(error).__name__, str(error))
-            return None
-        if len(flat) != len(probe.blocks):
-            _warn_once(probe.path, "length", f"{len(flat)} values for {len(probe.blocks)} blocks")
-            return None
-        if not ((flat >= -_SLACK) & (flat <= 1 + _SLACK)).all():
-            _warn_once(probe.path, "range", "values that are no chances, 0 to 1; they are cut off")
-        return tuple(flat.nan_to_num(0.5).clamp(0, 1).tolist())
+    made = []
+    for probe in table.get(path, ()):
+        with advising(f"the probe of {probe.path!r}", args):
+            try:
+                values = _values(probe, args)
+            except Exception as error:
+                _warn_once(probe.path, f"{type(error).__name__}: {error}")
+                continue
+        if values is not None:
+            made.append(RoutingHint(call, probe.blocks, values))
+    return made
 
 
-def hinted(
-    table: Mapping[str, Sequence[RoutingProbe]], path: str, args: Sequence[Any], call: int
-) -> list[RoutingHint]:
-    """Return the hints that the call at ``path`` gives, none if it is not a probe's."""
-    made = [(probe, hints_of(probe, args)) for probe in table.get(path, ())]
-    return [RoutingHint(call, probe.blocks, values) for probe, values in made if values is not None]
+def _values(probe: RoutingProbe, args: Sequence[Any]) -> tuple[float, ...] | None:
+    """Return a probe's estimate, None if it has none."""
+    values = probe.predict(*args)
+    if values is None:
+        return None
+    flat = torch.as_tensor(values).detach().float().cpu().reshape(-1)
+    if len(flat) != len(probe.blocks):
+        raise ValueError(f"{len(flat)} values for {len(probe.blocks)} blocks")
+    if not ((flat >= -_SLACK) & (flat <= 1 + _SLACK)).all():
+        _warn_once(probe.path, "values that are no chances, 0 to 1; they are cut off")
+    return tuple(flat.nan_to_num(0.5).clamp(0, 1).tolist())
 
 
-def _warn_once(path: str, kind: str, what: str) -> None:
-    if (path, kind) not in _logged:
-        _logged.add((path, kind))
-        logger.warning("no hint for %s: %s: %s", path, kind, what)
+def _warn_once(path: str, what: str) -> None:
+    if path not in _logged:
+        _logged.add(path)
+        logger.warning("hints for %s: %s", path, what)

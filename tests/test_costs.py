@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from dynoffload.errors import ConfigError, TraceError
 from dynoffload.experiments import zoo
 from dynoffload.experiments.architectures import ARCHITECTURES
-from dynoffload.experiments.costs import residual
 from dynoffload.profiler import Recorder, Trace
 from dynoffload.profiler.cost_fitting import fit
-from dynoffload.profiler.costs import CostModel, Factors, Kind, Work, work_of
+from dynoffload.profiler.costs import CostModel, Factors, Kind, Work
 from dynoffload.profiler.trace import Phase
 
 OVERHEAD = {Kind.CALL: 1e-6, Kind.MEMORY: 3e-6, Kind.PRODUCT: 8e-6}
@@ -119,18 +118,14 @@ def test_any_model_comes_back_equal(
     ("change", "complaint"),
     [
         ({"peak": {"float32": 0}}, "peak of float32 is 0"),
-        ({"peak": {"float32": "fast"}}, "peak of float32 is 'fast'"),
         ({"peak": 1e12}, "peak is no table"),
         ({"bandwidth": -1.0}, "bandwidth is -1"),
         ({"bandwidth": "3 parsecs"}, "cannot read '3 parsecs'"),
-        ({"bandwidth": True}, "bandwidth is True"),
         ({"overhead": {"call": 1e-6}}, "overhead lacks 'memory'"),
         ({"overhead": {"calls": 1e-6}}, "'calls', which is none of"),
-        ({"overhead": -1e-6}, "overhead of a call is -1e-06"),
         ({"half_intensity": float("nan")}, "half_intensity is nan"),
         ({"operators": {"aten.mm.default": [1.0]}}, "give two factors"),
         ({"operators": {"aten.mm.default": [1.0, 0.0]}}, "a factor of aten.mm.default is 0"),
-        ({"operators": []}, "operators is no table"),
         ({"source": 5}, "source is 5"),
         ({"peaks": {}}, "'peaks' is no key of a cost model"),
     ],
@@ -174,9 +169,7 @@ def _timed(traces: list[Trace], model: CostModel, *, disturbed: float = 0.0) -> 
     return made
 
 
-@pytest.mark.parametrize(
-    ("bandwidth", "half", "disturbed"), [(5e9, 0.0, 0.0), (5e9, 25.0, 0.05), (5e10, 8.0, 0.05)]
-)
+@pytest.mark.parametrize(("bandwidth", "half", "disturbed"), [(5e9, 0.0, 0.0), (5e10, 25.0, 0.05)])
 def test_a_fit_finds_the_machine_that_was_recorded(
     traces: list[Trace], bandwidth: float, half: float, disturbed: float
 ) -> None:
@@ -215,16 +208,3 @@ def test_a_fit_says_what_it_lacks(traces: list[Trace]) -> None:
         fit([old])
     with pytest.raises(TraceError, match="nothing to fit"):
         fit([])
-
-
-def test_the_residual_is_how_far_a_model_is_off(traces: list[Trace]) -> None:
-    machine = CostModel({"float32": 2e10}, 5e9, OVERHEAD)
-    slow = CostModel({"float32": 1e10}, 2.5e9, {kind: 2 * s for kind, s in OVERHEAD.items()})
-    exact = []
-    for trace in traces:
-        timed = [op._replace(seconds=machine.seconds(work_of(op))) for op in trace.operators]
-        exact.append(replace(trace, operators=timed))
-    for model, off in ((machine, 0.0), (slow, 1.0)):
-        for errors in residual((model, trace) for trace in exact).values():
-            found = (errors.median, errors.p90, errors.bias)
-            assert found == pytest.approx((off, off, off), abs=1e-9)

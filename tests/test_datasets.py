@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dynoffload.datasets import proteins, statements
 from dynoffload.datasets.images import digits
@@ -48,10 +46,10 @@ def test_the_seed_alone_decides(make: Make) -> None:
     assert draw(5) != draw(6)
 
 
-@pytest.mark.parametrize("make", [batches, trees, statements.statements, digits])
+@pytest.mark.parametrize("make", [batches, digits])
 def test_splits_share_no_source(make: Make) -> None:
     trained, aside = (
-        {one.source for one in islice(make(split), 60)} for split in ("train", "held-out")
+        {one.source for one in islice(make(split), 30)} for split in ("train", "held-out")
     )
     assert not trained & aside
 
@@ -140,7 +138,7 @@ def test_digits_are_images_of_all_classes() -> None:
 
 
 def test_statements_are_whole_and_of_their_kind() -> None:
-    for one in islice(statements.statements(max_bytes=80), 60):
+    for one in islice(statements.statements(max_bytes=80), 20):
         text = bytes(one.tokens.tolist()).decode()
         inside = "\n   ".join(["def f():\n x = 0\n def g():\n  while True:", *text.split("\n")])
         function: Any = ast.parse(inside).body[0]  # where return, break and nonlocal may stand
@@ -165,7 +163,7 @@ def test_kinds_are_named_once_and_cover_this_python() -> None:
     assert len(set(KINDS)) == len(KINDS)
     unknown = {
         type(node).__name__
-        for source in source_files("held-out")
+        for source in source_files("held-out")[::5]
         for node in ast.walk(ast.parse(source.read()))
         if not isinstance(node, ast.expr_context) and type(node).__name__ not in KINDS
     }
@@ -202,18 +200,16 @@ def test_nodes_are_in_post_order_with_their_parents_as_labels(tmp_path: Path) ->
     assert tree.children == ((), (0,), (), (), (), (2, 3, 4), (5,), (1, 6))
 
 
-@settings(deadline=None, max_examples=30)  # the first draw from a file parses it
-@given(seed=st.integers(0, 2**32))
-def test_trees_hold_together(seed: int) -> None:
-    tree = next(trees("train", seed=seed, min_nodes=8, max_nodes=64))
-    assert 8 <= len(tree) <= 64
-    assert tree.kinds.shape == tree.labels.shape == (len(tree),)
-    below = [child for children in tree.children for child in children]
-    assert sorted(below) == list(range(len(tree) - 1))
-    for node, children in enumerate(tree.children):
-        assert list(children) == sorted(children)
-        assert all(child < node for child in children)
-        assert all(tree.labels[child] == tree.kinds[node] for child in children)
+def test_trees_hold_together() -> None:
+    for tree in islice(trees(min_nodes=8, max_nodes=64), 12):
+        assert 8 <= len(tree) <= 64
+        assert tree.kinds.shape == tree.labels.shape == (len(tree),)
+        below = [child for children in tree.children for child in children]
+        assert sorted(below) == list(range(len(tree) - 1))
+        for node, children in enumerate(tree.children):
+            assert list(children) == sorted(children)
+            assert all(child < node for child in children)
+            assert all(tree.labels[child] == tree.kinds[node] for child in children)
 
 
 def test_a_deep_tree_needs_no_recursion(tmp_path: Path) -> None:
@@ -226,7 +222,7 @@ def test_a_deep_tree_needs_no_recursion(tmp_path: Path) -> None:
 
 def test_alignments_are_what_they_say() -> None:
     bounds = {"min_depth": 2, "max_depth": 9, "min_length": 20, "max_length": 33, "max_cycles": 3}
-    drawn = list(islice(alignments(rows=2, **bounds), 60))
+    drawn = list(islice(alignments(rows=2, **bounds), 24))
     for sample in drawn:
         rows, depth, length = sample.tokens.shape
         assert rows == 2

@@ -88,14 +88,14 @@ HOSTILE: dict[str, tuple[str, Change]] = {
     ),
     "half of a surrogate pair": ("lightgbm", _put("card", value={"x": "\ud800"})),
     "a loop as sure as infinity": ("rule", _put("loops", 0, "fidelity", value=7.0)),
+    "a rule of nothing": ("rule", _put("loops", 0, "table", value=[])),
+    "a rule's block outside": ("rule", _put("loops", 0, "table", 0, 1, value=[99])),
+    "a rule's key of another length": ("rule", _put("loops", 0, "table", 0, 0, value=[0] * 9)),
+    "a rule of a column too many": ("rule", _put("loops", 0, "columns", value=[99])),
     "families that share blocks": ("rule", _put("families", value=[[2, 3], [3]])),
     "a family of nothing": ("rule", _put("families", value=[[]])),
     "too many slots": ("lightgbm", _put("slots", value=[[0, i] for i in range(MAX_SLOTS + 1)])),
-    "a scale that makes numbers overflow": (
-        "lightgbm",
-        _put("model", "scaler", "scale", value=[1e-38]),
-    ),
-    "a centre that does": ("lightgbm", _put("model", "scaler", "centre", value=[3e38])),
+    "more numbers than are used": ("lightgbm", _put("model", "names", value=["x"] * 99)),
     "chances above one": ("lightgbm", _spoil("table", 3.0)),
     "a blend that overflows": ("lightgbm", _spoil("correction_blend", 3e38)),
     "a table of log-chances that does": ("lightgbm", _spoil("table", -3e38)),
@@ -151,7 +151,7 @@ def test_a_pilot_that_lies_is_refused(name: str, pilots: dict[str, Path], tmp_pa
         Pilot.load(path)
 
 
-def test_a_rule_that_foretells_without_end_is_cut(pilots: dict[str, Path], tmp_path: Path) -> None:
+def test_a_rule_that_predicts_without_end_is_cut(pilots: dict[str, Path], tmp_path: Path) -> None:
     """A few bytes of rule for each of the most elements a sample has; then two such loops."""
 
     def change(document: dict[str, Any], arrays: dict[str, Any]) -> None:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
+from dynoffload.errors import ConfigError
+from dynoffload.experiments import idioms as experiment
+from dynoffload.experiments.architectures import ARCHITECTURES, Architecture
+from dynoffload.experiments.harness import carry_out
 from dynoffload.profiler import Idioms, idioms_of, is_known, rule_of
 from dynoffload.profiler.idiom_rows import METADATA, REDUCTION, RESHAPING, ROWS, SHARING, STREAM
 from dynoffload.profiler.idioms import base_name
@@ -13,38 +18,23 @@ from dynoffload.profiler.idioms import base_name
 aten = torch.ops.aten
 
 PUBLISHED = {
-    "transpose": (1, 0, 0, 0, 0, 0),
-    "maximum": (0, 0, 0, 0, 1, 0),
-    "elu": (0, 0, 0, 0, 1, 0),
-    "dropout": (0, 0, 0, 0, 1, 0),
-    "relu_": (0, 1, 0, 0, 0, 0),
-    "add_": (0, 1, 0, 0, 0, 0),
-    "cat": (0, 0, 0, 0, 0, 0),
-    "clone": (0, 0, 0, 0, 0, 0),
-    "diag": (0, 0, 0, 0, 0, 0),
-    "convolution": (0, 1, 0, 1, 1, 2),
-    "conv_tbc": (1, 1, 0, 1, 1, 2),
-    "conv_transpose1d": (1, 1, 0, 1, 1, 2),
-    "conv_transpose2d": (1, 1, 0, 1, 2, 2),
-    "conv_transpose3d": (1, 1, 0, 1, 2, 2),
-    "cudnn_convolution": (0, 1, 0, 1, 2, 2),
-    "cudnn_convolution_relu": (0, 1, 0, 1, 3, 2),
-    "cudnn_convolution_add_relu": (0, 1, 0, 2, 3, 2),
-    "cudnn_batch_norm": (0, 1, 1, 1, 1, 0),
-    "avg_pool1d": (0, 0, 0, 1, 0, 1),
-    "adaptive_max_pool1d": (0, 0, 0, 1, 0, 1),
-    "max_pool1d": (0, 0, 0, 1, 0, 0),
-    "max_pool2d": (0, 0, 0, 1, 0, 0),
-    "max_pool3d": (0, 0, 0, 1, 0, 1),
-    "gather_backward": (0, 1, 1, 1, 0, 0),
-    "embedding_backward": (0, 1, 1, 1, 1, 0),
-    "nll_loss_backward": (0, 1, 0, 0, 0, 0),
-    "gelu_backward": (0, 0, 0, 1, 1, 0),
-    "silu_backward": (0, 0, 0, 1, 1, 0),
-    "sigmoid_backward": (0, 0, 0, 1, 1, 0),
-    "tanh_backward": (0, 0, 0, 1, 1, 0),
-    "mse_loss_backward": (0, 1, 1, 1, 1, 0),
-    "fbgemm_linear_int8_weight": (0, 1, 1, 1, 1, 0),
+    (1, 0, 0, 0, 0, 0): "transpose",
+    (0, 0, 0, 0, 1, 0): "maximum elu dropout",
+    (0, 1, 0, 0, 0, 0): "relu_ add_ nll_loss_backward",
+    (0, 0, 0, 0, 0, 0): "cat clone diag",
+    (0, 1, 0, 1, 1, 2): "convolution",
+    (1, 1, 0, 1, 1, 2): "conv_tbc conv_transpose1d",
+    (1, 1, 0, 1, 2, 2): "conv_transpose2d conv_transpose3d",
+    (0, 1, 0, 1, 2, 2): "cudnn_convolution",
+    (0, 1, 0, 1, 3, 2): "cudnn_convolution_relu",
+    (0, 1, 0, 2, 3, 2): "cudnn_convolution_add_relu",
+    (0, 1, 1, 1, 1, 0): (
+        "cudnn_batch_norm embedding_backward mse_loss_backward fbgemm_linear_int8_weight"
+    ),
+    (0, 0, 0, 1, 0, 1): "avg_pool1d adaptive_max_pool1d max_pool3d",
+    (0, 0, 0, 1, 0, 0): "max_pool1d max_pool2d",
+    (0, 1, 1, 1, 0, 0): "gather_backward",
+    (0, 0, 0, 1, 1, 0): "gelu_backward silu_backward sigmoid_backward tanh_backward",
 }
 """Rows that Ren et al. (HPCA 2024) print, of operators that torch has."""
 
@@ -102,6 +92,7 @@ def test_the_rules_say_what_they_say() -> None:
         aten.linalg_solve_triangular.default: "row:linalg_solve_triangular",
         aten.cudnn_grid_sampler.default: "variant:grid_sampler",
         aten.avg_pool3d.default: "variant:avg_pool2d",
+        aten._to_sparse.default: "layout",
     }
     assert {func: rule_of(func) for func in expected} == expected
     assert idioms_of(aten.permute_copy.default) == Idioms(transpose=1)
@@ -128,13 +119,11 @@ def test_an_operator_of_a_stranger_is_known_by_its_schema_and_tags_alone() -> No
         assert rule_of(space.part.default) == "view"
 
 
-def _first(packet: Any) -> Any:
-    return getattr(packet, packet.overloads()[0])
-
-
 def test_published_rows_are_kept_but_for_views_and_streams_in_place() -> None:
-    ours = {name: idioms_of(_first(getattr(aten, name))) for name in PUBLISHED}
-    differing = {name for name, row in PUBLISHED.items() if tuple(ours[name]) != row}
+    printed = {name: row for row, names in PUBLISHED.items() for name in names.split()}
+    packets = {name: getattr(aten, name) for name in printed}
+    ours = {name: idioms_of(getattr(p, p.overloads()[0])) for name, p in packets.items()}
+    differing = {name for name, row in printed.items() if tuple(ours[name]) != row}
     assert differing == {"transpose", "relu_", "add_"}
 
 
@@ -152,3 +141,44 @@ def test_all_of_torch_is_covered() -> None:
     registered = _registered()
     assert len(registered) > 3000
     assert [str(func) for func in registered if not is_known(func)] == []
+
+
+@pytest.mark.slow
+def test_each_operator_of_every_architecture_is_known() -> None:
+    """Forward, backward and AdamW; at least forty architectures."""
+    pytest.importorskip("transformers")
+    result = carry_out(experiment.Idioms, experiment.Params())
+    found = result["summary"]
+    assert [row["architecture"] for row in result["rows"]] == list(ARCHITECTURES)
+    assert len(ARCHITECTURES) >= 40
+    assert all(row["steps"] == 2 for row in result["rows"])
+    assert found["unknown"] == {}
+    assert sum(found["rules"].values()) == len(found["operator_rules"]) > 150
+
+
+def test_an_unknown_operator_is_told_with_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a network that runs an operator of a stranger."""
+    with torch.library._scoped_library("dynoffload_test", "FRAGMENT") as library:
+        library.define("mystery(Tensor a) -> Tensor")
+        library.impl("mystery", torch.neg, "CompositeExplicitAutograd")
+
+        class Strange(torch.nn.Linear):
+            config = None
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                y = super().forward(x)
+                return y - torch.ops.dynoffload_test.mystery(y.detach())
+
+        strange = Architecture("none", "", lambda g, c: {"x": torch.ones(2, 3)}, loss=torch.sum)
+        monkeypatch.setattr(Architecture, "build", lambda self: Strange(3, 2))
+        monkeypatch.setitem(ARCHITECTURES, "strange", strange)
+        found = carry_out(experiment.Idioms, experiment.Params(architectures=("strange",)))[
+            "summary"
+        ]
+    assert found["unknown"] == {"dynoffload_test.mystery.default": ["strange"]}
+    assert found["rules"]["unknown"] == 1
+
+
+def test_an_architecture_that_there_is_not() -> None:
+    with pytest.raises(ConfigError, match="no architecture is named 'gpt9'; there are gpt2, "):
+        experiment.Params(architectures=("gpt9",))

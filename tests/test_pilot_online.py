@@ -17,6 +17,8 @@ from dynoffload.pilot.evaluate import block_order_accuracy
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import fit_pilot
 from dynoffload.pilot.online import FIRST, OnlineLearner
+from dynoffload.pilot.pilot import Pilot
+from dynoffload.planning.blocks import Vocabulary
 
 
 def follow(learner: OnlineLearner, examples: Sequence[Example], learn: bool = False) -> None:
@@ -28,8 +30,22 @@ def follow(learner: OnlineLearner, examples: Sequence[Example], learn: bool = Fa
             learner.learn()
 
 
+Steps = tuple[Vocabulary, list[Example]]
+
+
+@pytest.fixture(scope="module")
+def steps() -> Steps:
+    return routed(200, noise=0.02)
+
+
+@pytest.fixture(scope="module")
+def pilot(steps: Steps) -> Pilot:
+    """Learned from the first 120 steps."""
+    return fit_pilot(steps[0], steps[1][:120])
+
+
 def test_without_a_pilot_it_learns_one_when_due_and_comes_to_beat_the_last_order() -> None:
-    vocabulary, examples = routed(260)
+    vocabulary, examples = routed(200)
     learner = OnlineLearner(vocabulary)
     follow(learner, examples[: FIRST - 1])
     assert not learner.due
@@ -39,32 +55,36 @@ def test_without_a_pilot_it_learns_one_when_due_and_comes_to_beat_the_last_order
     assert math.isnan(learner.standing.pilot)
     learner.learn()
     assert not learner.due
-    follow(learner, examples[FIRST:], learn=True)
+    follow(learner, examples[FIRST : 2 * FIRST])
+    assert learner.standing.steps == FIRST
+    learner.predict(examples[-1].sample)  # by the one before
+    learner.learn()
+    learner.observe(examples[-1].sample, examples[-1].blocks)
+    assert learner.standing.steps == 0  # that of the new pilot
+    follow(learner, examples[2 * FIRST :], learn=True)
     assert learner.standing.pilot > 0.8
     assert learner.standing.pilot > learner.standing.last_order + 0.2
 
 
-def test_it_follows_a_drift_that_the_pilot_was_not_trained_on() -> None:
-    vocabulary, examples = routed(200, noise=0.05)
-    pilot = fit_pilot(vocabulary, examples)
-    # The network comes to route everything to its first three experts.
-    _, drifted = routed(120, seed=8, noise=0.05)
-    few = {b.index for b in vocabulary.blocks if b.path.rpartition(".")[2] in {"0", "1", "2"}}
-    fixed = {b.index for b in vocabulary.blocks if "experts" not in b.path}
-    learner = OnlineLearner(vocabulary, pilot=pilot, grow=False)
+def test_it_follows_a_drift_that_the_pilot_was_not_trained_on(steps: Steps, pilot: Pilot) -> None:
+    """The network comes to route everything to its first three experts."""
+    blocks = steps[0].blocks
+    few = {b.index for b in blocks if b.path.rpartition(".")[2] in {"0", "1", "2"}}
+    fixed = {b.index for b in blocks if "experts" not in b.path}
+    order = sorted(few | fixed)
+    learner = OnlineLearner(steps[0], pilot=pilot, grow=False)
     alone, following = [], []
-    for example in drifted:
-        order = [b for b in range(len(vocabulary)) if b in few or b in fixed]
+    for example in steps[1][120:]:
         prediction = learner.predict(example.sample)
         assert prediction is not None
         learner.observe(example.sample, order)
         alone.append(block_order_accuracy(pilot.predict(example.sample).blocks, order))
         following.append(block_order_accuracy(prediction.blocks, order))
-    assert sum(following[20:]) / 100 > sum(alone[20:]) / 100 + 0.2
+    assert sum(following[20:]) / 60 > sum(alone[20:]) / 60 + 0.2
 
 
 def test_it_learns_that_a_block_goes_on_as_it_went_last() -> None:
-    """A gate that holds for some steps, whatever the samples are: its last state foretells it."""
+    """A gate that holds for some steps, whatever the samples are: its last state predicts it."""
     vocabulary, examples = routed(260, codes=4, noise=0.02)
     gate = len(vocabulary)
     names = [*((b.path, b.variant) for b in vocabulary.blocks), ("gate", "")]
@@ -87,19 +107,18 @@ def test_it_learns_that_a_block_goes_on_as_it_went_last() -> None:
     assert following > alone + 15
 
 
-def test_learning_on_another_thread_does_not_stop_the_steps() -> None:
-    vocabulary, examples = routed(120)
-    learner = OnlineLearner(vocabulary)
-    follow(learner, examples[:60])
+def test_learning_on_another_thread_does_not_stop_the_steps(steps: Steps) -> None:
+    learner = OnlineLearner(steps[0])
+    follow(learner, steps[1][:40])
     with ThreadPoolExecutor(1) as pool:
         learning = pool.submit(learner.learn)
-        follow(learner, examples[60:])
+        follow(learner, steps[1][40:80])
     assert learning.result() is learner.pilot
-    assert learner.predict(examples[0].sample) is not None
+    assert learner.predict(steps[1][0].sample) is not None
 
 
-def test_a_drift_is_noticed_and_another_pilot_learned_from_what_runs_now() -> None:
-    vocabulary, examples = routed(300, noise=0.02)
+def test_a_drift_is_noticed_and_another_pilot_learned_from_what_runs_now(steps: Steps) -> None:
+    vocabulary, examples = steps
     fixed = {b.index for b in vocabulary.blocks if "experts" not in b.path}
 
     def turned(order: list[int]) -> list[int]:
@@ -109,7 +128,7 @@ def test_a_drift_is_noticed_and_another_pilot_learned_from_what_runs_now() -> No
 
     def accuracy(learner: OnlineLearner, drift: bool) -> list[float]:
         found = []
-        for example in examples[150:] if drift else examples[:150]:
+        for example in examples[80:] if drift else examples[:80]:
             order = turned(list(example.blocks)) if drift else list(example.blocks)
             prediction = learner.predict(example.sample)
             if prediction is not None:
@@ -132,46 +151,29 @@ def test_a_drift_is_noticed_and_another_pilot_learned_from_what_runs_now() -> No
 
 
 def test_a_pilot_that_drifts_and_may_not_learn_is_only_told_of(
-    caplog: pytest.LogCaptureFixture,
+    steps: Steps, pilot: Pilot, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    vocabulary, examples = routed(200, noise=0.02)
-    learner = OnlineLearner(vocabulary, pilot=fit_pilot(vocabulary, examples[:150]), grow=False)
-    follow(learner, examples[150:])
-    follow(learner, [replace(example, blocks=[0]) for example in examples[:60]])
+    learner = OnlineLearner(steps[0], pilot=pilot, grow=False)
+    follow(learner, steps[1][120:])
+    follow(learner, [replace(example, blocks=[0]) for example in steps[1][:60]])
     assert learner.drifts >= 1
     assert not learner.due
     assert "accuracy has fallen" in caplog.text
 
 
-def test_a_drift_during_the_learning_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    vocabulary, examples = routed(200, noise=0.02)
-    learner = OnlineLearner(vocabulary)
-    follow(learner, examples[:40])
-    learner.learn()
-    follow(learner, examples[40:])
-    before = learner.drifts
+def test_a_drift_during_the_learning_is_not_forgotten(
+    steps: Steps, pilot: Pilot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = OnlineLearner(steps[0], pilot=pilot)
+    follow(learner, steps[1][120:])
 
     def drifting(*args: Any, **options: Any) -> Any:
-        made = fit_pilot(*args, **options)
-        follow(learner, [replace(example, blocks=[0]) for example in examples[:60]])
-        return made
+        follow(learner, [replace(example, blocks=[0]) for example in steps[1][:60]])
+        return pilot
 
     monkeypatch.setattr("dynoffload.pilot.online.fit_pilot", drifting)
+    before = learner.drifts
     learner.learn()
     assert learner.drifts > before
     assert learner.due  # what was learned is of steps of before
-
-
-def test_a_pilot_learned_anew_does_not_stand_by_what_the_one_before_did() -> None:
-    vocabulary, examples = routed(200)
-    learner = OnlineLearner(vocabulary)
-    follow(learner, examples[:FIRST], learn=True)
-    follow(learner, examples[FIRST : 2 * FIRST])
-    assert learner.standing.steps == FIRST
-    learner.predict(examples[-1].sample)  # by the one before
-    learner.learn()
-    learner.observe(examples[-1].sample, examples[-1].blocks)
-    assert learner.standing.steps == 0
-    follow(learner, examples[-2:-1])
-    assert learner.standing.steps == 1

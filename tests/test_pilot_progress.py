@@ -8,35 +8,27 @@ from dynoffload.pilot import progress
 from dynoffload.pilot.progress import progress_bar
 
 
-@pytest.fixture(params=[True, False], ids=["terminal", "pipe"])
-def terminal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Let the bar think that somebody looks, or that nobody does; return which."""
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize(("wanted", "patience"), [(True, 9.0), (False, -1.0), (True, -1.0)])
+def test_only_a_long_job_shows_what_it_does_and_on_stderr(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    terminal: bool,
+    wanted: bool,
+    patience: float,
+) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    if request.param:
+    if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
     else:
         monkeypatch.delenv("FORCE_COLOR", raising=False)
-    return bool(request.param)
-
-
-@pytest.mark.usefixtures("terminal")
-@pytest.mark.parametrize("wanted", [True, False])
-def test_a_short_job_prints_nothing(capsys: pytest.CaptureFixture[str], wanted: bool) -> None:
+    monkeypatch.setattr(progress, "PATIENCE", patience)
     with progress_bar(wanted) as report:
         report("learning", 1, 2)
         report("learning", 2, 2)
-    assert tuple(capsys.readouterr()) == ("", "")
-
-
-def test_a_long_job_shows_what_it_does_on_stderr(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: bool
-) -> None:
-    monkeypatch.setattr(progress, "PATIENCE", -1.0)
-    with progress_bar(True) as report:
-        report("learning", 1, 2)
     out, err = capsys.readouterr()
     assert out == ""
-    if terminal:
+    if wanted and patience < 0 and terminal:
         assert "learning" in err
     else:
-        assert err == "learning\n"
+        assert err == ("learning\n" if wanted and patience < 0 else "")

@@ -1,10 +1,11 @@
-"""A step is followed block by block, and the rest foretold from what ran."""
+"""A step is followed block by block, and the rest predicted from what ran."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import numpy as np
+import pytest
 from synthetic_pilot import routed, trees, vocabulary
 
 from dynoffload.pilot.features import Example
@@ -55,9 +56,22 @@ def test_one_layer_tells_the_others(tmp_path: Path) -> None:
             assert step.remaining() == list(example.blocks[place + 1 :])
 
 
-def test_what_went_by_without_running_is_known_not_to_run() -> None:
-    known, examples = routed(200, noise=0.1)
-    pilot = fit_pilot(known, examples)
+@pytest.fixture(scope="module")
+def experts() -> tuple[Pilot, list[Example]]:
+    known, examples = routed(120, noise=0.1)
+    return fit_pilot(known, examples), examples
+
+
+@pytest.fixture(scope="module")
+def cells() -> Pilot:
+    return fit_pilot(*trees(60))
+
+
+def test_what_went_by_without_running_is_known_not_to_run(
+    experts: tuple[Pilot, list[Example]],
+) -> None:
+    pilot, examples = experts
+    known = pilot.vocabulary
     number = {block.path: block.index for block in known.blocks}
     step = StepTracker(pilot, examples[0].sample)
     step.observe(number["embedding"])
@@ -70,20 +84,27 @@ def test_what_went_by_without_running_is_known_not_to_run() -> None:
     assert not {number[f"layers.0.experts.{e}"] for e in range(12)} & set(step.remaining())
 
 
-def test_a_segment_goes_on_as_its_elements_say() -> None:
-    known, examples = trees(60)
-    pilot = fit_pilot(known, examples)
+def test_a_loop_goes_on_as_its_elements_say_until_a_stranger_runs(cells: Pilot) -> None:
     example = trees(5, seed=4)[1][2]
-    step = StepTracker(pilot, example.sample)
+    step = StepTracker(cells, example.sample)
     for place, block in enumerate(example.blocks):
         step.observe(block)
         assert not step.decided
         assert step.remaining() == list(example.blocks[place + 1 :])
+    step = StepTracker(cells, example.sample)
+    for block in example.blocks[:3]:
+        step.observe(block)
+    step.observe(-1)
+    assert step.decided
+    step.observe(example.blocks[3])
+    assert step.remaining() == [1]
 
 
-def test_strangers_and_blocks_out_of_order_do_no_harm() -> None:
-    known, examples = routed(120, noise=0.1)
-    pilot = fit_pilot(known, examples)
+def test_strangers_and_blocks_out_of_order_do_no_harm(
+    experts: tuple[Pilot, list[Example]],
+) -> None:
+    pilot, examples = experts
+    known = pilot.vocabulary
     rng = np.random.default_rng(0)
     for _ in range(20):
         step = StepTracker(pilot, examples[int(rng.integers(120))].sample)
@@ -94,10 +115,11 @@ def test_strangers_and_blocks_out_of_order_do_no_harm() -> None:
             assert ((step.chances >= 0) & (step.chances <= 1)).all()
 
 
-def test_hints_about_what_is_past_or_unknown_are_ignored() -> None:
-    known, examples = routed(120, noise=0.1)
-    pilot = fit_pilot(known, examples)
-    number = {block.path: block.index for block in known.blocks}
+def test_hints_about_what_is_past_or_unknown_are_ignored(
+    experts: tuple[Pilot, list[Example]],
+) -> None:
+    pilot, examples = experts
+    number = {block.path: block.index for block in pilot.vocabulary.blocks}
     step = StepTracker(pilot, examples[0].sample)
     step.observe(number["layers.1.attention"])
     before = step.chances
@@ -133,19 +155,6 @@ def test_a_loop_that_no_rule_tells_is_asked_for_round_by_round() -> None:
         if block == 1:
             assert step.remaining()[0] == 2, place
     assert set(step.remaining()) <= {1, 2, 3}
-
-
-def test_after_a_stranger_nobody_is_in_a_loop() -> None:
-    known, examples = trees(60)
-    pilot = fit_pilot(known, examples)
-    example = examples[0]
-    step = StepTracker(pilot, example.sample)
-    for block in example.blocks[:3]:
-        step.observe(block)
-    step.observe(-1)
-    assert step.decided
-    step.observe(example.blocks[3])
-    assert step.remaining() == [1]
 
 
 def test_a_loop_whose_last_round_is_short_is_unrolled_too() -> None:

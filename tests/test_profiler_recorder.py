@@ -86,14 +86,14 @@ def test_recording_changes_no_bit(network: str, bf16: bool) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=bf16, foreach=not bf16)
         losses = []
         with recording(model, optimizer) if record else nullcontext([]) as traces:
-            for sample in itertools.islice(zoo.samples(network), 3):
+            for sample in itertools.islice(zoo.samples(network), 2):
                 with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                     losses.append(model(*sample.args).loss)
                 losses[-1].backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
-        assert len(traces) == 3 * record
+        assert len(traces) == 2 * record
         state = dict(model.named_parameters()), optimizer.state_dict(), torch.get_rng_state()
         left.append((losses, *state))
     assert_same(left[1], left[0], network)
@@ -104,10 +104,7 @@ def test_nothing_is_left_behind() -> None:
     model = Branching()
     traces = _record(model)
     count = len(traces[-1].operators)
-    for module in model.modules():
-        assert not module._forward_hooks
-        assert not module._forward_pre_hooks
-        assert not is_around(module)
+    assert not any(map(is_around, model.modules()))
     model(_tokens(1)).backward()
     assert len(traces) == 3
     assert len(traces[-1].operators) == count
@@ -123,22 +120,6 @@ def test_forward_and_backward_know_their_module() -> None:
     assert [op.site for op in activations] == ["act", "act"]
     assert len({op.call for op in activations}) == 2  # One module, two calls, told apart.
     assert [op.site for op in _at(trace, Phase.BACKWARD, "aten.embedding_dense")] == ["embedding"]
-
-
-def test_every_call_of_the_sample_is_there_and_nested() -> None:
-    traces = _record(Branching())
-    for step, trace in enumerate(traces):
-        paths = [call.path for call in trace.calls]
-        assert paths[0] == ""
-        assert [p for p in paths if p.startswith("blocks.")] == [
-            f"blocks.{i}" for i in range(step + 1)
-        ]
-        assert all(call.parent == 0 for call in trace.calls[1:])
-        for call in trace.calls:
-            inside = trace.operators[call.start : call.stop]
-            assert all(op.phase is Phase.FORWARD for op in inside)
-        root = trace.calls[0]
-        assert all(root.start <= call.start <= call.stop <= root.stop for call in trace.calls)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -212,17 +193,6 @@ def test_state_is_named_in_the_step_that_makes_it_and_gradients_that_stay_later(
         assert [region.born for region in later.regions if region.name == name] == [-1]
 
 
-def test_bytes_of_a_product() -> None:
-    model = nn.Linear(8, 16)
-    with recording(model) as traces:
-        model(torch.ones(4, 8)).sum().backward()
-    (product,) = _at(traces[0], Phase.FORWARD, "aten.addmm")
-    assert product.bytes_read == 4 * (16 + 4 * 8 + 8 * 16)
-    assert product.bytes_written == 4 * 4 * 16
-    names = _names(traces[0], product.reads)
-    assert {"weight", "bias"} <= set(names)
-
-
 def test_a_lookup_reads_the_rows_it_selects() -> None:
     model = nn.Embedding(1000, 4)
     with recording(model) as traces:
@@ -278,22 +248,6 @@ def test_memory_follows_what_lives() -> None:
     assert [op.memory for op in additions] == [base + 4096] + [base + 2 * 4096] * 4
     lives = [traces[0].regions[op.writes[0]] for op in additions]
     assert [(life.born, life.died) for life in lives[:4]] == [(i, i + 1) for i in range(4)]
-
-
-def test_steps_are_numbered_and_carry_their_sample_and_source() -> None:
-    sources = iter(["a.py", "b.py", "c.py"])
-    traces = _record(
-        Branching(),
-        features=lambda tokens: {"first": float(tokens[0])},
-        source=lambda: next(sources),
-    )
-    assert [trace.step for trace in traces] == [0, 1, 2]
-    assert [trace.sample.values["first"] for trace in traces] == [0, 1, 2]
-    assert [trace.source for trace in traces] == ["a.py", "b.py", "c.py"]
-    for trace in traces:
-        phases = [phase for phase, _ in itertools.groupby(op.phase for op in trace.operators)]
-        assert phases == [Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER]
-        assert trace.model == "Branching"
 
 
 def test_evaluation_between_and_inside_steps_is_not_recorded() -> None:

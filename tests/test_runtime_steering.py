@@ -59,7 +59,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Pilot]:
 def _told_by(model: nn.Module, answer: Any) -> None:
     """Have the probes of ``model`` answer otherwise."""
     probes: list[RoutingProbe] = model.routing_probes()  # type: ignore[operator]
-    changed = [replace(one, foretell=answer(one)) for one in probes]
+    changed = [replace(one, predict=answer(one)) for one in probes]
     model.routing_probes = lambda: changed  # type: ignore[assignment]
 
 
@@ -70,7 +70,7 @@ def _liar(seed: int) -> Any:
     def answer(probe: RoutingProbe) -> Any:
         count = len(probe.blocks)
 
-        def foretell(x: Tensor) -> Tensor | None:
+        def predict(x: Tensor) -> Tensor | None:
             kind = chance.randrange(5)
             if kind == 0:
                 return None
@@ -80,7 +80,7 @@ def _liar(seed: int) -> Any:
                 return torch.zeros(count + 1)
             return torch.tensor([chance.random() for _ in range(count)])
 
-        return foretell
+        return predict
 
     return answer
 

@@ -56,7 +56,7 @@ class Router(nn.Module):
         """Return probabilities ``[tokens]`` for ``[tokens, hidden]``."""
         return torch.sigmoid(self.score(x)).squeeze(-1)
 
-    def foretell(self, x: Tensor) -> Tensor:
+    def predict(self, x: Tensor) -> Tensor:
         """Return the largest probability that a token of ``x`` takes part, ``[1]``."""
         return torch.sigmoid(F.linear(x, self.score.weight, self.score.bias)).amax(dim=0)
 
@@ -108,7 +108,7 @@ class MixtureOfDepths(Decoder):
     def routing_probes(self) -> list[RoutingProbe]:
         """Return the routers in order; each can be evaluated on an earlier router's input."""
         return [
-            RoutingProbe(f"routers.{number}", (f"layers.{2 * number + 1}",), router.foretell)
+            RoutingProbe(f"routers.{number}", (f"layers.{2 * number + 1}",), router.predict)
             for number, router in enumerate(self.routers)
             if isinstance(router, Router)
         ]

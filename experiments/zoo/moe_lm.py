@@ -130,7 +130,7 @@ class Routed(nn.Module):
         load = torch.zeros_like(chances).scatter(1, chosen, 1.0).mean(dim=0) / self.top_k
         return weights, chosen, len(self.experts) * (load * chances.mean(dim=0)).sum()
 
-    def foretell(self, x: Tensor) -> Tensor:
+    def predict(self, x: Tensor) -> Tensor:
         """Return each expert's estimated chance to run on ``x``, ``[tokens, hidden]``."""
         return chosen_by_any(F.linear(x, self.router.weight).float(), self.top_k)
 
@@ -244,7 +244,7 @@ class Decoder(nn.Module):
             RoutingProbe(
                 f"layers.{number}.moe",
                 tuple(f"layers.{number}.moe.experts.{e}" for e in range(len(layer.moe.experts))),
-                layer.moe.foretell,
+                layer.moe.predict,
             )
             for number, layer in enumerate(self.layers)
             if isinstance(layer, Layer) and isinstance(layer.moe, Routed)
