@@ -22,9 +22,9 @@ from devices import (
     opened,
     pattern,
     schedule,
-    script,
     uses_of,
     view,
+    warm,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -642,7 +642,7 @@ def test_what_cannot_be_read_is_told_to_whoever_waits(device: Any, page: int) ->
 @each_of_the_cpu(SMALL)
 def test_an_acquire_ends_when_the_disk_takes_nothing(kind: str, page: int, tmp_path: Path) -> None:
     """What cannot be written stays in memory, so there is no room; it is soon told, and passes."""
-    found = script(
+    found = warm(
         """
         import errno, resource
         from dynoffload.errors import SpillError
