@@ -285,19 +285,6 @@ def test_sparse_tensors_of_several_slices_are_refused(device: Accelerator) -> No
         torch.sparse_coo_tensor(at, w[:, 0, 0], (COUNT,), check_invariants=False)
 
 
-def test_memory_is_taken_back(device: Accelerator) -> None:
-    """What gathers takes, also where the operator fails."""
-    w = on_row(device, values())
-    free = device.resident_bytes()
-    with pytest.raises(RuntimeError):
-        torch.bmm(w, torch.ones(1, 2, 3))
-    assert device.resident_bytes() <= 9 * PAGE
-    for region in device.owners(w):
-        device.discard(region)
-    assert device.resident_bytes() == 0
-    assert free > 0
-
-
 # Sessions
 
 

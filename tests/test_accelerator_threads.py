@@ -231,17 +231,6 @@ def modes_are_called() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_included("Python")
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_block_leaves_torch_as_it_was(elsewhere: bool) -> None:
-    twin = Twin(mlp(), partial(AdamW, lr=1e-2))
-    samples = [torch.randn(8, 48) for _ in range(3)]
-    with accelerated(elsewhere=elsewhere, watched=False):
-        compare_runs(twin, Loop(steps=3), samples, mlp_loss, budget_for(twin, 3), device=DEVICE)
-        assert not modes_are_called()
-        assert torch.empty(2).shape == (2,)
-    assert _get_current_dispatch_mode_stack() == []
-
-
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_block_that_fails_leaves_torch_as_it_was(
     begun: bool, monkeypatch: pytest.MonkeyPatch
@@ -396,16 +385,6 @@ def _grow(queues: Emulated, *, after: int, by: int) -> None:
     queues.peak_bytes = lambda: plain() + (by if next(steps) >= after else 0)  # type: ignore[method-assign]
 
 
-class _Entry:
-    """Where a saved tensor lies: at the begin of a chunk; its own storage is gone."""
-
-    offset = 0
-    spread: Any = None
-
-    def source(self) -> None:
-        return None
-
-
 @pytest.mark.parametrize("conjugate", [False, True])
 def test_what_is_saved_on_another_device_notes_writes_and_keeps_no_bytes(conjugate: bool) -> None:
     """The meta device stands for one whose tensors torch keeps in another way than the CPU's."""
@@ -434,13 +413,3 @@ def test_buffers_go_home_to_another_device(tmp_path: Path) -> None:
         assert module.mask is mask
         assert mask.is_meta
         device.close()
-
-
-def test_saved_tensors_come_back_on_their_own_device() -> None:
-    """The meta device stands for one that is not the CPU."""
-    tensor = torch.empty(8, 16, device="meta")
-    entry: Any = _Entry()
-    packed = saved.Packed(tensor, entry, 0)
-    chunk = torch.UntypedStorage(KiB, device="meta")
-    back = packed.unpack(chunk)
-    assert (back.device.type, back.shape, back.stride()) == ("meta", tensor.shape, tensor.stride())

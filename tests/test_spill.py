@@ -179,13 +179,6 @@ def test_the_default_is_on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_spill_dir() == Path("/var/tmp")
 
 
-def test_the_innermost_mount_counts(tmp_path: Path) -> None:
-    assert filesystem_of(Path("/proc/self")) == "proc"
-    link = tmp_path / "link"
-    link.symlink_to("/proc")
-    assert filesystem_of(link) == "proc"
-
-
 # A disk that fills up
 
 
