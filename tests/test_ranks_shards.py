@@ -151,16 +151,6 @@ def test_other_optimizers_and_options(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_late_gradients_and_replaced_memory(tmp_path: Path) -> None:
-    """What a list of shards does together; shards that have other memory in mid-run."""
-    found = run([("late", tmp_path, "600KiB"), ("replaced", tmp_path, "4MiB")])
-    for name, compared in (("late", 16), ("replaced", 28)):
-        for one in found[name]:
-            assert one["losses"]
-            assert (one["differ"], one["compared"]) == ([], compared)
-
-
-@pytest.mark.slow
 def test_memory_is_the_budget_and_what_fsdp_has_beside_it(tmp_path: Path) -> None:
     """A process grows by its budget, freed memory, and about what the plan line says of FSDP."""
     for one in run([("memory", tmp_path, "120MiB")])["memory"]:
