@@ -7,10 +7,8 @@ with its reason, only where the system refuses it.
 from __future__ import annotations
 
 import ctypes
-import os
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as processes
 
 from dynoffload.memory.device import Device
 from dynoffload.memory.mapped import MappedFile
@@ -33,12 +30,6 @@ NO_PAGER = probe()
 KINDS: dict[str, type[Pager] | type[MappedFile]] = {"pager": Pager, "mapped": MappedFile}
 
 _PERIOD = (torch.arange(4001) * 7 % 251).to(torch.uint8)  # no divisor in common with pages
-
-WARM = processes.get_context("forkserver")
-"""Starts processes from one that has imported torch and the package."""
-WARM.set_forkserver_preload(
-    ["pytest", "torch.distributed", "dynoffload.memory.mapped", "dynoffload"]
-)
 
 needs_pager = pytest.mark.skipif(bool(NO_PAGER), reason=NO_PAGER or "never")
 
@@ -176,30 +167,3 @@ def script(
         timeout=seconds,
         check=False,
     )
-
-
-def warm(body: str, *arguments: object, seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """Run a program as `script` does, in a fork of a process that has imported torch; it ends
-    without the interpreter's own end."""
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / name for name in ("stdout", "stderr")]
-        words = [body, *map(str, arguments)]
-        process = WARM.Process(
-            target=_run, args=(textwrap.dedent(body), words, files), daemon=False
-        )
-        process.start()
-        process.join(seconds)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-            raise subprocess.TimeoutExpired(words, seconds, *(one.read_bytes() for one in files))
-        assert process.exitcode is not None
-        told = [one.read_text() if one.exists() else "" for one in files]
-        return subprocess.CompletedProcess(words, process.exitcode, *told)
-
-
-def _run(body: str, words: list[str], files: list[Path]) -> None:
-    for descriptor, file in enumerate(files, 1):
-        os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY), descriptor)
-    sys.argv = words
-    exec(compile(body, "<script>", "exec"), {**globals(), "__name__": "__main__"})

@@ -14,7 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from devices import WARM
+import torch.multiprocessing as processes
+
+WARM = processes.get_context("forkserver")
+"""Starts processes from one that has imported what takes long to import."""
+WARM.set_forkserver_preload(
+    ["torch._dynamo", "torch.distributed.fsdp", "dynoffload.runtime.offload"]
+)
 
 LIMIT_S = 120.0
 _GRACE_S = 20.0  # after one rank has failed, in which others say why

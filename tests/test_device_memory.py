@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from devices import HUGE, each_of_the_cpu, needs_pager, warm
+from devices import HUGE, each_of_the_cpu, needs_pager, script
 
 from dynoffload.units import MiB
 
@@ -17,7 +17,7 @@ def test_the_resident_set_grows_by_what_the_device_says_and_the_pool_at_most(
     kind: str, page: int, tmp_path: Path
 ) -> None:
     """Also when nothing is in use any more: pages that circulate stay, pages of a file go."""
-    found = warm(
+    found = script(
         """
         import gc
         from dynoffload.memory.limits import resident_bytes
@@ -57,7 +57,7 @@ def test_the_resident_set_grows_by_what_the_device_says_and_the_pool_at_most(
 @each_of_the_cpu(HUGE)
 def test_an_empty_pool_takes_no_memory(kind: str, page: int, tmp_path: Path) -> None:
     """A budget is a limit, not a need."""
-    found = warm(
+    found = script(
         """
         from dynoffload.memory.limits import resident_bytes
         before = resident_bytes()
@@ -78,7 +78,7 @@ def test_the_pager_ends_the_process_rather_than_hand_out_what_it_cannot_read(
     tmp_path: Path,
 ) -> None:
     """The file is cut off under it: the reader must not go on with anything else."""
-    found = warm(
+    found = script(
         """
         import faulthandler, os
         faulthandler.disable()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from devices import needs_pager, warm
+from devices import needs_pager, script
 
 pytestmark = needs_pager
 
@@ -34,7 +34,7 @@ address = device.storage(region).data_ptr()
 
 def run(body: str, directory: Path) -> None:
     """Run ``body`` beside a pager with one filled region."""
-    found = warm(_SETUP + body + "\nprint('whole')", directory)
+    found = script(_SETUP + body + "\nprint('whole')", directory)
     assert found.returncode == 0, found.stderr
     assert found.stdout.splitlines()[-1] == "whole"
 

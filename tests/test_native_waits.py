@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from devices import SMALL, eventually, filled, holds, needs_pager, opened, warm
+from devices import SMALL, eventually, filled, holds, needs_pager, opened, script
 
 from dynoffload.errors import BackendError, SpillError
 from dynoffload.memory.pager import Pager
@@ -40,7 +40,7 @@ def three(device: Pager) -> tuple[int, int, int]:
 
 
 def test_an_access_ends_the_process_when_all_stays_pinned(tmp_path: Path) -> None:
-    found = warm(
+    found = script(
         """
         import faulthandler
         faulthandler.disable()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from devices import HUGE, SMALL, needs_pager, warm
+from devices import HUGE, SMALL, needs_pager, script
 
 pytestmark = needs_pager
 PAGES = pytest.mark.parametrize("page", [SMALL, HUGE])
@@ -28,7 +28,7 @@ assert device.resident() == [b, c]
 
 def run(body: str, page: int, directory: Path) -> None:
     """Run ``body`` after the setup: a pool of 8 pages; a is absent, b and c are present."""
-    found = warm(_SETUP + body + "\ndevice.close()\nprint('whole')", page, directory)
+    found = script(_SETUP + body + "\ndevice.close()\nprint('whole')", page, directory)
     assert found.returncode == 0, found.stderr
     assert found.stdout.splitlines()[-1] == "whole"
 
@@ -130,7 +130,7 @@ os.waitpid(patient, 0)
 @ONE
 def test_memory_of_a_released_region_ends_the_process(page: int, tmp_path: Path) -> None:
     """Reading on after the end of a region is a bug; zeros in its place would hide it."""
-    found = warm(
+    found = script(
         _SETUP
         + """
 import faulthandler

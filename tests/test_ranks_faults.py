@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from devices import WARM, needs_pager
-from gloo_ranks import run_ranks
+from exactness import needs_pager
+from gloo_ranks import WARM, run_ranks
 from ranks_faults import AT, HANGS_S, TIMEOUT_S, main, waiting
 
 from dynoffload.config import OffloadConfig
