@@ -222,14 +222,9 @@ def step_of(model: nn.Module, optimizer: Optimizer, case: Case) -> Iterator[floa
     optimizer.zero_grad()
 
 
-def tasks(rank: int, world: int, given: list[tuple[str, str, Any]]) -> list[Any]:
-    """Call the functions that are named, with a directory and a value; return what they return."""
-    found = []
-    for number, (task, directory, value) in enumerate(given):
-        if number:
-            torch.distributed.barrier()
-        found.append(globals()[task](Path(directory), value))
-    return found
+def run(rank: int, world: int, task: str, directory: str, value: Any) -> Any:
+    """Call the function that is named, with a directory and a value; return what it returns."""
+    return globals()[task](Path(directory), value)
 
 
 # Training
