@@ -24,6 +24,7 @@ from torch import nn
 import dynoffload
 from dynoffload.errors import DynOffloadError, SpillError
 from dynoffload.memory import filesystems, spill
+from dynoffload.memory.filesystems import mount_of
 from dynoffload.memory.spill import SpillFile, default_spill_dir, filesystem_of
 from dynoffload.units import GiB, KiB, MiB, format_bytes
 
@@ -177,6 +178,21 @@ def test_the_default_is_on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert filesystem_of(default_spill_dir()) not in spill._MEMORY_FILESYSTEMS
     monkeypatch.setattr("tempfile.gettempdir", lambda: "/dev/shm")
     assert default_spill_dir() == Path("/var/tmp")
+
+
+def test_the_innermost_and_last_mount_names_the_file_system(tmp_path: Path) -> None:
+    place, root = tmp_path / "with space", tmp_path / "root"
+    place.mkdir()
+    (root / "proc/self").mkdir(parents=True)
+    escaped = str(place).replace(" ", "\\040")
+    (root / "proc/self/mountinfo").write_text(
+        "1 0 0:1 / / rw - ext4 /dev/a rw\n"
+        f"2 1 0:2 / {escaped} rw shared:1 - xfs /dev/b rw\n"
+        f"3 2 0:3 / {escaped} rw - tmpfs tmpfs rw\n"
+        f"4 2 0:4 / {escaped}x rw - btrfs /dev/c rw\n"
+    )
+    assert mount_of(place, root) == ("tmpfs", str(place))
+    assert mount_of(tmp_path, root)[0] == "ext4"
 
 
 # A disk that fills up
