@@ -42,10 +42,8 @@ from dynoffload.managed import managers
 from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.accelerator.pool import PAGE
 from dynoffload.memory.accelerator.storages import RegionStorage
-from dynoffload.memory.region_allocator import users_of
 from dynoffload.runtime.adoption.buffers import Buffers
 from dynoffload.runtime.adoption.relocation import Homes
-from dynoffload.runtime.passes import saved
 from dynoffload.units import KiB
 
 CONFIG: dict[str, Any] = {**SMALL_PAGES, "step_aside": False}
@@ -364,21 +362,6 @@ def _grow(queues: Emulated, *, after: int, by: int) -> None:
     """Let the allocator's peak be larger from a step on."""
     plain, steps = queues.peak_bytes, iter(range(1 << 20))
     queues.peak_bytes = lambda: plain() + (by if next(steps) >= after else 0)  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize("conjugate", [False, True])
-def test_what_is_saved_on_another_device_notes_writes_and_keeps_no_bytes(conjugate: bool) -> None:
-    """The meta device stands for one whose tensors torch keeps in another way than the CPU's."""
-    tensor = torch.empty(8, dtype=torch.complex64, device="meta")
-    if conjugate:
-        tensor = tensor.conj()
-    storage = tensor.untyped_storage()
-    users = users_of(storage)
-    entry = saved.Entry(saved.Chunk(0, 0, 64), 0, storage, tensor)
-    assert entry.stands_for(tensor)
-    assert users_of(storage) == users
-    tensor.add_(1)
-    assert not entry.stands_for(tensor)
 
 
 def test_buffers_go_home_to_another_device(tmp_path: Path) -> None:

@@ -23,16 +23,18 @@ pytest.importorskip("torch.distributed.fsdp", reason="torch without distributed"
 TIMEOUT = 600.0  # seconds for all that a group of processes does
 WIDE = {"network": "dense", "width": 192, "steps": 3}
 CASES: list[Any] = [
-    ({"network": "moe", "steps": 4}, {}, "8MiB"),
+    ({"network": "moe", "clip": 0.3, "width": 95, "steps": 4}, {}, "8MiB"),
     (
         {"network": "layerdrop", "optimizer": "SGD", "accumulate": 2, "width": 193, "steps": 3},
         {},
         "4MiB",
     ),
-    ({"network": "moe", "clip": 0.3, "width": 95, "steps": 3}, {"draft_share": 0.0}, "8MiB"),
-    ({**WIDE, "low": True, "accumulate": 2, "sync_last": True, "clip": 1.0}, {}, "6MiB"),
+    (
+        {**WIDE, "low": True, "accumulate": 2, "sync_last": True, "clip": 1.0},
+        {"backend": "mapped"},
+        "6MiB",
+    ),
     ({**WIDE, "optimizer": "AdamW(fused)", "accumulate": 2}, {"rollback": True}, "6MiB"),
-    (WIDE, {"backend": "mapped"}, "6MiB"),
     ({**WIDE, "optimizer": "Muon"}, {}, "4MiB"),
 ]
 
