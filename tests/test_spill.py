@@ -31,11 +31,11 @@ from dynoffload.units import GiB, KiB, MiB, format_bytes
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Return a directory on an ext4 file system of 160 MiB of its own."""
+    """Return a directory on an ext4 file system of 80 MiB of its own."""
     image, mount = tmp_path / "image", tmp_path / "disk"
     mount.mkdir()
     with image.open("wb") as file:
-        file.truncate(160 * MiB)
+        file.truncate(80 * MiB)
     try:
         subprocess.run(["mkfs.ext4", "-q", "-F", "-m0", image], check=True, capture_output=True)
         subprocess.run(["mount", "-o", "loop", image, mount], check=True, capture_output=True)
@@ -218,10 +218,10 @@ def test_a_disk_that_fills_up(small_disk: Path) -> None:
 @each_of_the_cpu(SMALL)
 def test_a_device_on_a_disk_that_fills_up(kind: str, page: int, small_disk: Path) -> None:
     """A region is refused when it is made; what has its place on the disk never loses it."""
-    with opened(kind, 32 * MiB, page, small_disk) as device:
-        regions = [device.allocate(16 * MiB) for _ in range(8)]  # the file has 128 MiB
+    with opened(kind, 16 * MiB, page, small_disk) as device:
+        regions = [device.allocate(8 * MiB) for _ in range(8)]  # the file has 64 MiB
         with pytest.raises(SpillError, match="cannot grow"):
-            device.allocate(16 * MiB)
+            device.allocate(8 * MiB)
         filled(device, regions)
         with (small_disk / "somebody else's").open("wb", 0) as file:
             for size in (MiB, KiB):
