@@ -199,15 +199,17 @@ def test_what_was_not_written_leaves_once_another_was(
         {"_CACHESTAT": 9999},
         {"_SYNC_WAIT_WRITE_WAIT": 0x80},
         {"_ZERO_RANGE_KEEP_SIZE": 0x4000},
+        {"_HUGEPAGE": 999},
         {
             "_POPULATE_READ": 999,
             "_POPULATE_WRITE": 998,
             "_CACHESTAT": 9999,
             "_SYNC_WAIT_WRITE_WAIT": 0x80,
             "_ZERO_RANGE_KEEP_SIZE": 0x4000,
+            "_HUGEPAGE": 999,
         },
     ],
-    ids=["populate", "cachestat", "sync_file_range", "zero_range", "all"],
+    ids=["populate", "cachestat", "sync_file_range", "zero_range", "huge pages", "all"],
 )
 def test_it_works_where_the_kernel_lacks(
     lacking: dict[str, int],
@@ -233,6 +235,23 @@ def test_it_works_where_the_kernel_lacks(
     assert counters.bytes_in > 0
     assert counters.bytes_out > 0
     assert eventually(lambda: cached(device) <= device.capacity)  # read without notice
+    if "_HUGEPAGE" in lacking:
+        assert not device._mapping.whole_pages
+
+
+def test_huge_pages_are_huge(tmp_path: Path) -> None:
+    """One byte of a region of 2 MiB pages brings whole pages, where the file system can."""
+    page = HUGE
+    device = MappedFile(8 * page, page, tmp_path)
+    if not device._mapping.whole_pages:
+        pytest.skip("this kernel or file system reads no whole 2 MiB pages")
+    regions = [device.allocate(2 * page) for _ in range(8)]
+    filled(device, regions)
+    place = device._places[regions[0]]
+    assert device._mapping.cached(place.page * page, 2 * page) == 0
+    assert int(view(device, regions[0])[5]) == int(view(device, regions[0])[5])
+    assert device._mapping.cached(place.page * page, 2 * page) == page
+    device.close()
 
 
 @PAGES

@@ -32,16 +32,14 @@ def check(answer: int) -> None:
         raise OSError(error, os.strerror(error))
 
 
-def map_memory(
-    nbytes: int, flags: int = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, file: int = -1
-) -> int:
-    """Return the address of a new mapping: of private memory, or of a file.
+def map_memory(nbytes: int, access: int = mmap.PROT_READ | mmap.PROT_WRITE, flags: int = 0) -> int:
+    """Return the address of new private, anonymous memory.
 
     Raises:
-        OSError: the system has no memory left, or refuses the mapping.
+        OSError: the system has no memory left.
     """
-    access = mmap.PROT_READ | mmap.PROT_WRITE
-    address = libc().mmap(None, nbytes, access, flags, file, 0)
+    kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags
+    address = libc().mmap(None, nbytes, access, kind, -1, 0)
     if address == ctypes.c_void_p(-1).value:
         check(-1)
     return int(address)

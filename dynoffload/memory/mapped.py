@@ -70,7 +70,11 @@ class MappedFile(MappedCache):
             )
         spill = SpillFile(spill_dir, need, direct=False)
         try:
-            mapping = Mapping(spill.fd, arena_pages(page_bytes) * page_bytes)
+            spill.grow(page_bytes)
+            mapping = Mapping(spill.fd, arena_pages(page_bytes) * page_bytes, page_bytes)
+        except SpillError:
+            spill.close()
+            raise
         except OSError as error:
             spill.close()
             raise BackendError(

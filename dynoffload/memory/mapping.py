@@ -2,9 +2,11 @@
 
 Each call works on one range of the file, a multiple of the system's page, and releases the GIL.
 
-[Note: exact ranges]  The kernel reads ahead of an access by a window that may be larger than a
-region, and so fills memory unnecessarily. So regions are requested by their exact range (WILLNEED)
-before they are mapped.
+[Note: whole pages]  The kernel reads ahead of an access by a window that may be larger than a
+region, and so fills memory unnecessarily. With 2 MiB pages the mapping requests huge pages and
+random access together: then exactly the 2 MiB around an access are read, in one large folio.
+Whether kernel and file system do so is probed at the start. Where they do not, regions are
+requested by their exact range (WILLNEED) before they are mapped.
 
 [Note: no content]  A range without content is kept unwritten in the file (ZERO_RANGE): its dirty
 pages are dropped without a write, and its next use needs no read.
@@ -20,15 +22,16 @@ import os
 import torch
 
 from dynoffload.memory.libc import check, libc, map_memory
-from dynoffload.units import KiB
+from dynoffload.units import KiB, MiB
 
-_MAP_NORESERVE = 0x4000
-_DONTNEED, _DONTFORK, _DONTDUMP = 4, 10, 16
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_NORMAL, _RANDOM, _DONTNEED, _DONTFORK, _HUGEPAGE, _DONTDUMP = 0, 1, 4, 10, 14, 16
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # Linux 5.14
 _SYNC_WAIT_WRITE_WAIT = 7
 _ZERO_RANGE_KEEP_SIZE = 0x10 | 0x01
 _CACHESTAT = 451  # Linux 6.5
 _WILLNEED_BYTES = 128 * KiB  # the kernel may truncate a longer request
+_HUGE = 2 * MiB
 _UNKNOWN = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM})
 
 
@@ -46,22 +49,45 @@ class Mapping:
     """``nbytes`` of addresses over the file ``fd``; the file may be shorter and grow.
 
     Args:
-        fd: a file opened for reading and writing, without O_DIRECT.
+        fd: a file opened for reading and writing, without O_DIRECT, of at least one page's size.
         nbytes: addresses to take.
+        page_bytes: all ranges begin and end at multiples of it.
 
     Raises:
         OSError: the system refuses the mapping.
     """
 
-    def __init__(self, fd: int, nbytes: int) -> None:
-        self._fd, self._nbytes = fd, nbytes
-        self.address = map_memory(nbytes, mmap.MAP_SHARED | _MAP_NORESERVE, fd)
+    def __init__(self, fd: int, nbytes: int, page_bytes: int) -> None:
+        self._fd, self._page = fd, page_bytes
+        self._nbytes = nbytes + _HUGE
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        # Reserve addresses first, then map the file at an aligned one.
+        self._room = map_memory(self._nbytes, 0, _MAP_NORESERVE)  # PROT_NONE
+        self.address = -(-self._room // _HUGE) * _HUGE
+        shared = mmap.MAP_SHARED | _MAP_NORESERVE | _MAP_FIXED
         try:
+            if libc().mmap(self.address, nbytes, protection, shared, fd, 0) != self.address:
+                check(-1)
             self._advise(0, nbytes, _DONTFORK)  # a child's write would reach this file
             self._advise(0, nbytes, _DONTDUMP)
         except OSError:
             self.close()
             raise
+        self.whole_pages = page_bytes % _HUGE == 0 and self._reads_whole_pages(nbytes)
+
+    def _reads_whole_pages(self, nbytes: int) -> bool:
+        """Probe whether [Note: whole pages] works here, on the file's first page."""
+        try:
+            self._advise(0, nbytes, _HUGEPAGE)
+            self._advise(0, nbytes, _RANDOM)
+            self._touch(0, mmap.PAGESIZE)
+            exact = self.cached(0, self._page) == self._page
+        except OSError:
+            exact = False
+        self.drop(0, self._page)
+        if not exact:
+            self._advise(0, nbytes, _NORMAL)
+        return exact
 
     def _advise(self, offset: int, nbytes: int, advice: int) -> None:
         while True:
@@ -103,10 +129,11 @@ class Mapping:
         self._populate(offset, nbytes, _POPULATE_WRITE)
 
     def _ask(self, offset: int, nbytes: int) -> None:
-        """Request exactly this range; see [Note: exact ranges]."""
-        for start in range(offset, offset + nbytes, _WILLNEED_BYTES):
-            length = min(_WILLNEED_BYTES, offset + nbytes - start)
-            os.posix_fadvise(self._fd, start, length, os.POSIX_FADV_WILLNEED)
+        """Request exactly this range, where an access would read more."""
+        if not self.whole_pages:
+            for start in range(offset, offset + nbytes, _WILLNEED_BYTES):
+                length = min(_WILLNEED_BYTES, offset + nbytes - start)
+                os.posix_fadvise(self._fd, start, length, os.POSIX_FADV_WILLNEED)
 
     def write_back(self, offset: int, nbytes: int) -> None:
         """Write the dirty pages of a range and wait until they are written.
@@ -187,4 +214,4 @@ class Mapping:
 
     def close(self) -> None:
         """Unmap the addresses."""
-        libc().munmap(self.address, self._nbytes)
+        libc().munmap(self._room, self._nbytes)
