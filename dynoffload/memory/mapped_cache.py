@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynoffload.errors import SpillError
-from dynoffload.memory.device import Cause, EventKind, called
+from dynoffload.memory.device import Cause, EventKind
 from dynoffload.memory.mapping import Mapping
-from dynoffload.memory.region_allocator import Place
+from dynoffload.memory.region_allocator import Place, called
 from dynoffload.memory.region_cache import CachedRegion, RegionCache
 from dynoffload.memory.spill import SpillFile
 from dynoffload.units import MiB

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from dynoffload.errors import BackendError, BudgetError, DynOffloadError, SpillError
 from dynoffload.memory import native_pager
-from dynoffload.memory.device import Cause, Counters, Event, EventKind, called
+from dynoffload.memory.device import Cause, Counters, Device, Event, EventKind
 from dynoffload.memory.native_pager import FailureKind
-from dynoffload.memory.region_allocator import REGIONS, Place, RegionAllocator, arena_pages
+from dynoffload.memory.region_allocator import REGIONS, Place, arena_pages, called
 from dynoffload.memory.spill import UNWRITTEN, SpillFile
 from dynoffload.memory.spill import reason as reason_of
 from dynoffload.planning.schedule import Schedule, Use
@@ -52,7 +52,7 @@ def in_user_mode() -> bool:
     return bool(native_pager.load().pager_probe() == _USER_MODE)
 
 
-class Pager(RegionAllocator):
+class Pager(Device):
     """A `Device` on which an access to an absent region waits until it is fetched.
 
     Args:

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from dynoffload.memory.device import Cause, Counters, Event, EventKind
-from dynoffload.memory.region_allocator import RegionAllocator
+from dynoffload.memory.device import Cause, Counters, Device, Event, EventKind
 from dynoffload.memory.spill import NoFile, SpillFile
 from dynoffload.planning.cursor import NEVER, PlanCursor
 from dynoffload.planning.schedule import Kind
@@ -109,7 +108,7 @@ class CachedRegion:
 Cell = TypeVar("Cell", bound=CachedRegion)
 
 
-class RegionCache(RegionAllocator, Generic[Cell]):
+class RegionCache(Device, Generic[Cell]):
     """Tracks the bytes of a pool, and its regions by number."""
 
     def __init__(

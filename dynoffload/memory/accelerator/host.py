@@ -19,7 +19,7 @@ from dynoffload.errors import BudgetError
 from dynoffload.memory.accelerator.region import DeviceRegion, Slot
 from dynoffload.memory.accelerator.rows import Rows
 from dynoffload.memory.accelerator.streams import StreamEvent, Streams
-from dynoffload.memory.device import called
+from dynoffload.memory.region_allocator import called
 from dynoffload.memory.spill import NoFile, SpillFile, transfer
 from dynoffload.planning.extents import Extents
 from dynoffload.units import MiB, format_bytes
