@@ -44,7 +44,7 @@ class Event:
     cause: Cause
 
 
-@dataclass(frozen=True)
+@dataclass
 class Counters:
     """Totals since the device was opened; `peak_bytes` since the counters were last read.
 

@@ -28,17 +28,7 @@ _PIECE = 64 * MiB
 
 
 class HostTier(Rows):
-    """Host memory, and the file below it.
-
-    Args:
-        streams: of the accelerator; their copies use this memory.
-        capacity: bytes of the accelerator's memory for regions.
-        page_bytes: regions, and so slots, are multiples of it.
-        spill: the file, or `NoFile`.
-        need: minimum bytes of all regions.
-        budget: bytes of host memory; None: as many as regions take.
-        threads: number of threads that read and write the file.
-    """
+    """Host memory, and the file below it; `RegionPool` describes the arguments."""
 
     def __init__(
         self,
