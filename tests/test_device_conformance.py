@@ -637,7 +637,8 @@ def test_an_acquire_ends_when_the_disk_takes_nothing(kind: str, page: int, tmp_p
             refuse(False)
             device.acquire([a])
             assert all(holds(device, region) for region in (a, b, c))
-        print(*told, "whole", sep="\n")
+        for line in (*told, "whole"):
+            print(line)
         """,
         kind,
         page,
