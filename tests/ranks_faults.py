@@ -1,8 +1,8 @@
 """What one of two processes runs in which the second is lost: no tests here.
 
-Called as ``ranks_faults.py DIRECTORY RANK KIND``. The first rank writes what its block raised; the
-second does as ``KIND`` says in the forward of its fourth step. For ``"store"`` it is the other way
-round, and the first rank, which is killed, holds the store.
+The first rank writes what its block raised; the second does as ``kind`` says in the forward of its
+fourth step. For ``"store"`` it is the other way round, and the first rank, which is killed, holds
+the store.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -47,12 +46,13 @@ def do(kind: str) -> None:
 
 
 def main(directory: Path, rank: int, kind: str) -> None:
-    """Train until the second rank is lost."""
+    """Train until the second rank is lost; what is said is in a file."""
+    os.dup2(os.open(directory / f"said-{rank}", os.O_CREAT | os.O_WRONLY), 2)
     torch.set_num_threads(1)
     patience = datetime.timedelta(seconds=300)
     store, loser = f"file://{directory / 'store'}", 1
     if kind == "store":
-        store, loser = f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}", 0
+        store, loser = (directory / "address").read_text(), 0
     dist.init_process_group("gloo", store, rank=rank, world_size=2, timeout=patience)
     own = dist.new_group(timeout=patience)
     model = Dropped()
@@ -117,7 +117,3 @@ def waiting(rank: int, world: int) -> list[str]:
         dist.barrier(own)
         dist.barrier(own)
     return said
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

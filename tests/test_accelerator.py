@@ -107,32 +107,6 @@ def test_what_was_only_read_leaves_without_a_copy(device: Accelerator, streams: 
     assert device.counters().bytes_out == out + 6 * PAGE  # the second left as it was written
 
 
-def test_whoever_uses_a_locked_region_meets_its_owner(device: Accelerator) -> None:
-    """In his own thread, before anything is brought; what only plans or makes ready does not."""
-    one, other = device.allocate(PAGE), device.allocate(PAGE)
-    write(device, one, 1)
-    met: list[int] = []
-
-    def owner(region: int) -> None:
-        met.append(region)
-        device.unlock([region])
-        write(device, region, 2)
-
-    device.on_locked = owner
-    device.lock([one, other])
-    device.touch([one])
-    device.unlock([other])
-    assert met == []
-    device.use([one, other])
-    device.used([one, other])
-    assert met == [one]
-    assert holds(device, one, 2)
-    for look in (device.acquire, lambda regions: device.storage(regions[0]).tolist()):
-        device.lock([one])
-        look([one])
-    assert met == [one] * 3
-
-
 def test_a_region_larger_than_host_memory_is_refused(streams: Emulated, tmp_path: Path) -> None:
     device = Accelerator(streams, 8 * PAGE, tmp_path, host_budget=2 * PAGE)
     with pytest.raises(BudgetError, match="raise host_budget"):
@@ -416,22 +390,6 @@ def test_lists_that_do_not_fit_together_are_given_part_by_part(device: Accelerat
     for number, (one, two) in enumerate(zip(found, expected, strict=True)):
         assert torch.equal(one, two)
         assert torch.equal(made[number], two * (number + 1.0))
-
-
-def test_a_view_that_needs_no_byte_brings_none(device: Accelerator) -> None:
-    first, second = device.allocate(5 * PAGE), device.allocate(5 * PAGE)
-    residence = Residence(device)
-    try:
-        device.acquire([first])
-        tensor = view(device, first)
-        device.acquire([second])
-        assert device.resident() == [second]
-        assert tensor.detach().view(5, PAGE).shape == (5, PAGE)
-        assert device.resident() == [second]
-        assert tensor[3:].shape == (5 * PAGE - 3,)
-        assert device.resident() == [first]
-    finally:
-        residence.end()
 
 
 def test_storages_bring_themselves_to_whoever_copies_them(device: Accelerator) -> None:

@@ -46,28 +46,6 @@ def device(kind: str, page: int, tmp_path: Path) -> Iterator[Device]:
 # One region
 
 
-@each_device()
-def test_sizes_are_padded_to_pages(device: Device, page: int) -> None:
-    assert device.capacity == 8 * page
-    region = device.allocate(page + 1)
-    assert device.size(region) == device.padded(page + 1) == 2 * page
-    assert device.padded(1) == page
-    assert device.size(region + 1) == 0
-    assert device.storage(region).nbytes() == page + 1
-    device.release(region)
-    assert device.size(region) == 0
-
-
-@each_device()
-def test_a_new_region_takes_no_fast_memory_until_it_is_acquired(device: Device, page: int) -> None:
-    region = device.allocate(3 * page)
-    assert device.resident() == []
-    device.acquire([region])
-    assert device.resident() == [region]
-    assert device.counters().resident_bytes == device.resident_bytes() == 3 * page
-    assert device.counters().bytes_in == 0  # there was nothing to read
-
-
 @each_of_the_cpu()
 def test_storages_keep_their_address_and_their_views(device: Device, page: int) -> None:
     first, second = device.allocate(6 * page), device.allocate(6 * page)
@@ -100,32 +78,20 @@ def test_storages_keep_their_address_and_their_views(device: Device, page: int) 
 
 @each_device()
 def test_discarded_bytes_cost_no_write_and_no_read(device: Device, page: int) -> None:
-    regions = [device.allocate(4 * page) for _ in range(2)]
-    filled(device, regions)
+    absent, *regions = (device.allocate(4 * page) for _ in range(3))
+    filled(device, [absent, *regions])
     before = device.counters()
-    for region in regions:
+    for region in (absent, *regions):
         device.discard(region)
         device.discard(region)  # again: nothing left to forget
     assert device.resident() == []
     assert device.counters().resident_bytes == 0
     device.acquire(regions)
+    device.acquire([absent])
     after = device.counters()
-    assert (after.bytes_in, after.bytes_out) == (before.bytes_in, before.bytes_out)
+    assert after.bytes_in == before.bytes_in
     filled(device, regions)
     assert all(holds(device, region) for region in regions)
-
-
-@each_device()
-def test_a_region_discarded_while_absent_comes_back_without_a_read(
-    device: Device, page: int
-) -> None:
-    first, second = device.allocate(6 * page), device.allocate(6 * page)
-    filled(device, [first, second])
-    assert device.resident() == [second]
-    before = device.counters().bytes_in
-    device.discard(first)
-    device.acquire([first])
-    assert device.counters().bytes_in == before
 
 
 # Room
@@ -410,7 +376,7 @@ def test_readers_in_threads_see_whole_regions(device: Device, page: int) -> None
     regions = [device.allocate(2 * page - 11) for _ in range(10)]
     filled(device, regions)
     wrong: list[int] = []
-    stop = time.monotonic() + 1.0
+    stop = time.monotonic() + 0.5
 
     def read(start: int) -> None:
         turn = start
@@ -659,18 +625,20 @@ def test_an_acquire_ends_when_the_disk_takes_nothing(kind: str, page: int, tmp_p
             a, b, c = (device.allocate(4 * page) for _ in range(3))
             filled(device, [a, b, c])
             refuse(True)
+            told = []
             for turn in range(2):
                 start = time.monotonic()
                 try:
                     device.acquire([a], pin=True)
                 except SpillError as error:
-                    print(error)
+                    told.append(error)
                 assert time.monotonic() - start < 50  # and not the minute for which room is awaited
             assert sorted(device.resident()) == [b, c]
             refuse(False)
             device.acquire([a])
             assert all(holds(device, region) for region in (a, b, c))
-        print("whole")
+        for line in (*told, "whole"):
+            print(line)
         """,
         kind,
         page,

@@ -18,7 +18,6 @@ from devices import filled, holds, needs_pager, opened, schedule, uses_of, view
 from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
 from dynoffload.memory.pager import Pager
-from dynoffload.memory.region_allocator import users_of
 from dynoffload.planning.schedule import Action, Kind
 
 PAGE = 4096
@@ -77,16 +76,6 @@ def test_a_row_is_one_tensor_whose_slices_move_alone(device: Device) -> None:
         device.acquire([region])
         assert holds(device, region)
         assert torch.equal(tensor[number], view(device, region))
-
-
-def test_the_storage_of_a_row_counts_its_own_users(device: Device) -> None:
-    """Who holds a tensor over the row is not who holds one over a slice."""
-    row = device.allocate_row(4, SLICE)
-    assert users_of(device.row_storage(row)) == 1
-    tensor = whole(device, row)
-    assert users_of(device.row_storage(row)) == 2
-    assert users_of(device.storage(row[0])) == 1
-    assert tensor.numel() == 4 * SLICE
 
 
 def test_regions_of_a_row_are_whole_pages(device: Device) -> None:

@@ -136,6 +136,7 @@ def test_a_failed_lock_locks_nothing(device: Pager, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("call", ["lock", "exchange", "hide"])
 def test_a_call_that_waits_for_a_driver_keeps_nobody_else_waiting(device: Pager, call: str) -> None:
     """Others fault, acquire and ask meanwhile; the call goes on when the driver lets go."""
+    device._native.pager_set_patience(device._handle, 60)
     ring = _Ring()
     held, other, absent = (device.allocate(SMALL) for _ in range(3))
     filled(device, [held, other, absent])

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from exactness import needs_pager
-from gloo_ranks import run_ranks
-from ranks_faults import AT, HANGS_S, TIMEOUT_S, waiting
+from gloo_ranks import WARM, run_ranks
+from ranks_faults import AT, HANGS_S, TIMEOUT_S, main, waiting
 
 from dynoffload.config import OffloadConfig
 from dynoffload.distributed.watchdog import ENDED
 from dynoffload.errors import ConfigError
 
-HERE = Path(__file__).parent
 _MOMENT_S = 12.0  # beyond the timeout, on a busy machine
 WORDS = {
     "kill": r"rank 1 is gone, its process \d+ has ended",
@@ -38,40 +33,34 @@ def ended(kinds: Sequence[str], directory: Path) -> dict[str, Any]:
 
     Nothing is left in the spill directories by then.
     """
-    path = [str(HERE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
-    pairs: dict[str, list[subprocess.Popen[str]]] = {}
+    pairs = {
+        kind: [WARM.Process(target=main, args=(directory / kind, rank, kind)) for rank in range(2)]
+        for kind in kinds
+    }
     found: dict[str, Any] = {}
     try:
-        for kind in kinds:
-            (directory / kind).mkdir()
-            pairs[kind] = [
-                subprocess.Popen(
-                    [sys.executable, HERE / "ranks_faults.py", directory / kind, str(rank), kind],
-                    env=environment,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-                for rank in range(2)
-            ]
-        for kind, (first, second) in pairs.items():
+        for kind, pair in pairs.items():
+            (directory / kind).mkdir(exist_ok=True)
+            for one in pair:
+                one.start()
+        for kind, pair in pairs.items():
             survivor = int(kind == "store")
-            first, second = (second, first) if survivor else (first, second)
-            said = first.communicate(timeout=200)[1]
-            second.send_signal(signal.SIGCONT)
+            first, second = pair[survivor], pair[1 - survivor]
+            first.join(200)
             second.kill()
-            second.wait()
+            second.join()
             answer = directory / kind / f"{survivor}.json"
             words = json.loads(answer.read_text()) if answer.exists() else {}
-            found[kind] = {**words, "said": said, "code": first.returncode}
+            said = (directory / kind / f"said-{survivor}").read_text()
+            found[kind] = {**words, "said": said, "code": first.exitcode}
             for rank in range(2):
                 left = list((directory / kind / f"spill-{rank}").iterdir())
                 assert not left, f"{kind}, rank {rank}: a spill file is left"
         return found
     finally:
-        for one in (one for pair in pairs.values() for one in pair):
+        for one in (one for pair in pairs.values() for one in pair if one.pid):
             one.kill()
-            one.wait()
+            one.join()
 
 
 def check(kinds: Sequence[str], directory: Path) -> None:
@@ -106,12 +95,12 @@ def test_one_that_is_stopped_and_one_that_leaves_early(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_pager
-def test_the_rank_that_holds_the_store_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rank_that_holds_the_store_is_lost(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+        port = free.getsockname()[1]
+    (tmp_path / "store" / "address").write_text(f"tcp://127.0.0.1:{port}")
     found = ended(["store"], tmp_path)["store"]
     assert "words" in found, found["said"][-3000:]
     assert re.search(r"rank 0 is gone, its process \d+ has ended", found["words"])

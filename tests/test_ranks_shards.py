@@ -1,13 +1,11 @@
 """Models that ``fully_shard`` has sharded over processes: their shards are regions.
 
-The processes meet over gloo on the CPU; see `shards_ranks` for what each of them does. They take
-seconds to start, so what many tests look at happens in three groups of them.
+The processes meet over gloo on the CPU; see `shards_ranks` for what each of them does.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,86 +23,42 @@ pytest.importorskip("torch.distributed.fsdp", reason="torch without distributed"
 TIMEOUT = 600.0  # seconds for all that a group of processes does
 WIDE = {"network": "dense", "width": 192, "steps": 3}
 CASES: list[Any] = [
-    ({"network": "moe", "steps": 4}, {}, "8MiB"),
+    ({"network": "moe", "clip": 0.3, "width": 95, "steps": 4}, {}, "8MiB"),
     (
         {"network": "layerdrop", "optimizer": "SGD", "accumulate": 2, "width": 193, "steps": 3},
         {},
         "4MiB",
     ),
-    ({"network": "moe", "clip": 0.3, "width": 95, "steps": 3}, {}, "8MiB"),
-    ({**WIDE, "low": True, "accumulate": 2, "sync_last": True, "clip": 1.0}, {}, "6MiB"),
+    (
+        {**WIDE, "low": True, "accumulate": 2, "sync_last": True, "clip": 1.0},
+        {"backend": "mapped"},
+        "6MiB",
+    ),
     ({**WIDE, "optimizer": "AdamW(fused)", "accumulate": 2}, {"rollback": True}, "6MiB"),
-    (WIDE, {"backend": "mapped"}, "6MiB"),
     ({**WIDE, "optimizer": "Muon"}, {}, "4MiB"),
 ]
-OF_THREE: list[Any] = [({"network": "moe", "steps": 3, "accumulate": 2}, {}, "6MiB")]
 
 
-def run(tasks: Sequence[tuple[str, Path, Any]], *, world: int = 2) -> dict[str, list[Any]]:
-    """Return what each of ``world`` processes returns of each task: its name, directory, value.
-
-    Tasks of one name have their numbers behind it.
-    """
-    given = [(task, str(place), value) for task, place, value in tasks]
-    ranks = run_ranks(shards_ranks.tasks, world, given, limit_s=TIMEOUT)
-    names = [task for task, _, _ in tasks]
-    told = [
-        task if names.count(task) == 1 else f"{task} {number}" for number, task in enumerate(names)
-    ]
-    return {name: [results[at] for results in ranks] for at, name in enumerate(told)}
+def run(task: str, place: Path, value: Any = None, *, world: int = 2) -> list[Any]:
+    """Return what a function of `shards_ranks` returns in each of ``world`` processes."""
+    return run_ranks(shards_ranks.run, world, task, str(place), value, limit_s=TIMEOUT)
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all groups of processes work."""
+    """Where the checkpoint of two ranks is."""
     return tmp_path_factory.mktemp("shards")
 
 
 @pytest.fixture(scope="module")
-def found(place: Path) -> dict[str, list[Any]]:
-    """What two ranks have found."""
-    given = {
-        "exact": CASES,
-        "regions": "9MiB",
-        "evaluated": "6MiB",
-        "refused": "64MiB",
-        "replicas": None,
-        "faults": None,
-        "saves": "6MiB",
-    }
-    return run([(task, place, value) for task, value in given.items()])
+def ends(place: Path) -> list[Any]:
+    """How two ranks end that save a checkpoint on their way."""
+    return run("saves", place, "6MiB")
 
 
-@pytest.fixture(scope="module")
-def of_three(place: Path, found: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """What three ranks have found, with the checkpoint of two."""
-    return run([("exact", place, OF_THREE), ("resumes", place, "5MiB")], world=3)
-
-
-@pytest.fixture(scope="module")
-def again(place: Path, found: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """What two ranks have found that load what two, or one, have saved."""
-    single = place / "single"
-    single.mkdir()
-    torch.manual_seed(3)
-    model = Network("moe", 97)
-    optimizer = optimizer_of("AdamW", model)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    extra = {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
-    dynoffload.save_checkpoint(model, optimizer, single / "run", extra=extra, max_shard_size="1MB")
-    tasks = [
-        ("resumes", place, "9MiB"),
-        ("resumes", place, None),
-        ("resumes", single, "6MiB"),
-    ]
-    return run(tasks)
-
-
-def check_exact(ranks: list[Any], cases: list[Any]) -> None:
+def check_exact(place: Path, cases: list[Any], *, world: int = 2) -> None:
     """Assert that every rank's runs of all cases are equal, and were paged."""
-    for rank, results in enumerate(ranks):
+    for rank, results in enumerate(run("exact", place, cases, world=world)):
         for case, result in zip(cases, results, strict=True):
             told = f"rank {rank}: {case}"
             assert result["losses"], told
@@ -114,15 +68,15 @@ def check_exact(ranks: list[Any], cases: list[Any]) -> None:
             assert result["bytes_in"] > 0, told
 
 
-@pytest.mark.parametrize("number", range(len(CASES)))
-def test_shards_train_bit_for_bit(found: dict[str, list[Any]], number: int) -> None:
+def test_shards_train_bit_for_bit(tmp_path: Path) -> None:
     """Ranks on different paths within blocks, accumulation, clipping, uneven shards, bfloat16."""
-    check_exact([[rank[number]] for rank in found["exact"]], [CASES[number]])
+    check_exact(tmp_path, CASES)
 
 
-def test_three_ranks(of_three: dict[str, list[Any]]) -> None:
+def test_three_ranks(tmp_path: Path) -> None:
     """A number of ranks that divides no dimension."""
-    check_exact(of_three["exact"], OF_THREE)
+    cases: list[Any] = [({"network": "moe", "steps": 3, "accumulate": 2}, {}, "6MiB")]
+    check_exact(tmp_path, cases, world=3)
 
 
 @pytest.mark.slow
@@ -147,23 +101,13 @@ def test_other_optimizers_and_options(tmp_path: Path) -> None:
         ({**WIDE, "optimizer": "Muon", "steps": 6, "width": 193}, {"rollback": True}, "4MiB"),
         ({**WIDE, "accumulate": 3, "sync_last": True, "stay": True}, {}, "6MiB"),
     ]
-    check_exact(run([("exact", tmp_path, cases)])["exact"], cases)
-
-
-@pytest.mark.slow
-def test_late_gradients_and_replaced_memory(tmp_path: Path) -> None:
-    """What a list of shards does together; shards that have other memory in mid-run."""
-    found = run([("late", tmp_path, "600KiB"), ("replaced", tmp_path, "4MiB")])
-    for name, compared in (("late", 16), ("replaced", 28)):
-        for one in found[name]:
-            assert one["losses"]
-            assert (one["differ"], one["compared"]) == ([], compared)
+    check_exact(tmp_path, cases)
 
 
 @pytest.mark.slow
 def test_memory_is_the_budget_and_what_fsdp_has_beside_it(tmp_path: Path) -> None:
     """A process grows by its budget, freed memory, and about what the plan line says of FSDP."""
-    for one in run([("memory", tmp_path, "120MiB")])["memory"]:
+    for one in run("memory", tmp_path, "120MiB"):
         assert one["states"] > 2 * one["budget"]
         assert one["fast"] <= one["budget"]
         assert one["growth"] <= one["budget"] + one["slack"] + 1.25 * one["beside"]
@@ -176,12 +120,9 @@ def test_memory_is_the_budget_and_what_fsdp_has_beside_it(tmp_path: Path) -> Non
 def test_replicas_of_shards_and_shards_of_columns(tmp_path: Path, options: dict[str, Any]) -> None:
     """Meshes of two dimensions, and parts that are no rows; a checkpoint is the same as ever."""
     cases: list[Any] = [({"network": "moe", "steps": 3, "clip": 0.5, **options}, {}, "8MiB")]
+    check_exact(tmp_path, cases)
     given = ["10MiB", options]
-    tasks = [("exact", tmp_path, cases), ("saves", tmp_path, given), ("resumes", tmp_path, given)]
-    found = run(tasks)
-    check_exact(found["exact"], cases)
-    for end, other in zip(found["saves"], found["resumes"], strict=True):
-        assert other == end
+    assert run("saves", tmp_path, given) == run("resumes", tmp_path, given)
     assert content(tmp_path / "copy2") == content(tmp_path / "run")
     model = Network("moe", options.get("width", 97))
     optimizer = optimizer_of("AdamW", model)
@@ -190,8 +131,8 @@ def test_replicas_of_shards_and_shards_of_columns(tmp_path: Path, options: dict[
     assert content(tmp_path / "one") == content(tmp_path / "run")
 
 
-def test_shards_are_regions_and_stay_the_same_tensors(found: dict[str, list[Any]]) -> None:
-    for one in found["regions"]:
+def test_shards_are_regions_and_stay_the_same_tensors(tmp_path: Path) -> None:
+    for one in run("regions", tmp_path, "9MiB"):
         assert len(one["paged"]) == 9  # the weights of four blocks, and of the first layer
         assert one["own gradients"]  # and do not keep the buffer of their group
         assert one["same parts"]
@@ -201,25 +142,23 @@ def test_shards_are_regions_and_stay_the_same_tensors(found: dict[str, list[Any]
         assert one["after"]
 
 
-def test_evaluation_between_steps(found: dict[str, list[Any]]) -> None:
+def test_evaluation_between_steps(tmp_path: Path) -> None:
     """It leaves the root gathered; a save looks through that."""
-    for one in found["evaluated"]:
+    for one in run("evaluated", tmp_path, "6MiB"):
         assert one["losses"]
         assert (one["differ"], one["compared"]) == ([], 28 * 4)
 
 
-@pytest.mark.parametrize(
-    ("what", "told"),
-    [
-        ("tensor parallel", "'weight' .*not by fully_shard alone.*without tensor parallelism"),
-        ("offload policy", "'weight' .*CPUOffloadPolicy: leave offload_policy out"),
-        ("meta", r"'weight' .*on the meta device: .*to_empty\(device='cpu'\)"),
-    ],
-)
-def test_what_is_not_served_is_refused(found: dict[str, list[Any]], what: str, told: str) -> None:
+def test_what_is_not_served_is_refused(tmp_path: Path) -> None:
     """By name, with the remedy."""
-    for said in found["refused"]:
-        assert re.match(f"ConfigError: .*{told}", said[what]), said[what]
+    words = {
+        "tensor parallel": "'weight' .*not by fully_shard alone.*without tensor parallelism",
+        "offload policy": "'weight' .*CPUOffloadPolicy: leave offload_policy out",
+        "meta": r"'weight' .*on the meta device: .*to_empty\(device='cpu'\)",
+    }
+    for said in run("refused", tmp_path, "64MiB"):
+        for what, told in words.items():
+            assert re.match(f"ConfigError: .*{told}", said[what]), said[what]
 
 
 # Checkpoints
@@ -231,34 +170,30 @@ def content(directory: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for name in names for p in sorted(directory.glob(name))}
 
 
-@pytest.mark.parametrize(("number", "copy"), [(0, "copy2"), (1, "copy2plain")])
+@pytest.mark.parametrize(("budget", "copy"), [("9MiB", "copy2"), (None, "copy2plain")])
 def test_a_run_goes_on_from_its_checkpoint(
-    place: Path,
-    found: dict[str, list[Any]],
-    again: dict[str, list[Any]],
-    number: int,
-    copy: str,
+    place: Path, ends: list[Any], budget: str | None, copy: str
 ) -> None:
     """With the random numbers of each rank; under another budget, and under none."""
-    for end, other in zip(found["saves"], again[f"resumes {number}"], strict=True):
+    for end, other in zip(ends, run("resumes", place, budget), strict=True):
         assert end["paged"]
         assert (other["state"], other["lr"]) == (end["state"], end["lr"])
     assert content(place / copy) == content(place / "run")
 
 
-def test_three_ranks_load_what_two_have_saved(place: Path, of_three: dict[str, list[Any]]) -> None:
+@pytest.mark.usefixtures("ends")
+def test_three_ranks_load_what_two_have_saved(place: Path) -> None:
     """And save the same bytes again, in several files."""
+    found = run("resumes", place, "5MiB", world=3)
     copy = content(place / "copy3")
     assert sum(name.startswith("model-") for name in copy) > 1
     assert copy == content(place / "run")
-    assert len({rank["lr"][0] for rank in of_three["resumes"]}) == 1
+    assert len({rank["lr"][0] for rank in found}) == 1
 
 
-def test_one_process_loads_what_two_have_saved(
-    place: Path, found: dict[str, list[Any]], tmp_path: Path
-) -> None:
+@pytest.mark.usefixtures("ends")
+def test_one_process_loads_what_two_have_saved(place: Path, tmp_path: Path) -> None:
     """Without FSDP: under the model's own names, whole, and the same bytes again."""
-    assert found["saves"]
     model = Network("moe", 97)
     optimizer = optimizer_of("AdamW", model)
     dynoffload.load_checkpoint(model, optimizer, place / "run")
@@ -270,25 +205,35 @@ def test_one_process_loads_what_two_have_saved(
     Network("moe", 97).load_state_dict(weights)
 
 
-def test_what_one_process_saved_loads_into_shards(place: Path, again: dict[str, list[Any]]) -> None:
+def test_what_one_process_saved_loads_into_shards(tmp_path: Path) -> None:
     """The other way round."""
-    assert len(again["resumes 2"]) == 2
-    assert content(place / "single" / "copy2") == content(place / "single" / "run")
+    torch.manual_seed(3)
+    model = Network("moe", 97)
+    optimizer = optimizer_of("AdamW", model)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    extra = {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
+    dynoffload.save_checkpoint(
+        model, optimizer, tmp_path / "run", extra=extra, max_shard_size="1MB"
+    )
+    assert len(run("resumes", tmp_path, "6MiB")) == 2
+    assert content(tmp_path / "copy2") == content(tmp_path / "run")
 
 
 @pytest.mark.slow
-def test_one_rank(place: Path, found: dict[str, list[Any]]) -> None:
+@pytest.mark.usefixtures("ends")
+def test_one_rank(place: Path) -> None:
     """Its shards are whole, and its checkpoints the same."""
-    assert found["saves"]
     cases: list[Any] = [({"network": "moe", "steps": 3}, {}, "14MiB")]
-    alone = run([("exact", place, cases), ("resumes", place, "14MiB")], world=1)
-    check_exact(alone["exact"], cases)
+    check_exact(place, cases, world=1)
+    run("resumes", place, "14MiB", world=1)
     assert content(place / "copy1") == content(place / "run")
 
 
-def test_a_rank_that_fails_tells_the_others(found: dict[str, list[Any]]) -> None:
+def test_a_rank_that_fails_tells_the_others(tmp_path: Path) -> None:
     """In every part of a save and a load; what was saved before stays, and nothing is touched."""
-    first, second = found["faults"]
+    first, second = run("faults", tmp_path)
     assert second["save"].startswith("ConfigError")
     assert "File too large" in second["disk"]
     assert second["load"].startswith("ConfigError")
@@ -307,20 +252,18 @@ def test_a_rank_that_fails_tells_the_others(found: dict[str, list[Any]]) -> None
         assert one["seconds"] < 60
 
 
-def test_a_rank_that_ends_does_not_hang_the_others(place: Path) -> None:
+def test_a_rank_that_ends_does_not_hang_the_others(tmp_path: Path) -> None:
     """They are told that it does not answer."""
-    ((said,),) = run_ranks(shards_ranks.tasks, 2, [("dies", str(place), None)], only=(0,))
+    (said,) = run_ranks(shards_ranks.run, 2, "dies", str(tmp_path), None, only=(0,))
     assert said.startswith("CheckpointError: rank 0 of 2")
     assert " waits for the other ranks, which do not answer (" in said
-    assert not (place / "alone").exists()
+    assert not (tmp_path / "alone").exists()
 
 
-def test_replicas_are_saved_once_and_loaded_by_all(
-    place: Path, found: dict[str, list[Any]]
-) -> None:
+def test_replicas_are_saved_once_and_loaded_by_all(tmp_path: Path) -> None:
     """The first rank writes; the names are those of the model inside."""
-    for one in found["replicas"]:
+    for one in run("replicas", tmp_path):
         assert one["same"]
         assert one["count"] > 20
     model = Network("dense", 32)
-    dynoffload.load_checkpoint(model, torch.optim.AdamW(model.parameters()), place / "replicas")
+    dynoffload.load_checkpoint(model, torch.optim.AdamW(model.parameters()), tmp_path / "replicas")

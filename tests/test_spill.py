@@ -24,17 +24,18 @@ from torch import nn
 import dynoffload
 from dynoffload.errors import DynOffloadError, SpillError
 from dynoffload.memory import filesystems, spill
+from dynoffload.memory.filesystems import mount_of
 from dynoffload.memory.spill import SpillFile, default_spill_dir, filesystem_of
 from dynoffload.units import GiB, KiB, MiB, format_bytes
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Return a directory on an ext4 file system of 160 MiB of its own."""
+    """Return a directory on an ext4 file system of 80 MiB of its own."""
     image, mount = tmp_path / "image", tmp_path / "disk"
     mount.mkdir()
     with image.open("wb") as file:
-        file.truncate(160 * MiB)
+        file.truncate(80 * MiB)
     try:
         subprocess.run(["mkfs.ext4", "-q", "-F", "-m0", image], check=True, capture_output=True)
         subprocess.run(["mount", "-o", "loop", image, mount], check=True, capture_output=True)
@@ -179,11 +180,19 @@ def test_the_default_is_on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_spill_dir() == Path("/var/tmp")
 
 
-def test_the_innermost_mount_counts(tmp_path: Path) -> None:
-    assert filesystem_of(Path("/proc/self")) == "proc"
-    link = tmp_path / "link"
-    link.symlink_to("/proc")
-    assert filesystem_of(link) == "proc"
+def test_the_innermost_and_last_mount_names_the_file_system(tmp_path: Path) -> None:
+    place, root = tmp_path / "with space", tmp_path / "root"
+    place.mkdir()
+    (root / "proc/self").mkdir(parents=True)
+    escaped = str(place).replace(" ", "\\040")
+    (root / "proc/self/mountinfo").write_text(
+        "1 0 0:1 / / rw - ext4 /dev/a rw\n"
+        f"2 1 0:2 / {escaped} rw shared:1 - xfs /dev/b rw\n"
+        f"3 2 0:3 / {escaped} rw - tmpfs tmpfs rw\n"
+        f"4 2 0:4 / {escaped}x rw - btrfs /dev/c rw\n"
+    )
+    assert mount_of(place, root) == ("tmpfs", str(place))
+    assert mount_of(tmp_path, root)[0] == "ext4"
 
 
 # A disk that fills up
@@ -209,10 +218,10 @@ def test_a_disk_that_fills_up(small_disk: Path) -> None:
 @each_of_the_cpu(SMALL)
 def test_a_device_on_a_disk_that_fills_up(kind: str, page: int, small_disk: Path) -> None:
     """A region is refused when it is made; what has its place on the disk never loses it."""
-    with opened(kind, 32 * MiB, page, small_disk) as device:
-        regions = [device.allocate(16 * MiB) for _ in range(8)]  # the file has 128 MiB
+    with opened(kind, 16 * MiB, page, small_disk) as device:
+        regions = [device.allocate(8 * MiB) for _ in range(8)]  # the file has 64 MiB
         with pytest.raises(SpillError, match="cannot grow"):
-            device.allocate(16 * MiB)
+            device.allocate(8 * MiB)
         filled(device, regions)
         with (small_disk / "somebody else's").open("wb", 0) as file:
             for size in (MiB, KiB):

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from dynoffload.errors import BudgetError, SpillError
-from dynoffload.memory.spill import UNREAD, SpillFile, failure, reason, transfer
+from dynoffload.memory.spill import SpillFile, transfer
 from dynoffload.units import KiB, format_bytes
 
 MASTER = "master"
@@ -193,11 +193,8 @@ class StateFile:
             raise self._failure(error, content.nbytes, reads=reads) from error
 
     def _failure(self, error: OSError, nbytes: int, *, reads: bool) -> SpillError:
-        number = error.errno or 5
-        what, why = f"{format_bytes(nbytes)} of masters and moments", reason(number)
-        if reads:
-            return failure(number, f"{self._file.unreadable(what, why)}; {UNREAD}")
-        return failure(number, self._file.unwritable(what, why))
+        what = f"{format_bytes(nbytes)} of masters and moments"
+        return self._file.failed(error.errno, what, reads=reads, after=None if reads else "")
 
     def close(self) -> None:
         """Close the file; tensors that are still referenced keep their map."""

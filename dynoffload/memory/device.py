@@ -1,4 +1,4 @@
-"""The protocol of a device: a pool of fast memory and regions that move in and out of it.
+"""A device: a pool of fast memory and regions that move in and out of it.
 
 Devices differ in how they serve an access to an absent region. The pager blocks the thread in the
 kernel, the mapped file lets the kernel read, an accelerator needs its regions made present first.
@@ -7,15 +7,13 @@ kernel, the mapped file lets the kernel read, an accelerator needs its regions m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
 
-import torch
-
+from dynoffload.memory.region_allocator import RegionAllocator
 from dynoffload.planning.schedule import Schedule, Use
-from dynoffload.units import format_bytes
 
 
 class Cause(IntEnum):
@@ -46,7 +44,7 @@ class Event:
     cause: Cause
 
 
-@dataclass(frozen=True)
+@dataclass
 class Counters:
     """Totals since the device was opened; `peak_bytes` since the counters were last read.
 
@@ -66,12 +64,7 @@ class Counters:
     events_lost: int = 0
 
 
-def called(names: Mapping[int, str], region: int, nbytes: int) -> str:
-    """Return the name and size of a region, for messages."""
-    return f"{names.get(region, f'region {region}')} ({format_bytes(nbytes)})"
-
-
-class Device(Protocol):
+class Device(RegionAllocator):
     """Fast memory of a fixed size, and regions that a spill file backs.
 
     Attributes:
@@ -88,47 +81,12 @@ class Device(Protocol):
 
     name: str
     guarded: bool
-    serves: bool
-    device: torch.device
-    page_bytes: int
-    capacity: int
-    names: dict[int, str]
 
-    def allocate(self, nbytes: int, *, extra: bool = False) -> int:
-        """Return a new region of ``nbytes`` without content or fast memory.
-
-        Args:
-            nbytes: at least one.
-            extra: it is not counted in the spill file's minimum size. The file grows, so that the
-                counted regions keep their room.
-
-        Raises:
-            BudgetError: the region alone is larger than the pool.
-            SpillError: the spill file cannot grow.
-        """
-
-    def allocate_row(self, count: int, nbytes: int, *, extra: bool = False) -> list[int]:
-        """Return ``count`` new regions of ``nbytes`` that form a row, which one storage spans.
-
-        Args:
-            count: at least one.
-            nbytes: of each, a multiple of `page_bytes`.
-            extra: as for `allocate`.
-
-        Raises:
-            BudgetError: a region alone is larger than the pool.
-            SpillError: the spill file cannot grow.
-        """
-
-    def row_storage(self, regions: Sequence[int]) -> torch.UntypedStorage:
-        """Return the storage over a whole row, in addition to those of its regions."""
-
-    def release(self, region: int) -> None:
-        """End a region and discard its bytes. The regions of a row must end together."""
-
+    @abstractmethod
     def discard(self, region: int) -> None:
         """Discard a region's bytes; the region remains, without content."""
 
+    @abstractmethod
     def clear(self, regions: Sequence[int]) -> None:
         """Set regions to zeros, which takes no fast memory and moves no byte.
 
@@ -136,33 +94,12 @@ class Device(Protocol):
             SpillError: the file system cannot keep zeros unwritten, and writing them fails.
         """
 
+    @abstractmethod
     def is_clear(self, regions: Sequence[int]) -> list[bool]:
         """Return for each cleared region whether it still holds only zeros; False if unknown, as
         when finding out takes a read from a lower tier."""
 
-    def storage(self, region: int) -> torch.UntypedStorage:
-        """Return the storage whose bytes are the region's; its address is fixed where the device
-        `serves` accesses."""
-
-    def owner(self, held: torch.Tensor | torch.UntypedStorage) -> int:
-        """Return the region that contains the first byte of a tensor or storage, or -1."""
-
-    def owners(self, tensor: torch.Tensor) -> list[int]:
-        """Return the regions that have bytes between the first and the last of ``tensor``,
-        ascending."""
-
-    def begins(self, tensor: torch.Tensor, region: int) -> bool:
-        """Return whether the first byte of ``tensor`` is the first of ``region``."""
-
-    def size(self, region: int) -> int:
-        """Return the fast memory that ``region`` takes while resident; 0 if it does not exist."""
-
-    def nbytes(self, region: int) -> int:
-        """Return the bytes of content that ``region`` has room for, present or not."""
-
-    def padded(self, nbytes: int) -> int:
-        """Return the fast memory that a region of ``nbytes`` takes."""
-
+    @abstractmethod
     def acquire(self, regions: Sequence[int], *, pin: bool = False) -> None:
         """Wait until all ``regions`` are present; pin them if ``pin``.
 
@@ -172,9 +109,11 @@ class Device(Protocol):
             SpillError: the spill file cannot be read, or not written to make room.
         """
 
+    @abstractmethod
     def unpin(self, regions: Sequence[int]) -> None:
         """Unpin regions."""
 
+    @abstractmethod
     def touch(self, regions: Sequence[int]) -> None:
         """Make as many regions as fit together present. The pager only installs regions that are
         already staged, and does not wait.
@@ -183,6 +122,7 @@ class Device(Protocol):
             SpillError: the spill file cannot be read or written.
         """
 
+    @abstractmethod
     def lock(self, regions: Sequence[int]) -> None:
         """Make every access to the regions wait until `unlock`; only where `guarded`.
 
@@ -190,34 +130,35 @@ class Device(Protocol):
             BackendError: the kernel holds a region's pages; none is locked.
         """
 
+    @abstractmethod
     def unlock(self, regions: Sequence[int]) -> None:
         """Allow accesses again."""
 
+    @abstractmethod
     def follow(self, uses: Sequence[Use], schedule: Schedule) -> None:
         """Prefetch and evict by ``schedule``, from position 0."""
 
+    @abstractmethod
     def advance(self, position: int) -> None:
         """Report that use ``position`` of the plan begins."""
 
+    @abstractmethod
     def reserve(self, nbytes: int) -> None:
         """Keep ``nbytes`` of the pool free of prefetches, for unpredicted accesses."""
 
+    @abstractmethod
     def resident(self) -> list[int]:
         """Return the regions that take fast memory now."""
 
+    @abstractmethod
     def resident_bytes(self) -> int:
         """Return the fast memory in use now."""
 
+    @abstractmethod
     def taken_bytes(self) -> int:
         """Return the process memory that the pool takes now, in use or empty."""
 
-    def allocated_bytes(self) -> int:
-        """Return the process's peak bytes of fast memory since the last call, by the allocator's
-        count, regions and all else; 0 if there is no count."""
-
-    def spill_bytes(self) -> int:
-        """Return the disk bytes that the spill file takes."""
-
+    @abstractmethod
     def counters(self) -> Counters:
         """Return the totals.
 
@@ -225,24 +166,6 @@ class Device(Protocol):
             SpillError: a transfer failed since the last call; nothing was lost.
         """
 
+    @abstractmethod
     def events(self) -> list[Event]:
         """Return and clear the events since the last call."""
-
-    def keep(self, region: int) -> bool:
-        """Turn a region's storage into an ordinary one, in place and with its bytes, outside the
-        budget. Return False, and leave it paged, if there is no room or the device cannot."""
-
-    def below(self, region: int) -> torch.UntypedStorage | None:
-        """Return a region's bytes as an ordinary CPU storage over the host memory that holds them,
-        outside the budget; the region then has no content. Return None if there is no such memory,
-        or it cannot be given away."""
-
-    def retire(self) -> int:
-        """Close once no other reference to a storage is left, at once if there is none.
-
-        Returns:
-            How many storages are still referenced. They can be read and written until then.
-        """
-
-    def close(self) -> None:
-        """Release all memory and the spill file; no storage may be used afterwards."""

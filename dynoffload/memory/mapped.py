@@ -26,8 +26,7 @@ from dynoffload.memory.device import Cause, Counters, EventKind
 from dynoffload.memory.mapped_cache import MappedCache, MappedRegion
 from dynoffload.memory.mapping import Mapping
 from dynoffload.memory.region_allocator import arena_pages
-from dynoffload.memory.spill import UNWRITTEN, SpillFile
-from dynoffload.memory.spill import failure as spill_failure
+from dynoffload.memory.spill import SpillFile
 from dynoffload.planning.cursor import PlanCursor
 from dynoffload.planning.schedule import Kind, Schedule, Use
 
@@ -102,7 +101,7 @@ class MappedFile(MappedCache):
                     if self._mapping.holds_data(cell.offset, cell.padded):
                         self._mapping.clear(cell.offset, cell.padded)
                 except OSError as error:
-                    raise spill_failure(*self._refused(cell, error)) from error
+                    raise self._failed(cell, error, reads=False) from error
                 cell.cleared = True
 
     def is_clear(self, regions: Sequence[int]) -> list[bool]:
@@ -166,8 +165,8 @@ class MappedFile(MappedCache):
             BudgetError: it is past ``until``.
             SpillError: a region that should be evicted cannot be written.
         """
-        for number, message in self._busy.values():
-            raise spill_failure(number, f"{message}; {UNWRITTEN}")
+        for error in self._busy.values():
+            raise error
         if not self._unpinned.wait(1.0) and time.monotonic() > until:
             pinned = [one.region for one in self._cells.values() if one.pins]
             raise self._no_room([cell.region], pinned, f" within {_GRACE_S:.0f} s")
@@ -209,7 +208,7 @@ class MappedFile(MappedCache):
                     elif not moved and not self._closed:
                         self._work.wait(_INSPECT_S)
                 except OSError as error:  # reported by `counters`
-                    self._error = error.errno or errno.EIO, str(error)
+                    self._error = SpillError(error.errno or errno.EIO, str(error))
             time.sleep(_LET_IN_S)
 
     def _serve_plan(self) -> bool:
@@ -227,7 +226,7 @@ class MappedFile(MappedCache):
                 try:
                     self._fetch(cell, Cause.PLAN)
                 except SpillError as error:
-                    self._error = error.errno or errno.EIO, error.args[1]
+                    self._error = error
                 return True
             if next_use > plan.position + 1 or (victim := self._victim(next_use)) is None:
                 break  # there is time to wait for room, or no victim
@@ -255,7 +254,7 @@ class MappedFile(MappedCache):
             self._inspect()
             if self._error is not None:
                 error, self._error = self._error, None
-                raise spill_failure(*error)
+                raise error
             return super().counters()
 
     def close(self) -> None:

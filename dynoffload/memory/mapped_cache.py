@@ -16,12 +16,12 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynoffload.memory.device import Cause, EventKind, called
+from dynoffload.errors import SpillError
+from dynoffload.memory.device import Cause, EventKind
 from dynoffload.memory.mapping import Mapping
-from dynoffload.memory.region_allocator import Place
+from dynoffload.memory.region_allocator import Place, called
 from dynoffload.memory.region_cache import CachedRegion, RegionCache
-from dynoffload.memory.spill import UNREAD, SpillFile, reason
-from dynoffload.memory.spill import failure as spill_failure
+from dynoffload.memory.spill import SpillFile
 from dynoffload.units import MiB
 
 _ATTEMPTS = 3
@@ -66,9 +66,9 @@ class MappedCache(RegionCache[MappedRegion]):
         self._debug = debug
         self._work = threading.Condition(self._mutex)  # the plan may have work
         self._unpinned = threading.Condition(self._mutex)
-        # Regions that could not be written: errno and message. They stay until the next attempt.
-        self._busy: dict[int, tuple[int, str]] = {}
-        self._error: tuple[int, str] | None = None  # of the last failed transfer, until reported
+        # Errors of regions that could not be written, which stay until the next attempt.
+        self._busy: dict[int, SpillError] = {}
+        self._error: SpillError | None = None  # of the last failed transfer, until reported
         self._inspected = 0.0
 
     def _admit(self, region: int, place: Place) -> None:
@@ -87,7 +87,7 @@ class MappedCache(RegionCache[MappedRegion]):
             if cell.present or cell.content or self._mapping.cached(cell.offset, cell.padded):
                 self._mapping.forget(cell.offset, cell.padded)
         except OSError as error:
-            self._error = self._refused(cell, error)
+            self._error = self._failed(cell, error, reads=False)
         finally:
             self._leave(cell)
             self._busy.pop(cell.region, None)
@@ -162,10 +162,8 @@ class MappedCache(RegionCache[MappedRegion]):
             except OSError as error:
                 if known is not None:  # the next fetch reads and compares it again
                     self._mapping.drop(cell.offset, cell.padded)
-                number = error.errno or errno.EIO
                 if attempt == _ATTEMPTS - 1:
-                    message = self._spill.unreadable(self._called(cell), reason(number))
-                    raise spill_failure(number, f"{message}; {UNREAD}") from error
+                    raise self._failed(cell, error, reads=True) from error
         if cell.content:
             self._tally.bytes_in += cell.nbytes
             self._tally.note(EventKind.FETCH, cause, cell.region, start, cell.nbytes)
@@ -184,7 +182,7 @@ class MappedCache(RegionCache[MappedRegion]):
             if self._debug:
                 cell.sum = self._checksum(cell)
         except OSError as error:
-            self._error = self._busy[cell.region] = self._refused(cell, error)
+            self._error = self._busy[cell.region] = self._failed(cell, error, reads=False)
             return
         if dirty:
             self._busy.clear()  # writes succeed again
@@ -204,14 +202,9 @@ class MappedCache(RegionCache[MappedRegion]):
             at += len(piece)
         return found
 
-    def _called(self, cell: MappedRegion) -> str:
-        return called(self.names, cell.region, cell.nbytes)
-
-    def _refused(self, cell: MappedRegion, error: OSError) -> tuple[int, str]:
-        """Return the errno and the message of a failed write."""
-        number = error.errno or errno.EIO
-        message = self._spill.unwritable(self._called(cell), reason(number))
-        return number, f"{message}; until then it stays in memory"
+    def _failed(self, cell: MappedRegion, error: OSError, *, reads: bool) -> SpillError:
+        what = called(self.names, cell.region, cell.nbytes)
+        return self._spill.failed(error.errno, what, reads=reads)
 
     # Unannounced accesses
 

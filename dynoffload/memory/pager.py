@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 
 from dynoffload.errors import BackendError, BudgetError, DynOffloadError, SpillError
 from dynoffload.memory import native_pager
-from dynoffload.memory.device import Cause, Counters, Event, EventKind, called
+from dynoffload.memory.device import Cause, Counters, Device, Event, EventKind
 from dynoffload.memory.native_pager import FailureKind
-from dynoffload.memory.region_allocator import REGIONS, Place, RegionAllocator, arena_pages
-from dynoffload.memory.spill import UNREAD, UNWRITTEN, SpillFile
-from dynoffload.memory.spill import failure as spill_failure
+from dynoffload.memory.region_allocator import REGIONS, Place, arena_pages, called
+from dynoffload.memory.spill import UNWRITTEN, SpillFile
 from dynoffload.memory.spill import reason as reason_of
 from dynoffload.planning.schedule import Schedule, Use
 from dynoffload.units import format_bytes
@@ -53,7 +52,7 @@ def in_user_mode() -> bool:
     return bool(native_pager.load().pager_probe() == _USER_MODE)
 
 
-class Pager(RegionAllocator):
+class Pager(Device):
     """A `Device` on which an access to an absent region waits until it is fetched.
 
     Args:
@@ -230,7 +229,7 @@ class Pager(RegionAllocator):
         need = format_bytes(sum(map(self.size, set(regions))))
         one = self._called(failure.region)
         if kind is FailureKind.READ:
-            return spill_failure(failure.error, f"{self._spill.unreadable(one, why)}; {UNREAD}")
+            return self._spill.failed(failure.error, one, reads=True)
         if kind is FailureKind.WRITE:
             return SpillError(
                 failure.error,
@@ -305,10 +304,8 @@ class Pager(RegionAllocator):
         """See `Device.counters`."""
         native = self._counters(reset=True)
         if native.error:
-            region, why = native.error_region, reason_of(native.error)
-            one = self._called(region)
-            message = self._spill.unwritable if native.error_is_write else self._spill.unreadable
-            raise spill_failure(native.error, message(one, why))
+            one, reads = self._called(native.error_region), not native.error_is_write
+            raise self._spill.failed(native.error, one, reads=reads)
         return Counters(
             **{name: getattr(native, name) for name in native_pager.TOTALS},
             resident_bytes=native.pages_in_use * self.page_bytes,

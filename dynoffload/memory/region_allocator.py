@@ -6,14 +6,13 @@ import ctypes
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from dynoffload.errors import BudgetError, SpillError
-from dynoffload.memory.device import called
 from dynoffload.memory.local import local
 from dynoffload.memory.spill import NoFile, SpillFile
 from dynoffload.planning.extents import Extents
@@ -34,6 +33,11 @@ def users_of(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
+def called(names: Mapping[int, str], region: int, nbytes: int) -> str:
+    """Return the name and size of a region, for messages."""
+    return f"{names.get(region, f'region {region}')} ({format_bytes(nbytes)})"
+
+
 class Place(NamedTuple):
     """A region's first page in arena and file, its number of pages, and its bytes of content."""
 
@@ -43,7 +47,7 @@ class Place(NamedTuple):
 
 
 class RegionAllocator(ABC):
-    """Assigns regions their places; base class of the devices. Its storages map the arena.
+    """Assigns regions their places; base class of `Device`. Its storages map the arena.
 
     Args:
         capacity: bytes of the pool, a multiple of ``page_bytes``.
@@ -85,30 +89,50 @@ class RegionAllocator(ABC):
         """Discard a region's bytes and unregister it."""
 
     def padded(self, nbytes: int) -> int:
-        """See `Device.padded`."""
+        """Return the fast memory that a region of ``nbytes`` takes."""
         return max(1, -(-nbytes // self.page_bytes)) * self.page_bytes
 
     def spill_bytes(self) -> int:
-        """See `Device.spill_bytes`."""
+        """Return the disk bytes that the spill file takes."""
         return self._spill.size
 
     def nbytes(self, region: int) -> int:
-        """See `Device.nbytes`."""
+        """Return the bytes of content that ``region`` has room for, present or not."""
         return self._places[region].nbytes
 
     def size(self, region: int) -> int:
-        """See `Device.size`."""
+        """Return the fast memory that ``region`` takes while resident; 0 if it does not exist."""
         place = self._places.get(region)
         return place.pages * self.page_bytes if place else 0
 
     def allocate(self, nbytes: int, *, extra: bool = False) -> int:
-        """See `Device.allocate`."""
+        """Return a new region of ``nbytes`` without content or fast memory.
+
+        Args:
+            nbytes: at least one.
+            extra: it is not counted in the spill file's minimum size. The file grows, so that the
+                counted regions keep their room.
+
+        Raises:
+            BudgetError: the region alone is larger than the pool.
+            SpillError: the spill file cannot grow.
+        """
         if nbytes < 1:
             raise ValueError(f"a region has at least one byte, not {nbytes}")
         return self._allocate(1, nbytes, extra=extra)[0]
 
     def allocate_row(self, count: int, nbytes: int, *, extra: bool = False) -> list[int]:
-        """See `Device.allocate_row`."""
+        """Return ``count`` new regions of ``nbytes`` that form a row, which one storage spans.
+
+        Args:
+            count: at least one.
+            nbytes: of each, a multiple of `page_bytes`.
+            extra: as for `allocate`.
+
+        Raises:
+            BudgetError: a region alone is larger than the pool.
+            SpillError: the spill file cannot grow.
+        """
         if count < 1 or nbytes < 1 or nbytes % self.page_bytes:
             raise ValueError(
                 f"a row has regions of a multiple of {self.page_bytes} bytes, not {count} of "
@@ -212,7 +236,7 @@ class RegionAllocator(ABC):
             self._extents.give(page, pages)
 
     def release(self, region: int) -> None:
-        """See `Device.release`."""
+        """End a region and discard its bytes. The regions of a row must end together."""
         twin = self._twins.pop(region, None)
         ending = [region] if twin is None else [region, twin]
         for one in ending:
@@ -228,7 +252,8 @@ class RegionAllocator(ABC):
                 self._free_ids.append(one)
 
     def storage(self, region: int) -> torch.UntypedStorage:
-        """See `Device.storage`."""
+        """Return the storage whose bytes are the region's; its address is fixed where the device
+        `serves` accesses."""
         with self._placing:
             storage = self._storages.get(region)
             if storage is None:
@@ -237,7 +262,7 @@ class RegionAllocator(ABC):
             return storage
 
     def row_storage(self, regions: Sequence[int]) -> torch.UntypedStorage:
-        """See `Device.row_storage`."""
+        """Return the storage over a whole row, in addition to those of its regions."""
         with self._placing:
             storage = self._rows.get(regions[0])
             if storage is None:
@@ -251,23 +276,31 @@ class RegionAllocator(ABC):
         return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
     def allocated_bytes(self) -> int:
-        """See `Device.allocated_bytes`: not counted, as the resident set shows it."""
+        """Return the process's peak bytes of fast memory since the last call, by the allocator's
+        count, regions and all else; 0 if there is no count."""
         return 0
 
     def keep(self, region: int) -> bool:
-        """See `Device.keep`: a storage in the arena cannot outlive it."""
+        """Turn a region's storage into an ordinary one, in place and with its bytes, outside the
+        budget. Return False, and leave it paged, if there is no room or the device cannot."""
         return False
 
     def below(self, region: int) -> torch.UntypedStorage | None:
-        """See `Device.below`: the lower tier is a file, not memory."""
+        """Return a region's bytes as an ordinary CPU storage over the host memory that holds them,
+        outside the budget; the region then has no content. Return None if there is no such memory,
+        or it cannot be given away."""
         return None
 
     @abstractmethod
     def close(self) -> None:
-        """See `Device.close`."""
+        """Release all memory and the spill file; no storage may be used afterwards."""
 
     def retire(self) -> int:
-        """See `Device.retire`."""
+        """Close once no other reference to a storage is left, at once if there is none.
+
+        Returns:
+            How many storages are still referenced. They can be read and written until then.
+        """
         with self._placing:
             storages = [*self._storages.values(), *self._rows.values()]
             self._storages, self._rows = {}, {}
@@ -289,11 +322,12 @@ class RegionAllocator(ABC):
         return left
 
     def owner(self, held: torch.Tensor | torch.UntypedStorage) -> int:
-        """See `Device.owner`."""
+        """Return the region that contains the first byte of a tensor or storage, or -1."""
         return self._owner_at(local(held).data_ptr())
 
     def owners(self, tensor: torch.Tensor) -> list[int]:
-        """See `Device.owners`."""
+        """Return the regions that have bytes between the first and the last of ``tensor``,
+        ascending."""
         tensor = local(tensor)
         if not tensor.numel():
             return []
@@ -308,7 +342,7 @@ class RegionAllocator(ABC):
         return sorted((ends | within) - {-1})
 
     def begins(self, tensor: torch.Tensor, region: int) -> bool:
-        """See `Device.begins`."""
+        """Return whether the first byte of ``tensor`` is the first of ``region``."""
         place = self._places.get(region)
         return (
             place is not None

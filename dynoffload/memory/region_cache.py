@@ -10,11 +10,10 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Generic, TypeVar
 
-from dynoffload.memory.device import Cause, Counters, Event, EventKind
-from dynoffload.memory.region_allocator import RegionAllocator
+from dynoffload.memory.device import Cause, Counters, Device, Event, EventKind
 from dynoffload.memory.spill import NoFile, SpillFile
 from dynoffload.planning.cursor import NEVER, PlanCursor
 from dynoffload.planning.schedule import Kind
@@ -22,22 +21,14 @@ from dynoffload.planning.schedule import Kind
 Span = Callable[[], tuple[float, float] | None]
 """Returns begin and end on `time.perf_counter`'s clock; None until it has ended."""
 _EVENTS = 65536  # kept between two calls of `Device.events`; further ones are counted as lost
-_TOTALS = (
-    *("bytes_in", "bytes_out", "prefetched_bytes", "used_bytes", "wasted_bytes"),
-    *("faults", "stalls", "stall_s", "events_lost"),
-)
 
 
-class Tally:
+@dataclass
+class Tally(Counters):
     """Totals and events of one device."""
 
-    def __init__(self) -> None:
-        self.bytes_in = self.bytes_out = 0
-        self.prefetched_bytes = self.used_bytes = self.wasted_bytes = 0
-        self.faults = self.stalls = self.events_lost = 0
-        self.stall_s = 0.0
-        self._events: list[Event] = []
-        self._pending: list[tuple[Span, EventKind, Cause, int, int]] = []
+    _events: list[Event] = field(default_factory=list)
+    _pending: list[tuple[Span, EventKind, Cause, int, int]] = field(default_factory=list)
 
     def begun(self, span: Span, kind: EventKind, cause: Cause, region: int, nbytes: int) -> None:
         """Record a copy, or a wait of the compute stream, that was queued on a stream."""
@@ -79,8 +70,8 @@ class Tally:
     def counters(self, resident_bytes: int, peak_bytes: int) -> Counters:
         """Return the totals."""
         self._drain()
-        totals = {name: getattr(self, name) for name in _TOTALS}
-        return Counters(**totals, resident_bytes=resident_bytes, peak_bytes=peak_bytes)
+        self.resident_bytes, self.peak_bytes = resident_bytes, peak_bytes
+        return Counters(*(getattr(self, one.name) for one in fields(Counters)))
 
 
 @dataclass(eq=False, slots=True)
@@ -109,7 +100,7 @@ class CachedRegion:
 Cell = TypeVar("Cell", bound=CachedRegion)
 
 
-class RegionCache(RegionAllocator, Generic[Cell]):
+class RegionCache(Device, Generic[Cell]):
     """Tracks the bytes of a pool, and its regions by number."""
 
     def __init__(

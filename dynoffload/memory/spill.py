@@ -50,12 +50,6 @@ def reason(number: int) -> str:
     return os.strerror(number)
 
 
-def failure(number: int, message: str) -> SpillError:
-    """Return the error for a transfer that failed with an errno."""
-    kind = CorruptionError if number == errno.EBADMSG else SpillError
-    return kind(number, message)
-
-
 def transfer(descriptor: int, content: torch.Tensor, offset: int, *, reads: bool) -> None:
     """Read or write all of ``content``, uint8, at ``offset`` of a file.
 
@@ -187,6 +181,23 @@ class SpillFile:
             f"cannot write {what} to the spill file in {self.directory} ({why}; "
             f"{self._free()} free): free space there, or pass spill_dir= another disk"
         )
+
+    def failed(
+        self, number: int | None, what: str, *, reads: bool, after: str | None = None
+    ) -> SpillError:
+        """Return the error for bytes that cannot be read or written.
+
+        Args:
+            number: errno of the transfer.
+            what: names the bytes and their size.
+            reads: whether they were to be read back; else they stay in memory.
+            after: what follows from it, in place of `UNREAD` or `UNWRITTEN`.
+        """
+        number = number or errno.EIO
+        message = (self.unreadable if reads else self.unwritable)(what, reason(number))
+        then = (UNREAD if reads else UNWRITTEN) if after is None else after
+        kind = CorruptionError if number == errno.EBADMSG else SpillError
+        return kind(number, f"{message}; {then}" if then else message)
 
     def _free(self) -> str:
         try:

@@ -19,8 +19,8 @@ from dynoffload.errors import BudgetError
 from dynoffload.memory.accelerator.region import DeviceRegion, Slot
 from dynoffload.memory.accelerator.rows import Rows
 from dynoffload.memory.accelerator.streams import StreamEvent, Streams
-from dynoffload.memory.device import called
-from dynoffload.memory.spill import UNREAD, UNWRITTEN, NoFile, SpillFile, failure, reason, transfer
+from dynoffload.memory.region_allocator import called
+from dynoffload.memory.spill import NoFile, SpillFile, transfer
 from dynoffload.planning.extents import Extents
 from dynoffload.units import MiB, format_bytes
 
@@ -28,17 +28,7 @@ _PIECE = 64 * MiB
 
 
 class HostTier(Rows):
-    """Host memory, and the file below it.
-
-    Args:
-        streams: of the accelerator; their copies use this memory.
-        capacity: bytes of the accelerator's memory for regions.
-        page_bytes: regions, and so slots, are multiples of it.
-        spill: the file, or `NoFile`.
-        need: minimum bytes of all regions.
-        budget: bytes of host memory; None: as many as regions take.
-        threads: number of threads that read and write the file.
-    """
+    """Host memory, and the file below it; `RegionPool` describes the arguments."""
 
     def __init__(
         self,
@@ -265,10 +255,8 @@ class HostTier(Rows):
     def _fail(self, cell: DeviceRegion) -> NoReturn:
         assert isinstance(self._spill, SpillFile)
         number, cell.error = cell.error, 0
-        what, why = called(self.names, cell.region, cell.nbytes), reason(number)
-        if cell.in_file:
-            raise failure(number, f"{self._spill.unreadable(what, why)}; {UNREAD}")
-        raise failure(number, f"{self._spill.unwritable(what, why)}; {UNWRITTEN}")
+        what = called(self.names, cell.region, cell.nbytes)
+        raise self._spill.failed(number, what, reads=cell.in_file)
 
     def _close_host(self) -> None:
         """Release the memory; no copy from or to it may be under way."""

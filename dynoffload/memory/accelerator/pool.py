@@ -24,7 +24,8 @@ from dynoffload.memory.accelerator.region import DeviceRegion, State
 from dynoffload.memory.accelerator.rows import bytes_of, unseen
 from dynoffload.memory.accelerator.streams import StreamEvent, Streams, TimedEvent
 from dynoffload.memory.accelerator.workspace import WorkspaceEstimate
-from dynoffload.memory.device import Cause, EventKind, called
+from dynoffload.memory.device import Cause, EventKind
+from dynoffload.memory.region_allocator import called
 from dynoffload.memory.spill import NoFile, SpillFile
 from dynoffload.units import KiB, format_bytes
 

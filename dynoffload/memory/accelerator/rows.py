@@ -19,8 +19,7 @@ import torch
 
 from dynoffload.memory.accelerator.region import DeviceRegion
 from dynoffload.memory.accelerator.storages import RowStorage
-from dynoffload.memory.device import called
-from dynoffload.memory.region_allocator import users_of
+from dynoffload.memory.region_allocator import called, users_of
 from dynoffload.memory.region_cache import RegionCache
 from dynoffload.memory.spill import NoFile, SpillFile
 

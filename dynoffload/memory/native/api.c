@@ -18,7 +18,8 @@ API void pager_set_reserve(struct pager *p, uint32_t pages)
     pthread_cond_broadcast(&p->work);
 }
 
-/* How many seconds to wait for room when nothing can be evicted; see [Note: no room]. */
+/* How many seconds to wait for room when nothing can be evicted, see [Note: no room]; and, if that is
+ * less, for a page that the kernel holds. */
 API void pager_set_patience(struct pager *p, uint32_t seconds)
 {
     HOLD(p);

@@ -7,7 +7,7 @@
 int region_put_aside(struct pager *p, uint32_t id)
 {
     struct region *r = &p->regions[id];
-    double since = pager_now();
+    double since = pager_now(), patience = p->patience < MOVE_SURELY_S ? p->patience : MOVE_SURELY_S;
     int error;
     do {
         while (r->state == READING || r->state == WRITING || r->shown)
@@ -17,7 +17,7 @@ int region_put_aside(struct pager *p, uint32_t id)
         if (r->state != RESIDENT)
             return 0;
         error = pool_withdraw(p, r, MOVE_SOON_S);
-    } while (error && pool_again(p, error, since, MOVE_SURELY_S));
+    } while (error && pool_again(p, error, since, patience));
     if (!error)
         r->state = STAGED;
     return error;
