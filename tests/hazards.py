@@ -50,29 +50,32 @@ from dynoffload.units import MiB
 _MARKS = {"pager": [needs_pager], "aside": [pytest.mark.slow]}
 
 
-def _each(kinds: Sequence[str], *, in_time: bool = False) -> pytest.MarkDecorator:
-    """Parametrize a test by backend; ``in_time``: where the pager works, others are slow cases."""
-    others = [pytest.mark.slow] if in_time and not NO_PAGER else []
-    cases = [pytest.param(kind, marks=_MARKS.get(kind, others)) for kind in kinds]
+def _each(kinds: Sequence[str], slow: Sequence[str] = ()) -> pytest.MarkDecorator:
+    """Parametrize a test by backend; where the pager works, those in ``slow`` are slow cases."""
+    marks = {**_MARKS, **({} if NO_PAGER else {key: [pytest.mark.slow] for key in slow})}
+    cases = [pytest.param(kind, marks=marks.get(kind, [])) for kind in kinds]
     return pytest.mark.parametrize("backend", cases)
 
 
-each_backend = _each([*KINDS, "emulated", "aside"])
-"""Every backend; ``aside`` in ``make slow``, as `tests/test_aside.py` has what is its own."""
+_OTHERS = ("mapped", "emulated")
 
-each_of_the_cpu = _each([*KINDS, "aside"])
+each_backend = _each([*KINDS, "emulated", "aside"], slow=["mapped"])
+"""Every backend. In ``make slow``: ``aside``, as `tests/test_aside.py` has what is its own, and
+``mapped`` where the pager works, as it puts nothing off that could be seen too early."""
+
+each_of_the_cpu = _each([*KINDS, "aside"], slow=["mapped"])
 """For what no accelerator's tensors can do, such as to share memory with arrays of numpy."""
 
-each_backend_in_time = _each([*KINDS, "emulated", "aside"], in_time=True)
+each_backend_in_time = _each([*KINDS, "emulated", "aside"], slow=_OTHERS)
 """For tests of many cases: where the pager works, the others run in ``make slow``."""
 
 each_paged = _each(KINDS)
 """For what is the session's own, and plain PyTorch does not do."""
 
-each_paged_in_time = _each(KINDS, in_time=True)
+each_paged_in_time = _each(KINDS, slow=_OTHERS)
 """The same for tests of many cases."""
 
-each_with_slices_in_time = _each([*KINDS, "emulated"], in_time=True)
+each_with_slices_in_time = _each([*KINDS, "emulated"], slow=_OTHERS)
 """For tests of many cases of what is paged by slices, which one that has stepped aside is not."""
 
 guarded = _each(["pager"])

@@ -105,30 +105,6 @@ def test_recompute_takes_the_same_experts(
 
 @each_backend_in_time
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_without_the_generators_state(backend: str, reentrant: bool) -> None:
-    """``preserve_rng_state=False``: other numbers are drawn in backward, the same as plainly."""
-
-    class Noisy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.requires_grad_()
-            for layer in self.layers:
-                x = checkpoint(
-                    lambda x, layer=layer: F.dropout(layer(x).tanh(), 0.3),
-                    x,
-                    use_reentrant=reentrant,
-                    preserve_rng_state=False,
-                )
-            return x
-
-    hazard(backend, trained(Noisy, loss=lambda model, step: model(batch(step)[0]).square().mean()))
-
-
-@each_backend_in_time
-@pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_in_a_row_and_nested(backend: str, reentrant: bool) -> None:
     class Nested(nn.Module):
         def __init__(self) -> None:

@@ -52,16 +52,6 @@ def test_backward_twice_without_keeping_the_graph(
     optimizer.zero_grad()
 
 
-@stepwise(each_backend_in_time)
-def test_gradient_penalty(side: Side, model: Any, optimizer: Any, step: int) -> None:
-    """The norm of the input's gradient is part of the loss."""
-    x, y = batch(step)
-    x.requires_grad_()
-    loss = F.cross_entropy(model(x), y)
-    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-    side.step(loss + slope.norm(), optimizer)
-
-
 @stepwise(
     each_backend_in_time,
     lambda: Mlp(depth=3),
@@ -87,14 +77,6 @@ def test_product_of_hessian_and_vector(side: Side, model: Any, optimizer: Any, s
     product = sum((g * g.detach().sign()).sum() for g in first)
     side.see("product", torch.autograd.grad(product, weights, retain_graph=True))
     side.step(loss, optimizer)
-
-
-@stepwise(each_backend_in_time)
-def test_several_forwards_before_a_backward(
-    side: Side, model: Any, optimizer: Any, step: int
-) -> None:
-    losses = [loss_of(model, 10 * step + part, rows=2 + part) for part in range(4)]
-    side.step(sum(losses) / 4, optimizer)
 
 
 @stepwise(each_backend_in_time)

@@ -155,21 +155,6 @@ def test_what_cannot_be_split_is_refused(name: str) -> None:
 
 @stepwise(
     each_backend,
-    optimizer=lambda p: AdamW(p, lr=1e-2, capturable=True, foreach=False),
-    steps=1,
-    aside=False,
-)
-def test_capturable(side: Side, model: Any, optimizer: Any, step: int) -> None:
-    """Capturable optimizers want an accelerator: the error is torch's, at the step."""
-    loss_of(model, 0).backward()
-    side.fails("step", optimizer.step)
-    optimizer.param_groups[0]["capturable"] = False
-    optimizer.state.clear()
-    side.step(loss_of(model, 1), optimizer)
-
-
-@stepwise(
-    each_backend,
     optimizer=lambda p: AdamW(p, lr=1e-2, differentiable=True),
     steps=1,
     moves=False,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hazards import Mlp, Side, batch, each_backend, each_paged, hazard, loss_of, trains
+from hazards import Mlp, Side, batch, each_backend_in_time, each_paged, hazard, loss_of, trains
 from torch import nn
 from torch.optim import AdamW
 
@@ -46,25 +46,36 @@ class Gated(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
+        self._pass()
+        return self.second(x)
+
+    @torch._disable_dynamo
+    def _pass(self) -> None:
         at_gate, self.at_gate = self.at_gate, None
         if at_gate is not None:
             at_gate()
-        return self.second(x)
 
 
 @each_paged
-@pytest.mark.parametrize("grad", [True, False])
-def test_a_second_thread_in_forward_is_refused(backend: str, grad: bool) -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("grad", "compiled"), [(True, ""), (False, ""), (True, "in place"), (True, "outside")]
+)
+def test_a_second_thread_in_forward_is_refused(backend: str, grad: bool, compiled: str) -> None:
     """And the first goes on, bit for bit as if nobody had tried; also in a sample that begins
     with a change of the network."""
 
     def program(side: Side) -> None:
+        torch._dynamo.reset()
         model = Gated()
         optimizer = AdamW(model.parameters(), lr=1e-2)
+        if compiled == "in place":
+            model.compile(backend="eager")
+        run = torch.compile(model, backend="eager") if compiled == "outside" else model
 
         def call() -> None:
             with torch.set_grad_enabled(grad):
-                model(batch(50)[0])
+                run(batch(50)[0])
 
         def at_gate() -> None:
             for _ in range(2):
@@ -79,12 +90,12 @@ def test_a_second_thread_in_forward_is_refused(backend: str, grad: bool) -> None
                     model.at_gate = at_gate
                 if step == 2:
                     model.unused = nn.Linear(64, 64)
-                side.step(loss_of(model, step), optimizer)
+                side.step(loss_of(run, step), optimizer)
 
     hazard(backend, program)
 
 
-@each_backend
+@each_backend_in_time
 def test_a_thread_for_each_step(backend: str) -> None:
     def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
         assert in_a_thread(lambda s=step: side.step(loss_of(model, s), optimizer)) is None
@@ -93,7 +104,7 @@ def test_a_thread_for_each_step(backend: str) -> None:
     trains(backend, each)
 
 
-@each_backend
+@each_backend_in_time
 def test_a_thread_whose_forward_was_torn_down(backend: str) -> None:
     """An interrupt runs no hooks: another thread finds the model free, and so does the first."""
 

@@ -160,16 +160,6 @@ def test_bits_are_the_same_in_each_run() -> None:
         assert torch.equal(one, other)
 
 
-def test_only_the_inputs_that_need_it_have_gradients() -> None:
-    chosen = _choice(20, 3, 2)
-    tokens, gates, up, down = _inputs(chosen, 3, 8, 8)
-    down.requires_grad_()
-    out = experts(tokens, chosen, gates, up, down, kernels=True)
-    out.sum().backward()
-    assert down.grad is not None
-    assert out.requires_grad
-
-
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter's numpy
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_a_token_that_is_not_finite_leaves_others_as_they_are(value: float) -> None:

@@ -11,7 +11,6 @@ import torch
 from gloo_ranks import run_ranks
 
 from dynoffload.errors import ConfigError, SpillError
-from dynoffload.moe import MoE
 from dynoffload.moe.parallel import ExpertParallel
 from dynoffload.moe.parallel.exchange import Exchange
 
@@ -87,12 +86,6 @@ def test_alone_it_is_the_layer_with_all_experts(strategy: str) -> None:
         assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_an_empty_batch_has_losses_of_zero() -> None:
-    for layer in cases.layers(1):
-        out = layer(torch.zeros(0, cases.WIDTH, dtype=torch.float64))
-        assert (float(out.balance.detach()), float(out.z.detach())) == (0.0, 0.0)
-
-
 def test_options_that_cannot_be_are_refused() -> None:
     layer = ExpertParallel(4, 4, 2)
     with pytest.raises(ConfigError, match="parts=0 must be at least 1"):
@@ -121,10 +114,3 @@ def test_on_the_meta_device_nothing_is_drawn() -> None:
     made = layer.to_empty(device="cpu")
     made.reset_parameters()
     assert float(made.router.detach().abs().max()) <= 0.5
-
-
-def test_a_state_of_all_experts_is_loaded() -> None:
-    whole, layer = MoE(4, 4, 2), ExpertParallel(4, 4, 2)
-    layer.load_whole(whole.state_dict())
-    assert torch.equal(whole.down, layer.down)
-    assert list(layer.state_dict()) == list(whole.state_dict())

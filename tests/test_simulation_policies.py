@@ -112,12 +112,6 @@ def test_with_room_for_everything_nothing_moves(planned: bool) -> None:
         assert step.seconds == pytest.approx(step.compute_s + step.stall_s)
 
 
-@pytest.mark.parametrize("share", [0.5, 0.25])
-def test_who_knows_more_waits_less(share: float) -> None:
-    ahead, demanded = (run(routed(), share, planned=planned) for planned in (True, False))
-    assert ahead.seconds() < 0.9 * demanded.seconds()
-
-
 @pytest.mark.parametrize(("bandwidth", "slack"), [(2e9, 1.01), (5e8, 1.1)])
 @pytest.mark.parametrize("share", [0.5, 0.25, 0.125])
 def test_plans_stay_near_the_bound(share: float, bandwidth: float, slack: float) -> None:
