@@ -225,8 +225,8 @@ def use_trace(path: Path, good: dict[str, list[Label]], folder: Path, *, learn: 
     _check_blocks([b for b in example.blocks if b != -1], len(vocabulary))
     if Vocabulary.from_json(vocabulary.to_json()) != vocabulary:
         raise Malformed("a vocabulary that does not come back")
-    sizes = _tried(lambda: footprint(trace))
-    if sizes is not None and min(sizes.total, sizes.need, temporaries(trace)) < 0:
+    whole = _tried(lambda: footprint(trace))
+    if whole is not None and min(whole, temporaries(trace)) < 0:
         raise Malformed("a footprint below zero")
     examples = [encode_example(vocabulary, one) for one in labels]
     pilot = _tried(lambda: fit_pilot(vocabulary, examples)) if learn else None

@@ -37,7 +37,6 @@ class Block:
         nbytes: bytes of the parameters, gradients, optimizer state and buffers it uses.
         activation_bytes: most bytes of activations that one call leaves alive.
         idioms: sum of the idiom counts of its forward operators.
-        optional: whether some training sample does not run it.
     """
 
     index: int
@@ -47,7 +46,6 @@ class Block:
     nbytes: int
     activation_bytes: int
     idioms: Idioms
-    optional: bool = False
 
     @property
     def name(self) -> str:
@@ -149,7 +147,6 @@ class Vocabulary:
                     "nbytes": block.nbytes,
                     "activation_bytes": block.activation_bytes,
                     "idioms": list(block.idioms),
-                    "optional": block.optional,
                 }
                 for block in self.blocks
             ],
@@ -183,9 +180,6 @@ def _block(index: int, data: object) -> Block:
     idioms = entry.get("idioms")
     if not isinstance(idioms, list) or len(idioms) != len(Idioms._fields):
         raise PilotError(f"block {index} has no six idiom counts")
-    optional = entry.get("optional")
-    if not isinstance(optional, bool):
-        raise PilotError(f"block {index}: optional is {optional!r}, not true or false")
     return Block(
         index=index,
         path=_text(entry, "path"),
@@ -194,7 +188,6 @@ def _block(index: int, data: object) -> Block:
         nbytes=_count(entry.get("nbytes"), "nbytes"),
         activation_bytes=_count(entry.get("activation_bytes"), "activation_bytes"),
         idioms=Idioms(*(_count(count, "idioms") for count in idioms)),
-        optional=optional,
     )
 
 
