@@ -133,17 +133,3 @@ def test_the_root_inside_a_checkpoint(
     x, y = batch(step)
     out = checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)
     side.step(F.cross_entropy(out, y), optimizer)
-
-
-@stepwise(each_backend_in_time, lambda reentrant: Checkpointed(use_reentrant=reentrant), steps=6)
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_accumulation_over_checkpoints(
-    side: Side, model: Any, optimizer: Any, step: int, reentrant: bool
-) -> None:
-    """A block's gradient is complete before the next micro-batch recomputes it."""
-    for part in range(3):
-        (loss_of(model, 10 * step + part) / 3).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    optimizer.step()
-    optimizer.zero_grad()
-    side.see("taken", [block.taken for block in model.blocks])

@@ -136,12 +136,3 @@ def test_back_and_forth(side: Side, model: Any, optimizer: Any, step: int) -> No
         with torch.no_grad():
             side.see("score", model(batch(50)[0]))
         model.to(torch.float32)
-
-
-@stepwise(each_backend_in_time, Casting, share=0.6)
-def test_one_parameters_data_in_another_dtype(
-    side: Side, model: Any, optimizer: Any, step: int
-) -> None:
-    side.step(loss_of(model, step), optimizer)
-    head = model.head
-    head.weight.data = head.weight.data.to(torch.bfloat16).to(torch.float32)

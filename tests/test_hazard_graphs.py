@@ -1,9 +1,8 @@
 """Hazard: graphs that live longer than from one forward to its backward.
 
-The graph: a backward with ``retain_graph`` and another through the same saved tensors; gradients of
-gradients (a gradient penalty, and a Hessian's product with a vector); several forwards before one
-backward; backwards in another order than their forwards; ``autograd.grad`` of some parameters;
-graphs that are dropped; a backward inside forward.
+The graph: gradients of gradients (with ``create_graph``, and a Hessian's product with a vector); a
+second backward without the graph; backwards in another order than their forwards;
+``autograd.grad`` of some parameters; graphs that are dropped; a backward inside forward.
 """
 
 from __future__ import annotations
@@ -28,16 +27,6 @@ from hazards import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW
-
-
-@stepwise(each_backend_in_time)
-def test_backward_twice_through_one_graph(
-    side: Side, model: Any, optimizer: Any, step: int
-) -> None:
-    loss = loss_of(model, step)
-    loss.backward(retain_graph=True)
-    side.see("head", model.head.weight.grad)
-    side.step(loss * 0.5, optimizer)
 
 
 @stepwise(each_backend_in_time, steps=6)

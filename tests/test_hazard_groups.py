@@ -103,17 +103,6 @@ def test_parameters_leave_and_change_group(
     second["betas"] = (0.8, 0.9)
 
 
-@compared(each_backend_in_time)
-def test_schedulers_change_rates_while_updates_wait(side: Side) -> None:
-    model = Mlp()
-    optimizer = AdamW(model.parameters(), lr=torch.tensor(1e-2))
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-2, total_steps=20)
-    with side.offload(model, optimizer):
-        for step in range(6):
-            side.step(loss_of(model, step), optimizer)
-            scheduler.step()
-
-
 # Hooks
 
 

@@ -1,7 +1,7 @@
 """Hazard: how each optimizer makes its updates, when they are split by parameter and put off.
 
 The graph: a few linear layers, with every optimizer of `torch.optim` in each of its variants
-(for-loop, foreach, fused, capturable, differentiable, amsgrad, maximize, centered, nesterov, and
+(for-loop, foreach, fused, differentiable, amsgrad, maximize, centered, nesterov, and
 rates that are tensors), over an odd-sized and a small parameter too, and for Muon, which takes
 matrices only, wide and tall ones without biases; transformers' Adafactor, whose state is factored;
 the user's own optimizers, and those that are refused.
