@@ -69,7 +69,7 @@ def same_whatever_the_parts(
     names = ["hidden", "tokens", *[name for name, _ in layer.named_parameters()]]
     first = dict(zip(names, backward(layer, tokens[rank], weights[rank]), strict=True))
     tolerance = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 0.1}[dtype]
-    for parts in (1, 2, 5, 30):
+    for parts in (1, 5, 30):
         for strategy in STRATEGIES if parts < 30 else ("none", "S2"):
             layer.set_pipeline(parts, strategy)
             found = dict(zip(names, backward(layer, tokens[rank], weights[rank]), strict=True))
