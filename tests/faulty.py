@@ -68,8 +68,8 @@ class Disk:
         self._shim = ctypes.CDLL(None)
         self._shim.fault_hits.restype = self._shim.fault_met.restype = ctypes.c_long
 
-    def arm(self, case: Any) -> None:
-        """Let calls fail from now on, as a `Case` says."""
+    def arm(self, case: Case) -> None:
+        """Let calls fail from now on."""
         kind = KINDS.get(case.how, 0)
         error = 0 if kind else getattr(errno, case.how)
         skip, count = ctypes.c_long(case.skip), ctypes.c_long(case.count)

@@ -15,6 +15,8 @@ of three ways:
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import faulthandler
 import os
 import pickle
@@ -31,7 +33,6 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from days import live
 from exactness import Twin, assert_same
-from faulty import LASTING, Disk
 from graphs import Graph
 from hypothesis import strategies as st
 from lives import LIVES, Life
@@ -40,6 +41,9 @@ import dynoffload
 from dynoffload.errors import SpillError, StepLostError
 from dynoffload.memory import spill
 
+CALLS = {"read": 0, "write": 1, "room": 2}
+ANSWERS = {"short": 1, "slow": 2}
+LASTING = 1 << 40
 MOST_ERRORS = 4
 SECONDS = 120  # for one life
 PATIENCE = 1  # seconds for room that nobody makes
@@ -70,6 +74,33 @@ class Case(NamedTuple):
     skip: int
     count: int
     recovers: bool
+
+
+class Disk:
+    """The shim that was loaded before the C library."""
+
+    def __init__(self) -> None:
+        self._shim = ctypes.CDLL(None)
+        self._shim.fault_hits.restype = self._shim.fault_met.restype = ctypes.c_long
+
+    def arm(self, case: Case) -> None:
+        """Let calls fail from now on."""
+        kind = ANSWERS.get(case.how, 0)
+        error = 0 if kind else getattr(errno, case.how)
+        skip, count = ctypes.c_long(case.skip), ctypes.c_long(case.count)
+        self._shim.fault_arm(CALLS[case.call], kind, error, skip, count)
+
+    def heal(self) -> None:
+        """Let no call fail any more."""
+        self._shim.fault_arm(0, 0, 0, ctypes.c_long(0), ctypes.c_long(0))
+
+    def met(self, call: str, how: str) -> int:
+        """Return how many calls there were since `arm` or `heal` that can fail in this way."""
+        return int(self._shim.fault_met(CALLS[call], how == "short"))
+
+    def hits(self) -> int:
+        """Return how many calls failed, were short, or slow."""
+        return int(self._shim.fault_hits())
 
 
 @dataclass(frozen=True)
