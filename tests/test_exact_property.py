@@ -133,6 +133,13 @@ def check(
         compare_runs(twin, loop, samples, small_loss, budget, pilot=pilot, config=config, **places)
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_of_torch_trains_to_the_same_bits(optimizer: str) -> None:
+    """Under a quarter of the footprint, with clipping and a schedule."""
+    loop = Loop(steps=6, clip=1.0, scheduler=SCHEDULERS["exponential"])
+    check(optimizer, loop, {}, "auto", 0.25, [[1, 2, 2, -1]], 1)
+
+
 CASES = {
     "loop": loops,
     "config": configs,
