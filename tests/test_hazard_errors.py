@@ -148,9 +148,7 @@ def test_anomaly_detection(backend: str) -> None:
             return out * torch.sqrt(torch.zeros(1) * out.sum()) if self.bad else out
 
     def program(side: Side) -> None:
-        model = Rooted()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
+        with side.block(Rooted) as (model, optimizer):
             with torch.autograd.detect_anomaly():
                 for step in range(6):
                     model.bad = step == 2
@@ -167,9 +165,7 @@ def test_anomaly_detection(backend: str) -> None:
 @compared(each_paged)
 def test_backward_after_the_block_is_refused(side: Side) -> None:
     """What forward saved is gone with the block; model and optimizer go on from the last step."""
-    model = Mlp()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with side.offload(model, optimizer):
+    with side.block() as (model, optimizer):
         for step in range(3):
             side.step(loss_of(model, step), optimizer)
         late = loss_of(model, 3)
