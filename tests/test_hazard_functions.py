@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from exactness import SMALL_PAGES, footprint_of
 from hazards import (
     Side,
     batch,
@@ -19,12 +20,15 @@ from hazards import (
     each_backend,
     each_backend_in_time,
     each_of_the_cpu,
+    each_paged,
     stepwise,
 )
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+import dynoffload
 
 
 class Saving(Function):
@@ -272,3 +276,21 @@ def test_attributes_of_a_saved_parameter(
             optimizer.step()
             optimizer.zero_grad()
     side.see("main_grad", weight.main_grad)
+
+
+@each_paged
+def test_attributes_of_a_saved_parameter_are_lost_as_under_any_hooks(backend: str) -> None:
+    """Torch makes another tensor of whatever such a hook gives back."""
+    model = FusedNet()
+
+    def same(tensor: Tensor) -> Tensor:
+        return tensor
+
+    for block in (
+        torch.autograd.graph.saved_tensors_hooks(same, same),
+        dynoffload.offload(
+            model, budget=footprint_of(model), config={**SMALL_PAGES, "backend": backend}
+        ),
+    ):
+        with block, pytest.raises(AttributeError, match="no attribute 'main_grad'"):
+            model(batch(0)[0]).backward()

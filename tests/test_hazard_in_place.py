@@ -7,6 +7,7 @@ scaled and initialised anew between steps; buffers that forward writes.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from hazards import Mlp, Side, compared, each_backend, loss_of, stepwise
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.optim import AdamW
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 
@@ -30,6 +32,29 @@ def test_averaged_model(side: Side, foreach: bool) -> None:
             average.update_parameters(model)
         side.see_state(average)
     side.see_state(average)
+
+
+@compared(each_backend, aside=False)
+def test_the_average_trades_places_with_the_weights(side: Side) -> None:
+    """Evaluation by the averaged weights: `.data` of all parameters is exchanged and put back."""
+    model = Mlp()
+    average = copy.deepcopy(model)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+
+    def trade() -> None:
+        for ours, theirs in zip(model.parameters(), average.parameters(), strict=True):
+            ours.data, theirs.data = theirs.data, ours.data
+
+    with side.offload(model, optimizer):
+        for step in range(6):
+            side.step(loss_of(model, step), optimizer)
+            with torch.no_grad():
+                for mean, now in zip(average.parameters(), model.parameters(), strict=True):
+                    mean.lerp_(now, 0.5)
+            trade()
+            with torch.no_grad():
+                side.see("score", loss_of(model, 100))
+            trade()
 
 
 def normed(norm: Callable[[nn.Module], nn.Module]) -> nn.Module:

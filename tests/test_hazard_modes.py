@@ -37,6 +37,7 @@ from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import dynoffload
 from dynoffload.errors import ConfigError, StepLostError
@@ -347,6 +348,36 @@ def test_what_updates_depend_on(kind: type[Optimizer], foreach: bool) -> None:
         if not depends_on_dtype(optimizer, first=False):
             begin = 1 if depends_on_dtype(optimizer, first=True) else 0
             assert_same(state(lambda of=dtype: default_dtype(of), begin), plain, str(dtype))  # type: ignore[misc]
+
+
+def muon(model: Mlp) -> Optimizer:
+    """An optimizer with products, over the matrices alone."""
+    for layer in model.layers:
+        layer.bias.requires_grad_(False)
+    return Muon([p for p in model.parameters() if p.requires_grad and p.dim() == 2], lr=1e-2)
+
+
+@compared(each_backend)
+@pytest.mark.parametrize("around", ["each phase", "all"])
+def test_a_counter_of_flops_counts_what_it_does_in_plain_training(side: Side, around: str) -> None:
+    """Those of a step in `step()`, and none of an earlier one where it is made."""
+    model = Mlp(depth=3)
+    optimizer = muon(model)
+    whole = FlopCounterMode(display=False)
+    with whole if around == "all" else nullcontext():
+        with side.offload(model, optimizer):
+            for step in range(4):
+                counters = [FlopCounterMode(display=False) for _ in range(3)]
+                with counters[0]:
+                    loss = loss_of(model, step)
+                with counters[1]:
+                    loss.backward()
+                with counters[2] if step % 2 else nullcontext():
+                    optimizer.step()
+                optimizer.zero_grad()
+                side.see("flops", [one.get_total_flops() for one in counters])
+    if around == "all":
+        side.see("flops", whole.get_total_flops())
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Hazard: how each optimizer makes its updates, when they are split by parameter and put off.
 
 The graph: a few linear layers, with every optimizer of `torch.optim` in some of its variants
-(fused, differentiable, maximize, rates that are tensors; `tests/test_exact_property.py`
+(fused, capturable, differentiable, maximize, rates that are tensors; `tests/test_exact_property.py`
 has the others), over an odd-sized and a small parameter too, and for Muon, which takes
 matrices only, wide and tall ones without biases; transformers' Adafactor, whose state is factored;
 the user's own optimizers, and those that are refused.
@@ -131,6 +131,21 @@ def test_what_cannot_be_split_is_refused(name: str) -> None:
         with dynoffload.offload(model, optimizer, budget="10MB"):
             raise AssertionError("it was accepted")
     assert model.weight.data_ptr() == address
+
+
+@stepwise(
+    each_backend,
+    optimizer=lambda p: AdamW(p, lr=1e-2, capturable=True, foreach=False),
+    steps=1,
+    aside=False,
+)
+def test_capturable(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    """Capturable optimizers want an accelerator: the error is torch's, at the step."""
+    loss_of(model, 0).backward()
+    side.fails("step", optimizer.step)
+    optimizer.param_groups[0]["capturable"] = False
+    optimizer.state.clear()
+    side.step(loss_of(model, 1), optimizer)
 
 
 @stepwise(
