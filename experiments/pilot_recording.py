@@ -183,4 +183,4 @@ def learned(spec: Spec, samples: int, report: Report, path: Path) -> tuple[int, 
         trained.pilot.save(path)
         # A parameter's optimizer state appears with its first gradient, so late steps have most.
         late = trace_files(traces)[-_LATE:]
-        return max(footprint(load_trace(trace)).total for trace in late), trained
+        return max(footprint(load_trace(trace)) for trace in late), trained

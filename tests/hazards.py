@@ -8,8 +8,7 @@ The backends are those of `tests/devices.py`; ``emulated``: an accelerator made 
 finds races; and ``aside``: a budget that holds everything, where paging steps out of the way after
 two steps and every tensor becomes ordinary in mid-run.
 
-A look at a parameter has its update made, so a program notes losses while it trains, and what it
-needs to; the whole state is compared when the block has ended.
+A look at a parameter makes its update, so a program notes little but losses while it trains.
 """
 
 from __future__ import annotations
@@ -50,29 +49,32 @@ from dynoffload.units import MiB
 _MARKS = {"pager": [needs_pager], "aside": [pytest.mark.slow]}
 
 
-def _each(kinds: Sequence[str], *, in_time: bool = False) -> pytest.MarkDecorator:
-    """Parametrize a test by backend; ``in_time``: where the pager works, others are slow cases."""
-    others = [pytest.mark.slow] if in_time and not NO_PAGER else []
-    cases = [pytest.param(kind, marks=_MARKS.get(kind, others)) for kind in kinds]
+def _each(kinds: Sequence[str], slow: Sequence[str] = ()) -> pytest.MarkDecorator:
+    """Parametrize a test by backend; where the pager works, those in ``slow`` are slow cases."""
+    marks = {**_MARKS, **({} if NO_PAGER else {key: [pytest.mark.slow] for key in slow})}
+    cases = [pytest.param(kind, marks=marks.get(kind, [])) for kind in kinds]
     return pytest.mark.parametrize("backend", cases)
 
 
-each_backend = _each([*KINDS, "emulated", "aside"])
-"""Every backend; ``aside`` in ``make slow``, as `tests/test_aside.py` has what is its own."""
+_OTHERS = ("mapped", "emulated")
 
-each_of_the_cpu = _each([*KINDS, "aside"])
+each_backend = _each([*KINDS, "emulated", "aside"], slow=["mapped"])
+"""Every backend; ``aside`` in ``make slow``, as `tests/test_aside.py` has what is its own, and so
+``mapped``, which puts nothing off, where the pager works."""
+
+each_of_the_cpu = _each([*KINDS, "aside"], slow=["mapped"])
 """For what no accelerator's tensors can do, such as to share memory with arrays of numpy."""
 
-each_backend_in_time = _each([*KINDS, "emulated", "aside"], in_time=True)
+each_backend_in_time = _each([*KINDS, "emulated", "aside"], slow=_OTHERS)
 """For tests of many cases: where the pager works, the others run in ``make slow``."""
 
 each_paged = _each(KINDS)
 """For what is the session's own, and plain PyTorch does not do."""
 
-each_paged_in_time = _each(KINDS, in_time=True)
+each_paged_in_time = _each(KINDS, slow=_OTHERS)
 """The same for tests of many cases."""
 
-each_with_slices_in_time = _each([*KINDS, "emulated"], in_time=True)
+each_with_slices_in_time = _each([*KINDS, "emulated"], slow=_OTHERS)
 """For tests of many cases of what is paged by slices, which one that has stepped aside is not."""
 
 guarded = _each(["pager"])
@@ -298,7 +300,7 @@ def trained(
 
 
 def trains(backend: str, each: Any, network: Any = Mlp, **options: Any) -> Side:
-    """Run, as `hazard` does, the program that makes each step by ``each``; see `trained`."""
+    """Run, as `hazard` does, the program `trained` that makes each step by ``each``."""
     return hazard(backend, trained(network, each, **options))
 
 
@@ -316,12 +318,8 @@ def _of(value: Any, case: Mapping[str, Any]) -> Any:
 def compared(
     backends: pytest.MarkDecorator, **flags: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test of a program, which is run on both sides by `hazard`.
-
-    Args:
-        backends: those of the paged side.
-        flags: of `hazard`, each a truth or a function of the test's parametrized arguments.
-    """
+    """Make a test of a program, which is run on both sides by `hazard`; its ``flags`` are truths or
+    functions of the test's parametrized arguments."""
 
     def decorate(program: Callable[..., None]) -> Callable[..., None]:
         def run(case: dict[str, Any]) -> Callable[[Side], None]:
@@ -341,8 +339,8 @@ def stepwise(
     aside: Any = True,
     **options: Any,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test of a function that makes one step; see `compared` and `trained`, whose options
-    may be functions of the test's parametrized arguments too."""
+    """Make a test of a function that makes one step; see `compared` and `trained`; options may be
+    functions of the test's parametrized arguments too."""
     flags = {"moves": moves, "budgeted": budgeted, "aside": aside}
 
     def decorate(each: Callable[..., None]) -> Callable[..., None]:

@@ -206,18 +206,30 @@ def replicated(rank: int, world: int) -> dict[str, Any]:
     return {**found, "moved": moved}
 
 
-def unlike(rank: int, world: int, first: list[Any], second: list[Any]) -> str:
-    """Return what a layer says whose ranks cut batches otherwise."""
-    parts, strategy, *memory = second if rank else first
-    layer = ExpertParallel(
-        8, 16, 4, parts=parts, strategy=strategy, memory=memory[0] if memory else None,
-        timeout=30, name="a.moe",
-    )  # fmt: skip
-    try:
-        layer(torch.randn(6, 8))
-    except ConfigError as error:
-        return str(error)
-    return ""
+UNLIKE: list[tuple[list[Any], list[Any]]] = [
+    ([2, "S1"], [4, "S1"]),
+    ([2, "S1"], [2, "none"]),
+    ([2, "S1"], ["auto", "S1"]),
+    (["auto", "S1"], ["auto", "S2"]),
+    (["auto", "auto", 2**20], ["auto", "auto", 2**30]),
+    (["auto", "auto"], ["auto", "auto", 2**30]),
+]
+"""How two ranks cut batches, that do so otherwise: parts, strategy and memory."""
+
+
+def unlike(rank: int, world: int) -> list[str]:
+    """Return what layers say whose ranks cut batches otherwise."""
+    found = []
+    for case in UNLIKE:
+        parts, strategy, *memory = case[rank]
+        limit = memory[0] if memory else None
+        options: dict[str, Any] = {"parts": parts, "strategy": strategy, "memory": limit}
+        layer = ExpertParallel(8, 16, 4, timeout=30, name="a.moe", **options)
+        try:
+            layer(torch.randn(6, 8))
+        except ConfigError as error:
+            found.append(str(error))
+    return found
 
 
 def wrapped(rank: int, world: int) -> dict[str, str]:

@@ -68,7 +68,7 @@ def profiled(network: str) -> Profiled:
         paths = profile(
             model, samples(network, 8, seed=5), out=folder, optimizer=optimizer, progress=False
         )
-        total = max(footprint(load_trace(path)).total for path in paths)
+        total = max(footprint(load_trace(path)) for path in paths)
         pilot = train_pilot(folder, progress=False).pilot
         path = Path(folder) / "tiny.pilot"
         pilot.save(path)

@@ -40,10 +40,3 @@ def test_against_a_bitmap(steps: list[tuple[str, int]]) -> None:
     for start, pages in taken:
         extents.give(start, pages)
     assert extents.take(TOTAL) == 0  # one run again
-
-
-def test_a_full_row_has_nothing_to_give() -> None:
-    extents = Extents(3)
-    assert extents.take(3) == 0
-    assert extents.take(1) is None
-    assert extents.high == 3

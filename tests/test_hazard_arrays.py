@@ -5,14 +5,12 @@ What writes there is no tensor, so nobody could tell it of another place.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hazards import Mlp, Side, compared, each_of_the_cpu, loss_of, stepwise
+from hazards import Mlp, Side, compared, each_of_the_cpu, loss_of
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -129,15 +127,6 @@ def test_every_way_into_the_state(side: Side) -> None:
             else:
                 found = [state == dict(state.items()), len({} | state)]
             side.see("found", found)
-
-
-@stepwise(each_of_the_cpu, steps=6)
-def test_state_begun_anew_in_mid_run(side: Side, model: Any, optimizer: Any, step: int) -> None:
-    """Another mapping in its place, as who forgets momentum writes it."""
-    if step == 3:
-        optimizer.state = defaultdict(dict)
-    side.step(loss_of(model, step), optimizer)
-    side.see("steps", sorted(s["step"].item() for s in optimizer.state.values()))
 
 
 @compared(each_of_the_cpu)

@@ -15,7 +15,6 @@ import torch
 from hazards import (
     Mlp,
     Side,
-    batch,
     compared,
     each_backend,
     each_backend_in_time,
@@ -24,7 +23,7 @@ from hazards import (
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD, AdamW
+from torch.optim import AdamW
 
 
 class Twice(Mlp):
@@ -116,38 +115,3 @@ def test_gradient_scaling(side: Side, fused: bool, clip: bool) -> None:
             optimizer.zero_grad()
             side.see("loss", loss)
             side.see("scale", scaler.get_scale())
-
-
-@compared(each_backend)
-def test_scaling_of_two_optimizers(side: Side) -> None:
-    """One belongs to the block and the other, for parameters outside of it, does not."""
-    model, outside = Mlp(), nn.Linear(10, 10)
-    optimizer = SGD(model.parameters(), lr=1e-2, momentum=0.9)
-    other = AdamW(outside.parameters(), lr=1e-2)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    with side.offload(model, optimizer):
-        for step in range(4):
-            x, y = batch(step)
-            loss = F.cross_entropy(outside(model(x)), y)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.step(other)
-            scaler.update()
-            optimizer.zero_grad()
-            other.zero_grad()
-            side.see("loss", loss)
-    side.see_state(outside, other)
-
-
-@stepwise(
-    each_backend,
-    lambda: Mlp(width=96).to(torch.bfloat16),
-    optimizer=lambda p, options: AdamW(p, lr=1e-2, **options),
-)
-@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}], ids=str)
-def test_bfloat16_weights_under_autocast(
-    side: Side, model: Any, optimizer: Any, step: int, options: dict[str, Any]
-) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = loss_of(model, step, width=96)
-    side.step(loss, optimizer)

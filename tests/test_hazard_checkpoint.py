@@ -105,30 +105,6 @@ def test_recompute_takes_the_same_experts(
 
 @each_backend_in_time
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_without_the_generators_state(backend: str, reentrant: bool) -> None:
-    """``preserve_rng_state=False``: other numbers are drawn in backward, the same as plainly."""
-
-    class Noisy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.requires_grad_()
-            for layer in self.layers:
-                x = checkpoint(
-                    lambda x, layer=layer: F.dropout(layer(x).tanh(), 0.3),
-                    x,
-                    use_reentrant=reentrant,
-                    preserve_rng_state=False,
-                )
-            return x
-
-    hazard(backend, trained(Noisy, loss=lambda model, step: model(batch(step)[0]).square().mean()))
-
-
-@each_backend_in_time
-@pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_in_a_row_and_nested(backend: str, reentrant: bool) -> None:
     class Nested(nn.Module):
         def __init__(self) -> None:
@@ -157,17 +133,3 @@ def test_the_root_inside_a_checkpoint(
     x, y = batch(step)
     out = checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)
     side.step(F.cross_entropy(out, y), optimizer)
-
-
-@stepwise(each_backend_in_time, lambda reentrant: Checkpointed(use_reentrant=reentrant), steps=6)
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_accumulation_over_checkpoints(
-    side: Side, model: Any, optimizer: Any, step: int, reentrant: bool
-) -> None:
-    """A block's gradient is complete before the next micro-batch recomputes it."""
-    for part in range(3):
-        (loss_of(model, 10 * step + part) / 3).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    optimizer.step()
-    optimizer.zero_grad()
-    side.see("taken", [block.taken for block in model.blocks])

@@ -8,16 +8,13 @@ compiled parts. Compared with plain PyTorch compiled the same way.
 from __future__ import annotations
 
 import shutil
-import threading
 
 import pytest
 import torch
-from hazards import Mlp, Side, batch, compared, each_backend_in_time, each_paged, loss_of
+from hazards import Mlp, Side, batch, compared, each_backend_in_time, loss_of
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import AdamW
-
-from dynoffload.errors import ThreadError
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -67,55 +64,6 @@ def test_a_compiled_model(side: Side, backend: str, engine: str, what: str) -> N
                 with torch.no_grad():
                     side.see("score", loss_of(call, 50))
     side.step(loss_of(call, 5), optimizer)
-
-
-@each_paged
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_second_thread_in_a_compiled_forward_is_refused(backend: str, in_place: bool) -> None:
-    """The first waits in the midst of its forward; it ends as if nobody had tried."""
-    torch._dynamo.reset()
-    errors: list[BaseException] = []
-    tries = False
-
-    def attempt() -> None:
-        try:
-            call(batch(0)[0])
-        except BaseException as error:
-            errors.append(error)
-
-    @torch._disable_dynamo
-    def gate(x: torch.Tensor) -> torch.Tensor:
-        nonlocal tries
-        if tries:
-            tries = False
-            thread = threading.Thread(target=attempt)
-            thread.start()
-            thread.join()
-        return x
-
-    class Gated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.second(gate(torch.tanh(self.first(x))))
-
-    model = Gated()
-    call: nn.Module = model
-    if in_place:
-        model.compile(backend="eager")
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with Side(backend).offload(model, optimizer, share=0.6):
-        if not in_place:
-            call = torch.compile(model, backend="eager")
-        for step in range(4):
-            tries = step == 2
-            call(batch(step)[0]).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert [type(error) for error in errors] == [ThreadError]
-    assert "two threads call the model at once" in str(errors[0])
 
 
 @compared(each_backend_in_time)

@@ -18,7 +18,6 @@ from hazards import (
     Side,
     batch,
     compared,
-    each_backend,
     each_backend_in_time,
     each_paged,
     hazard,
@@ -128,7 +127,7 @@ def scored(model: nn.Module, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return model(x).float(), y
 
 
-@stepwise(each_backend, Casting, steps=5)
+@stepwise(each_backend_in_time, Casting, steps=5)
 def test_back_and_forth(side: Side, model: Any, optimizer: Any, step: int) -> None:
     """Evaluated in half precision between steps, and converted back: bits are lost, the same."""
     side.step(loss_of(model, step), optimizer)
@@ -137,12 +136,3 @@ def test_back_and_forth(side: Side, model: Any, optimizer: Any, step: int) -> No
         with torch.no_grad():
             side.see("score", model(batch(50)[0]))
         model.to(torch.float32)
-
-
-@stepwise(each_backend, Casting, share=0.6)
-def test_one_parameters_data_in_another_dtype(
-    side: Side, model: Any, optimizer: Any, step: int
-) -> None:
-    side.step(loss_of(model, step), optimizer)
-    head = model.head
-    head.weight.data = head.weight.data.to(torch.bfloat16).to(torch.float32)

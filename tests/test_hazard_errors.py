@@ -16,6 +16,7 @@ from hazards import (
     Mlp,
     Side,
     batch,
+    compared,
     each_backend,
     each_backend_in_time,
     each_paged,
@@ -70,77 +71,69 @@ class Fused(Mlp):
 STAGES = ["forward", "function", "hook of a tensor", "hook", "loss", "closure", "hook of step"]
 
 
-@each_backend_in_time
+@compared(each_backend_in_time)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(("error", "zero"), [(Blown, False), (Interrupt, True)])
-def test_training_goes_on(backend: str, stage: str, error: type[BaseException], zero: bool) -> None:
+def test_training_goes_on(side: Side, stage: str, error: type[BaseException], zero: bool) -> None:
     """Twice in a row, so that the second meets what the first has left."""
-
-    def program(side: Side) -> None:
-        model = Fused()
-        model.error = error
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, share=0.4):
-            for step in range(7):
-                bad = step in (2, 3)
-                model.blows = stage if bad else ""
-                handle: Any = None
-                if bad and stage == "hook":
-                    handle = model.layers[3].register_forward_pre_hook(model.blow)
-                if bad and stage == "hook of step":
-                    handle = optimizer.register_step_pre_hook(model.blow)
-                x, y = batch(step)
-                try:
-                    loss = F.cross_entropy(model(x), y)
-                    if bad and stage == "loss":
-                        raise error
-                    loss.backward()
-                    if bad and stage == "closure":
-                        optimizer.step(model.blow)
-                    else:
-                        optimizer.step()
-                except (Blown, Interrupt) as caught:
-                    side.see("caught", type(caught).__name__)
-                finally:
-                    if handle is not None:
-                        handle.remove()
-                if zero or not bad:
-                    optimizer.zero_grad()
-
-    hazard(backend, program)
-
-
-@each_backend
-@pytest.mark.parametrize("stage", ["forward", "backward"])
-def test_the_block_ends_by_an_exception(backend: str, stage: str) -> None:
-    """And the model trains on, plainly and in another block."""
-
-    def program(side: Side) -> None:
-        model = Fused()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-
-        def train(first: int, last: int) -> None:
-            for step in range(first, last):
-                x, y = batch(step)
-                optimizer.zero_grad()
+    model = Fused()
+    model.error = error
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with side.offload(model, optimizer, share=0.4):
+        for step in range(7):
+            bad = step in (2, 3)
+            model.blows = stage if bad else ""
+            handle: Any = None
+            if bad and stage == "hook":
+                handle = model.layers[3].register_forward_pre_hook(model.blow)
+            if bad and stage == "hook of step":
+                handle = optimizer.register_step_pre_hook(model.blow)
+            x, y = batch(step)
+            try:
                 loss = F.cross_entropy(model(x), y)
+                if bad and stage == "loss":
+                    raise error
                 loss.backward()
-                optimizer.step()
-                side.see("loss", loss)
+                if bad and stage == "closure":
+                    optimizer.step(model.blow)
+                else:
+                    optimizer.step()
+            except (Blown, Interrupt) as caught:
+                side.see("caught", type(caught).__name__)
+            finally:
+                if handle is not None:
+                    handle.remove()
+            if zero or not bad:
+                optimizer.zero_grad()
 
-        try:
-            with side.offload(model, optimizer):
-                train(0, 3)
-                model.blows = "forward" if stage == "forward" else "function"
-                train(3, 4)
-        except Blown:
-            side.see("left", stage)
-        model.blows = ""
-        train(4, 5)
+
+@compared(each_backend)
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+def test_the_block_ends_by_an_exception(side: Side, stage: str) -> None:
+    """And the model trains on, plainly and in another block."""
+    model = Fused()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+
+    def train(first: int, last: int) -> None:
+        for step in range(first, last):
+            x, y = batch(step)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            side.see("loss", loss)
+
+    try:
         with side.offload(model, optimizer):
-            train(5, 8)
-
-    hazard(backend, program)
+            train(0, 3)
+            model.blows = "forward" if stage == "forward" else "function"
+            train(3, 4)
+    except Blown:
+        side.see("left", stage)
+    model.blows = ""
+    train(4, 5)
+    with side.offload(model, optimizer):
+        train(5, 8)
 
 
 @each_backend
@@ -155,9 +148,7 @@ def test_anomaly_detection(backend: str) -> None:
             return out * torch.sqrt(torch.zeros(1) * out.sum()) if self.bad else out
 
     def program(side: Side) -> None:
-        model = Rooted()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
+        with side.block(Rooted) as (model, optimizer):
             with torch.autograd.detect_anomaly():
                 for step in range(6):
                     model.bad = step == 2
@@ -171,23 +162,17 @@ def test_anomaly_detection(backend: str) -> None:
         hazard(backend, program)
 
 
-@each_paged
-def test_backward_after_the_block_is_refused(backend: str) -> None:
+@compared(each_paged)
+def test_backward_after_the_block_is_refused(side: Side) -> None:
     """What forward saved is gone with the block; model and optimizer go on from the last step."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(3):
-                side.step(loss_of(model, step), optimizer)
-            late = loss_of(model, 3)
-        if side.backend is not None:
-            with pytest.raises(StepLostError, match=r"call backward\(\) inside the block"):
-                late.backward()
-            optimizer.zero_grad()
-        side.see_state(model, optimizer)
-        side.step(loss_of(model, 4), optimizer)
-        side.see_state(model, optimizer)
-
-    hazard(backend, program)
+    with side.block() as (model, optimizer):
+        for step in range(3):
+            side.step(loss_of(model, step), optimizer)
+        late = loss_of(model, 3)
+    if side.backend is not None:
+        with pytest.raises(StepLostError, match=r"call backward\(\) inside the block"):
+            late.backward()
+        optimizer.zero_grad()
+    side.see_state(model, optimizer)
+    side.step(loss_of(model, 4), optimizer)
+    side.see_state(model, optimizer)

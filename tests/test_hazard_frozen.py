@@ -19,7 +19,6 @@ from hazards import (
     Mlp,
     Side,
     compared,
-    each_backend,
     each_backend_in_time,
     each_paged,
     hazard,
@@ -52,13 +51,13 @@ def test_partly_frozen(backend: str, frozen: str, listed: bool) -> None:
     hazard(backend, trained(make, optimizer=optimizer))
 
 
-@each_backend
+@each_backend_in_time
 def test_trained_but_not_in_the_optimizer(backend: str) -> None:
     """Its gradient is made, and grows, and nobody steps it."""
     hazard(backend, trained(optimizer=lambda parameters: AdamW(list(parameters)[:4], lr=1e-2)))
 
 
-@compared(each_backend)
+@compared(each_backend_in_time)
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_frozen_and_thawed_in_mid_run(side: Side, set_to_none: bool) -> None:
     """Gradual unfreezing, and a layer frozen right after a step, whose update still waits."""
@@ -75,7 +74,7 @@ def test_frozen_and_thawed_in_mid_run(side: Side, set_to_none: bool) -> None:
                 model.layers[4].requires_grad_(False)
 
 
-@stepwise(each_backend)
+@stepwise(each_backend_in_time)
 def test_frozen_between_backward_and_step(
     side: Side, model: Any, optimizer: Any, step: int
 ) -> None:
@@ -87,7 +86,7 @@ def test_frozen_between_backward_and_step(
     optimizer.zero_grad()
 
 
-@compared(each_backend, moves=False, aside=False)
+@compared(each_backend_in_time, moves=False, aside=False)
 def test_nothing_trains(side: Side) -> None:
     """A frozen model's forward, with grad mode on, with an input that has a gradient."""
     model = Mlp().requires_grad_(False)

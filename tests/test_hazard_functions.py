@@ -129,15 +129,6 @@ def test_a_function_that_keeps_its_weight(
     side.step(model(batch(step)[0].requires_grad_()).square().mean(), optimizer)
 
 
-@stepwise(each_backend, lambda: Layers(Saving))
-def test_a_function_differentiated_twice(side: Side, model: Any, optimizer: Any, step: int) -> None:
-    x, _ = batch(step)
-    x.requires_grad_()
-    y = model(x).square().mean()
-    (slope,) = torch.autograd.grad(y, x, create_graph=True)
-    side.step(y + slope.square().sum(), optimizer)
-
-
 @stepwise(each_backend, lambda: Layers(Stashing))
 def test_a_stashed_weight_after_the_step(side: Side, model: Any, optimizer: Any, step: int) -> None:
     """The first graph's backward comes after the step and reads the new weight, unchecked."""

@@ -8,7 +8,6 @@ must come after the update that still waits for the old gradient.
 from __future__ import annotations
 
 import re
-from functools import partial
 from typing import Any
 
 import pytest
@@ -27,25 +26,6 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from dynoffload.units import format_bytes
-
-
-@stepwise(each_backend_in_time)
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("clip", ["norm", "norm of each", "value", "none"])
-def test_accumulation_and_clipping(
-    side: Side, model: Any, optimizer: Any, step: int, clip: str, set_to_none: bool
-) -> None:
-    for part in range(3):
-        (loss_of(model, 10 * step + part) / 3).backward()
-    if clip == "norm":
-        side.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-    elif clip == "norm of each":
-        for parameter in model.parameters():
-            nn.utils.clip_grad_norm_(parameter, 0.05, foreach=False)
-    elif clip == "value":
-        nn.utils.clip_grad_value_(model.parameters(), 1e-3)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=set_to_none)
 
 
 def change(how: str, model: Any) -> None:
@@ -68,6 +48,15 @@ def change(how: str, model: Any) -> None:
             first.grad = second.grad
         case "transposed":
             model.layers[3].weight.grad = model.layers[3].weight.grad.t()
+        case "clipped by norm":
+            nn.utils.clip_grad_norm_(parameters, 0.1)
+        case "each clipped by its norm":
+            for parameter in parameters:
+                nn.utils.clip_grad_norm_(parameter, 0.05, foreach=False)
+        case "clipped by value":
+            nn.utils.clip_grad_value_(parameters, 1e-3)
+        case "zeroed":
+            first.grad.zero_()
         case "other .data":
             for parameter in parameters:
                 parameter.grad.data = parameter.grad / (parameter.grad.norm() + 1e-6)
@@ -75,7 +64,18 @@ def change(how: str, model: Any) -> None:
             raise AssertionError(how)
 
 
-WRITES = ("by .data", "replaced", "traded", "one for two", "transposed", "other .data")
+WRITES = (
+    "by .data",
+    "replaced",
+    "traded",
+    "one for two",
+    "transposed",
+    "clipped by norm",
+    "each clipped by its norm",
+    "clipped by value",
+    "zeroed",
+    "other .data",
+)
 
 
 @stepwise(each_backend_in_time, steps=6, aside=lambda how: how != "transposed")
@@ -84,7 +84,11 @@ WRITES = ("by .data", "replaced", "traded", "one for two", "transposed", "other 
 def test_gradients_changed_before_the_step(
     model: Any, optimizer: Any, step: int, how: str, set_to_none: bool
 ) -> None:
-    loss_of(model, step).backward()
+    """Before the last of three backwards, and after it."""
+    for part in range(3):
+        if part == 2 and how in ("zeroed", "by .data"):
+            change(how, model)
+        (loss_of(model, 10 * step + part) / 3).backward()
     if step:
         change(how, model)
     optimizer.step()
@@ -158,15 +162,6 @@ def test_data_of_parameters_replaced(side: Side) -> None:
             if step == 3:
                 kept[0].mul_(2)
         side.see("kept", kept)
-
-
-@stepwise(each_backend, optimizer=partial(AdamW, lr=1e-2, weight_decay=0.1))
-def test_zeroed_between_backward_and_step(model: Any, optimizer: Any, step: int) -> None:
-    loss_of(model, step).backward()
-    model.layers[step].weight.grad.zero_()
-    model.zero_grad(set_to_none=step == 3)
-    loss_of(model, step + 50).backward()
-    optimizer.step()
 
 
 @compared(each_backend)

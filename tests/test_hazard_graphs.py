@@ -1,9 +1,8 @@
 """Hazard: graphs that live longer than from one forward to its backward.
 
-The graph: a backward with ``retain_graph`` and another through the same saved tensors; gradients of
-gradients (a gradient penalty, and a Hessian's product with a vector); several forwards before one
-backward; backwards in another order than their forwards; ``autograd.grad`` of some parameters;
-graphs that are dropped; a backward inside forward.
+The graph: gradients of gradients (with ``create_graph``, and a Hessian's product with a vector); a
+second backward without the graph; backwards in another order than their forwards;
+``autograd.grad`` of some parameters; graphs that are dropped; a backward inside forward.
 """
 
 from __future__ import annotations
@@ -30,16 +29,6 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW
 
 
-@stepwise(each_backend_in_time)
-def test_backward_twice_through_one_graph(
-    side: Side, model: Any, optimizer: Any, step: int
-) -> None:
-    loss = loss_of(model, step)
-    loss.backward(retain_graph=True)
-    side.see("head", model.head.weight.grad)
-    side.step(loss * 0.5, optimizer)
-
-
 @stepwise(each_backend_in_time, steps=6)
 def test_backward_twice_without_keeping_the_graph(
     side: Side, model: Any, optimizer: Any, step: int
@@ -50,16 +39,6 @@ def test_backward_twice_without_keeping_the_graph(
     side.fails("second", loss.backward)
     optimizer.step()
     optimizer.zero_grad()
-
-
-@stepwise(each_backend_in_time)
-def test_gradient_penalty(side: Side, model: Any, optimizer: Any, step: int) -> None:
-    """The norm of the input's gradient is part of the loss."""
-    x, y = batch(step)
-    x.requires_grad_()
-    loss = F.cross_entropy(model(x), y)
-    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-    side.step(loss + slope.norm(), optimizer)
 
 
 @stepwise(
@@ -87,14 +66,6 @@ def test_product_of_hessian_and_vector(side: Side, model: Any, optimizer: Any, s
     product = sum((g * g.detach().sign()).sum() for g in first)
     side.see("product", torch.autograd.grad(product, weights, retain_graph=True))
     side.step(loss, optimizer)
-
-
-@stepwise(each_backend_in_time)
-def test_several_forwards_before_a_backward(
-    side: Side, model: Any, optimizer: Any, step: int
-) -> None:
-    losses = [loss_of(model, 10 * step + part, rows=2 + part) for part in range(4)]
-    side.step(sum(losses) / 4, optimizer)
 
 
 @stepwise(each_backend_in_time)

@@ -21,7 +21,7 @@ from hazards import (
     Mlp,
     Side,
     compared,
-    each_backend,
+    each_backend_in_time,
     each_paged,
     hazard,
     loss_of,
@@ -40,7 +40,7 @@ def half_frozen() -> Mlp:
 
 
 @stepwise(
-    each_backend,
+    each_backend_in_time,
     half_frozen,
     optimizer=lambda every: AdamW([p for p in every if p.requires_grad], lr=1e-2),
     steps=6,
@@ -57,7 +57,7 @@ def late(parameters: Any) -> Optimizer:
     return SGD(list(parameters)[4:10], lr=1e-2, momentum=0.9)
 
 
-@stepwise(each_backend, optimizer=late, states=1, steps=5)
+@stepwise(each_backend_in_time, optimizer=late, states=1, steps=5)
 def test_unlisted_parameters_join(side: Side, model: Any, optimizer: Any, step: int) -> None:
     """They have gradients by then, accumulated over steps."""
     loss_of(model, step).backward()
@@ -68,7 +68,7 @@ def test_unlisted_parameters_join(side: Side, model: Any, optimizer: Any, step: 
     optimizer.zero_grad()
 
 
-@compared(each_backend)
+@compared(each_backend_in_time)
 def test_parameters_outside_of_the_model_join(side: Side) -> None:
     """They stay where they are, and are stepped with the others."""
     outside = nn.Linear(64, 64)
@@ -89,7 +89,7 @@ def two_groups(parameters: Any) -> Optimizer:
     return AdamW(groups, lr=1e-2)
 
 
-@stepwise(each_backend, optimizer=two_groups, steps=6)
+@stepwise(each_backend_in_time, optimizer=two_groups, steps=6)
 def test_parameters_leave_and_change_group(
     side: Side, model: Any, optimizer: Any, step: int
 ) -> None:
@@ -103,22 +103,11 @@ def test_parameters_leave_and_change_group(
     second["betas"] = (0.8, 0.9)
 
 
-@compared(each_backend)
-def test_schedulers_change_rates_while_updates_wait(side: Side) -> None:
-    model = Mlp()
-    optimizer = AdamW(model.parameters(), lr=torch.tensor(1e-2))
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-2, total_steps=20)
-    with side.offload(model, optimizer):
-        for step in range(6):
-            side.step(loss_of(model, step), optimizer)
-            scheduler.step()
-
-
 # Hooks
 
 
 @pytest.mark.parametrize("defer", ["auto", "never"])
-@compared(each_backend)
+@compared(each_backend_in_time)
 def test_a_hook_registered_right_before_a_step_comes_before_it(side: Side, defer: str) -> None:
     """After backward, in the first step and in a later one; removed, it is not called again."""
     handles: list[Any] = []

@@ -17,7 +17,6 @@ from hazards import (
     Side,
     batch,
     compared,
-    each_backend,
     each_backend_in_time,
     hazard,
     loss_of,
@@ -69,7 +68,7 @@ def test_strides(side: Side, layout: str, foreach: bool) -> None:
     side.see("strides", [p.stride() for p in model.parameters()])
 
 
-@compared(each_backend)
+@compared(each_backend_in_time)
 @pytest.mark.parametrize("when", ["before", "inside"])
 def test_channels_last(side: Side, when: str) -> None:
     model = nn.Sequential(
@@ -105,14 +104,14 @@ class Complex(nn.Module):
         return x.imag.square().mean() + x.real.mean()
 
 
-@stepwise(each_backend, Complex)
+@stepwise(each_backend_in_time, Complex)
 @pytest.mark.parametrize("foreach", [False, True])
 def test_complex_parameters(side: Side, model: Any, optimizer: Any, step: int) -> None:
     x = torch.randn(4, 48, generator=torch.Generator().manual_seed(step), dtype=torch.complex64)
     side.step(model(x), optimizer)
 
 
-@each_backend
+@each_backend_in_time
 @pytest.mark.parametrize("lazy", ["conj", "neg"])
 def test_a_parameter_with_a_lazy_bit(backend: str, lazy: str) -> None:
     """``p.data`` is a conjugate, or the negative, of what lies in memory."""
@@ -198,7 +197,7 @@ def _words() -> nn.Module:
     return nn.Sequential(nn.Embedding(200, 64, sparse=True), nn.Linear(64, 64))
 
 
-@stepwise(each_backend, _words, steps=6, share=0.8, moves=False, aside=False)
+@stepwise(each_backend_in_time, _words, steps=6, share=0.8, moves=False, aside=False)
 def test_an_optimizer_that_takes_no_sparse_gradients(
     side: Side, model: Any, optimizer: Any, step: int
 ) -> None:

@@ -13,7 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from hazards import Mlp, Side, batch, each_backend, each_paged, hazard, loss_of, trains
+from hazards import (
+    Mlp,
+    Side,
+    batch,
+    compared,
+    each_backend_in_time,
+    each_paged,
+    loss_of,
+    trains,
+)
 from torch import nn
 from torch.optim import AdamW
 
@@ -46,45 +55,52 @@ class Gated(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
+        self._pass()
+        return self.second(x)
+
+    @torch._disable_dynamo
+    def _pass(self) -> None:
         at_gate, self.at_gate = self.at_gate, None
         if at_gate is not None:
             at_gate()
-        return self.second(x)
 
 
-@each_paged
-@pytest.mark.parametrize("grad", [True, False])
-def test_a_second_thread_in_forward_is_refused(backend: str, grad: bool) -> None:
+@compared(each_paged)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("grad", "compiled"), [(True, ""), (False, ""), (True, "in place"), (True, "outside")]
+)
+def test_a_second_thread_in_forward_is_refused(side: Side, grad: bool, compiled: str) -> None:
     """And the first goes on, bit for bit as if nobody had tried; also in a sample that begins
     with a change of the network."""
+    torch._dynamo.reset()
+    model = Gated()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    if compiled == "in place":
+        model.compile(backend="eager")
+    run = torch.compile(model, backend="eager") if compiled == "outside" else model
 
-    def program(side: Side) -> None:
-        model = Gated()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
+    def call() -> None:
+        with torch.set_grad_enabled(grad):
+            run(batch(50)[0])
 
-        def call() -> None:
-            with torch.set_grad_enabled(grad):
-                model(batch(50)[0])
+    def at_gate() -> None:
+        for _ in range(2):
+            error = in_a_thread(call)
+            assert isinstance(error, ThreadError)
+            assert "two threads call the model at once" in str(error)
+            assert "hold a threading.Lock around each forward" in str(error)
 
-        def at_gate() -> None:
-            for _ in range(2):
-                error = in_a_thread(call)
-                assert isinstance(error, ThreadError)
-                assert "two threads call the model at once" in str(error)
-                assert "hold a threading.Lock around each forward" in str(error)
-
-        with side.offload(model, optimizer):
-            for step in range(4):
-                if side.backend is not None and step in (1, 2):
-                    model.at_gate = at_gate
-                if step == 2:
-                    model.unused = nn.Linear(64, 64)
-                side.step(loss_of(model, step), optimizer)
-
-    hazard(backend, program)
+    with side.offload(model, optimizer):
+        for step in range(4):
+            if side.backend is not None and step in (1, 2):
+                model.at_gate = at_gate
+            if step == 2:
+                model.unused = nn.Linear(64, 64)
+            side.step(loss_of(run, step), optimizer)
 
 
-@each_backend
+@each_backend_in_time
 def test_a_thread_for_each_step(backend: str) -> None:
     def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
         assert in_a_thread(lambda s=step: side.step(loss_of(model, s), optimizer)) is None
@@ -93,30 +109,26 @@ def test_a_thread_for_each_step(backend: str) -> None:
     trains(backend, each)
 
 
-@each_backend
-def test_a_thread_whose_forward_was_torn_down(backend: str) -> None:
+@compared(each_backend_in_time)
+def test_a_thread_whose_forward_was_torn_down(side: Side) -> None:
     """An interrupt runs no hooks: another thread finds the model free, and so does the first."""
+    model = Gated()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
 
-    def program(side: Side) -> None:
-        model = Gated()
-        optimizer = AdamW(model.parameters(), lr=1e-2)
+    def interrupt() -> None:
+        raise KeyboardInterrupt
 
-        def interrupt() -> None:
-            raise KeyboardInterrupt
-
-        with side.offload(model, optimizer):
-            for step in range(5):
-                if step in (1, 3):
-                    model.at_gate = interrupt
-                    with pytest.raises(KeyboardInterrupt):
-                        loss_of(model, step)
-                    if step == 1:
-                        assert in_a_thread(lambda: loss_of(model, 50).backward()) is None
-                        optimizer.zero_grad()
-                side.step(loss_of(model, step), optimizer)
-                x = torch.ones(64, 64, requires_grad=True)
-                saved = x.square().sum().grad_fn
-                side.see("hooks", torch._C._autograd._top_saved_tensors_default_hooks(True) is None)
-                assert saved is not None
-
-    hazard(backend, program)
+    with side.offload(model, optimizer):
+        for step in range(5):
+            if step in (1, 3):
+                model.at_gate = interrupt
+                with pytest.raises(KeyboardInterrupt):
+                    loss_of(model, step)
+                if step == 1:
+                    assert in_a_thread(lambda: loss_of(model, 50).backward()) is None
+                    optimizer.zero_grad()
+            side.step(loss_of(model, step), optimizer)
+            x = torch.ones(64, 64, requires_grad=True)
+            saved = x.square().sum().grad_fn
+            side.see("hooks", torch._C._autograd._top_saved_tensors_default_hooks(True) is None)
+            assert saved is not None

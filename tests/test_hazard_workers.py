@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import Samples, only, small, small_loss
-from hazards import Mlp, Side, batch, compared, each_backend, each_paged, loss_of, stepwise
+from hazards import Mlp, Side, batch, compared, each_backend_in_time, each_paged, loss_of, stepwise
 from torch import nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, Dataset
@@ -29,7 +29,7 @@ from dynoffload.errors import BackendError
 pytestmark = pytest.mark.timeout(300)
 
 
-@compared(each_backend)
+@compared(each_backend_in_time)
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kept", [False, True], ids=["anew", "kept"])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -344,7 +344,7 @@ def test_a_region_that_dies_after_the_last_operator_has_a_footprint(
 ) -> None:
     last = len(trace.operators)
     _rewrite(path, lambda _, arrays: arrays["regions.died"].fill(last), TRACE)
-    assert footprint(load_trace(path)).total == footprint(trace).total
+    assert footprint(load_trace(path)) == footprint(trace)
 
 
 def test_more_places_for_blocks_than_a_pilot_takes_are_refused() -> None:

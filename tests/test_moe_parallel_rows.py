@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import textwrap
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -73,21 +71,22 @@ def test_exchanges_of_other_parts_are_on_their_way_while_experts_work(
 # The file below
 
 
-def test_what_is_stored_comes_back_and_its_room_is_used_again(tmp_path: Path) -> None:
+def test_what_is_stored_comes_back(tmp_path: Path) -> None:
     tier = FileTier(tmp_path)
-    for _ in range(5):
-        given = [torch.randn(rows, 7) for rows in (100, 0, 3, 50)]
-        stored = [tier.store(one) for one in given]
-        for one in stored:
-            one.wait()
-        for one, known in zip(stored, given, strict=True):
+    given = [torch.randn(rows, 7) for rows in (100, 0, 3, 50)]
+    stored = [tier.store(one) for one in given]
+    for one, known in zip(stored, given, strict=True):
+        for _ in range(2):  # as often as one likes
             found = torch.empty_like(known)
             one.load(found).wait()
             assert torch.equal(found, known)
-            one.load(found).wait()  # as often as one likes
-        del stored, one
-    assert sum(size for _, size in tier.freed) == 153 * 7 * 4 + 1 == tier._room.high
     assert not list(tmp_path.iterdir())
+    open_files = len(os.listdir("/proc/self/fd"))
+    del tier, stored, one
+    end = time.monotonic() + 10  # the thread may still let go of the last
+    while len(os.listdir("/proc/self/fd")) == open_files and time.monotonic() < end:
+        time.sleep(0.01)
+    assert len(os.listdir("/proc/self/fd")) == open_files - 1
 
 
 def test_a_file_that_cannot_be_written_or_read_is_an_error_with_a_remedy(
@@ -115,40 +114,3 @@ def test_a_file_that_cannot_be_written_or_read_is_an_error_with_a_remedy(
     with pytest.raises(SpillError, match=r"was not copied to or from the spill .* in 0.2 s"):
         slow.store(torch.ones(10)).wait()
     end.set()
-
-
-def test_a_layer_that_is_collected_in_the_midst_of_another_ones_copies_ends_nothing(
-    tmp_path: Path,
-) -> None:
-    """Layers in cycles are collected at any moment: here after so many allocations from the call on
-    that asks for a copy, whatever it holds by then."""
-    code = """
-        import gc, sys, torch
-        from pathlib import Path
-        from dynoffload.moe.parallel.tiers import FileTier
-        tier, content = FileTier(Path(sys.argv[1])), torch.randn(64)
-        for count in range(50):
-            gc.collect()
-            gc.disable()
-            other = FileTier(Path(sys.argv[1]))
-            other.itself = other
-            other.store(torch.ones(8)).wait()
-            del other
-            into = torch.empty(64)
-            gc.set_threshold(gc.get_count()[0] + count)
-            gc.enable()
-            stored = tier.store(content)
-            gc.disable()
-            stored.wait()
-            stored.load(into).wait()
-            assert torch.equal(into, content)
-        print("ended")
-    """
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", textwrap.dedent(code), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.stdout == "ended\n", done.stderr[-2000:]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from exactness import needs_pager
 from gloo_ranks import run_ranks
-from parallel_sessions import chosen, compared, dies, replicated, unlike, wrapped
+from parallel_sessions import UNLIKE, chosen, compared, dies, replicated, unlike, wrapped
 
 from dynoffload.moe.parallel import ExpertParallel
 from dynoffload.moe.parallel.choice import PLAIN
@@ -49,25 +49,13 @@ def test_experts_beside_replicas_have_the_gradients_of_one_process() -> None:
         assert all("of the gradients of all ranks is nan" in said for said in one["broken"])
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ([2, "S1"], [4, "S1"]),
-        ([2, "S1"], [2, "none"]),
-        ([2, "S1"], ["auto", "S1"]),
-        ([2, "auto"], [4, "auto"]),
-        (["auto", "S1"], ["auto", "S2"]),
-        (["auto", "auto", 2**20], ["auto", "auto", 2**30]),
-        (["auto", "auto"], ["auto", "auto", 2**30]),
-    ],
-)
-def test_ranks_that_cut_batches_otherwise_are_told(first: list[Any], second: list[Any]) -> None:
-    for rank, said in enumerate(run_ranks(unlike, 2, first, second)):
-        parts, strategy, *memory = (first, second)[rank]
-        assert f"layer 'a.moe' has parts={parts!r}, strategy={strategy!r}" in said
-        assert (", memory=" in said) is bool(memory)
-        assert f"on rank {rank}, and others on another rank: give all ranks the same" in said
-        assert ", and others on another rank: give all ranks the same" in said
+def test_ranks_that_cut_batches_otherwise_are_told() -> None:
+    for rank, said in enumerate(run_ranks(unlike, 2)):
+        for one, case in zip(said, UNLIKE, strict=True):
+            parts, strategy, *memory = case[rank]
+            assert f"layer 'a.moe' has parts={parts!r}, strategy={strategy!r}" in one
+            assert (", memory=" in one) is bool(memory)
+            assert f"on rank {rank}, and others on another rank: give all ranks the same" in one
 
 
 def test_wrappers_that_would_mix_experts_or_wait_for_each_other_are_refused() -> None:
@@ -85,21 +73,11 @@ def test_a_rank_that_dies_in_an_exchange_is_named() -> None:
     assert "rank 1 is gone, its process " in said
 
 
-def test_a_copy_of_a_layer_chooses_anew(tmp_path: Path) -> None:
-    for options in ({"parts": 2, "strategy": "S1"}, {"parts": "auto", "strategy": "auto"}):
-        layer = ExpertParallel(8, 16, 4, spill_dir=tmp_path, **options)  # type: ignore[arg-type]
-        tokens = torch.randn(12, 8)
-        layer(tokens).hidden.sum().backward()
-        for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-            assert other._asked == layer._asked
-            assert (other._chooser is None) is (layer._chooser is None)
-            if other._chooser:
-                assert layer._chooser
-                assert layer._chooser._chosen
-                assert not other._chooser._chosen
-                assert other.choice == PLAIN
-            else:
-                assert other.choice == layer.choice
-            assert torch.equal(other(tokens).hidden, layer(tokens).hidden)
-            other(tokens).hidden.sum().backward()
-            assert other._chooser is None or other._chooser._chosen
+@pytest.mark.parametrize(("parts", "strategy"), [(2, "S1"), ("auto", "auto")])
+def test_a_copy_of_a_layer_chooses_anew(parts: Any, strategy: str, tmp_path: Path) -> None:
+    layer = ExpertParallel(8, 16, 4, spill_dir=tmp_path, parts=parts, strategy=strategy)
+    tokens = torch.randn(12, 8)
+    layer(tokens).hidden.sum().backward()
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert other.choice == (PLAIN if parts == "auto" else layer.choice)
+        assert torch.equal(other(tokens).hidden, layer(tokens).hidden)

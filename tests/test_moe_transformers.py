@@ -123,9 +123,8 @@ def test_an_activation_that_is_trained_goes_by_the_own_loop() -> None:
     assert_same(ours, theirs, "gradients")
 
 
-@pytest.mark.parametrize(
-    "implementation", ["eager", pytest.param("dynoffload", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["eager", "dynoffload"])
 def test_a_compiled_mixture_has_the_same_bits_in_a_session(implementation: str) -> None:
     """The loop on parts, of which pieces would be compiled that are not without a session."""
     twin = Twin(built("mixtral", implementation), lambda p: AdamW(p, lr=1e-2))

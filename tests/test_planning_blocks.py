@@ -115,8 +115,6 @@ def test_experts_are_blocks_and_attention_is_one() -> None:
         "layers.0.moe.experts.0",
         "layers.0.moe.experts.2",
     ]
-    optional = {block.name for block in vocabulary.blocks if block.optional}
-    assert optional == {"layers.0.moe.experts.0", "layers.0.moe.experts.1"}
     assert vocabulary.repeated == frozenset()
 
 
@@ -143,7 +141,7 @@ def test_a_cell_in_shapes_that_nobody_saw_uses_what_the_others_used() -> None:
     vocabulary = build_vocabulary([tree(0, 0, 2), tree(0, 1)])
     cells = [block for block in vocabulary.blocks if block.path == "cell"]
     seen, other = cells[:-1], cells[-1]
-    assert (other.variant, other.optional) == ("", True)
+    assert other.variant == ""
     assert vocabulary.index_of("cell", "9x4") == other.index == len(vocabulary) - 1
     assert all(block.visits == other.visits for block in seen)
     assert all(block.nbytes == other.nbytes for block in seen)
@@ -282,7 +280,6 @@ def _put(key: str, value: object) -> Callable[[dict[str, Any]], object]:
         _put("nbytes", True),
         _put("activation_bytes", 1.5),
         _put("idioms", [1, 2]),
-        _put("optional", 1),
         _put("visits", [3]),
     ],
 )

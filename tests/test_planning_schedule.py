@@ -177,7 +177,7 @@ def never() -> bool:
 
 @given(problem=problems(), window=WINDOWS, chance=st.randoms(use_true_random=False))
 @settings(max_examples=600, deadline=None)
-def test_a_schedule_is_executable_at_any_permitted_moment_and_tells_its_traffic(
+def test_a_schedule_is_executable_at_any_permitted_moment_with_the_same_traffic(
     problem: Problem, window: float, chance: random.Random
 ) -> None:
     schedule = problem.plan(LookAhead(window))
@@ -187,11 +187,10 @@ def test_a_schedule_is_executable_at_any_permitted_moment_and_tells_its_traffic(
         execute(problem, schedule, never),
         execute(problem, schedule, lambda: chance.random() < 0.5),
     ]
-    assert in_order.peak == schedule.peak
-    for machine in [earliest, in_order, *late]:
-        assert machine.bytes_in == schedule.bytes_in
-        assert machine.bytes_out == schedule.bytes_out
-        assert machine.peak <= schedule.peak
+    for machine in [earliest, *late]:
+        assert machine.bytes_in == in_order.bytes_in
+        assert machine.bytes_out == in_order.bytes_out
+        assert machine.peak <= in_order.peak
 
 
 @given(
@@ -209,10 +208,10 @@ def test_traffic_is_never_below_the_optimum_and_equals_it_for_equal_sizes(
     capacity = max(need, len(problem.resident), problem.capacity // 8)
     plain = Problem(uses, sizes, capacity, problem.resident, problem.dirty)
     least = _fewest_reads(plain)
-    schedule = plain.plan(LookAhead(window))
-    assert schedule.bytes_in >= least
+    read = execute_in_order(plain, plain.plan(LookAhead(window))).bytes_in
+    assert read >= least
     if window == 0.0:
-        assert schedule.bytes_in == least
+        assert read == least
 
 
 def _fewest_reads(problem: Problem) -> int:

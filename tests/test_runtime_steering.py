@@ -52,7 +52,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Pilot]:
     paths = dynoffload.profile(
         model, _samples(24, seed=5), out=folder, optimizer=optimizer, progress=False
     )
-    total = max(footprint(load_trace(path)).total for path in paths)
+    total = max(footprint(load_trace(path)) for path in paths)
     return total, train_pilot(folder, progress=False).pilot
 
 

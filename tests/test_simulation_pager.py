@@ -36,7 +36,7 @@ def test_what_was_only_staged_leaves_without_a_write() -> None:
             on, uses, Action(0, Kind.EVICT, 2), Action(0, Kind.FETCH, 0), Action(1, Kind.EVICT, 0)
         )
         on.finish()
-        assert result.prefetched_bytes == PAGE
+        assert result.bytes_in == PAGE
         before = result.bytes_out
         if touched:
             on.touch([0])

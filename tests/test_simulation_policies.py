@@ -17,7 +17,6 @@ from torch.optim import AdamW
 
 from dynoffload.errors import ConfigError, TraceError
 from dynoffload.experiments import zoo
-from dynoffload.experiments.bound import phase_bound
 from dynoffload.profiler import CostModel, Trace, load_trace, profile
 from dynoffload.profiler.costs import Kind
 from dynoffload.simulation import (
@@ -108,29 +107,15 @@ def test_with_room_for_everything_nothing_moves(planned: bool) -> None:
     assert not found.infeasible
     for step in found.steps[1:]:
         given = sum(static().steps[0].sizes[region] for region in static().steps[0].given)
-        assert step.bytes_in <= given + step.prefetched_bytes
+        assert step.bytes_in <= given
         assert step.seconds == pytest.approx(step.compute_s + step.stall_s)
 
 
-@pytest.mark.parametrize("share", [0.5, 0.25])
-def test_who_knows_more_waits_less(share: float) -> None:
-    ahead, demanded = (run(routed(), share, planned=planned) for planned in (True, False))
-    assert ahead.seconds() < 0.9 * demanded.seconds()
-
-
-@pytest.mark.parametrize(("bandwidth", "slack"), [(2e9, 1.01), (5e8, 1.1)])
 @pytest.mark.parametrize("share", [0.5, 0.25, 0.125])
-def test_plans_stay_near_the_bound(share: float, bandwidth: float, slack: float) -> None:
-    """Transfers hide behind work: no plan is faster than the bound, and these are hardly slower."""
-    work = routed()
-    link = Link(bandwidth, bandwidth, 2 * bandwidth)
-    found = run(work, share, planned=True, link=link)
-    capacity = int(share * peak(work)) + 1
-    for step, result in list(zip(work.steps, found.steps, strict=True))[1:-1]:
-        sizes = [step.sizes.get(region, nbytes) for region, nbytes in enumerate(work.sizes)]
-        bounds = (phase_bound(step.uses[a:b], sizes, capacity) for a, b in step.phases.values())
-        least = sum(bound.seconds(bandwidth, bandwidth) for bound in bounds)
-        assert least <= result.seconds <= slack * least
+def test_who_knows_more_waits_less(share: float) -> None:
+    ahead, demanded = (run(routed(), share, planned=planned).steps[1:] for planned in (True, False))
+    for known, step in zip(ahead, demanded, strict=True):
+        assert known.compute_s <= known.seconds < 0.9 * step.seconds
 
 
 def test_steps_of_two_networks_are_no_workload() -> None:

@@ -7,7 +7,8 @@ example), by the shapes of its arguments, its *variant*. `cutting` finds the blo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +20,7 @@ UNSEEN = -1
 """The number of a call that matches no block."""
 NO_SHAPES = "()"
 """The variant of calls without tensors, if other calls of the module have some."""
-_FORMAT = "dynoffload-vocabulary"
-_VERSION = 1
+_FORMAT = ("dynoffload-vocabulary", 1)
 _MAX_BLOCKS = 1_000_000
 _MAX_TEXT = 4096
 
@@ -37,7 +37,6 @@ class Block:
         nbytes: bytes of the parameters, gradients, optimizer state and buffers it uses.
         activation_bytes: most bytes of activations that one call leaves alive.
         idioms: sum of the idiom counts of its forward operators.
-        optional: whether some training sample does not run it.
     """
 
     index: int
@@ -47,7 +46,6 @@ class Block:
     nbytes: int
     activation_bytes: int
     idioms: Idioms
-    optional: bool = False
 
     @property
     def name(self) -> str:
@@ -137,8 +135,8 @@ class Vocabulary:
     def to_json(self) -> dict[str, Any]:
         """Return the vocabulary as plain JSON data."""
         return {
-            "format": _FORMAT,
-            "version": _VERSION,
+            "format": _FORMAT[0],
+            "version": _FORMAT[1],
             "network": self.network,
             "repeated": sorted(self.repeated),
             "blocks": [
@@ -149,7 +147,6 @@ class Vocabulary:
                     "nbytes": block.nbytes,
                     "activation_bytes": block.activation_bytes,
                     "idioms": list(block.idioms),
-                    "optional": block.optional,
                 }
                 for block in self.blocks
             ],
@@ -162,66 +159,56 @@ class Vocabulary:
         Raises:
             PilotError: if the data is not such a vocabulary; names the problem.
         """
-        document = _mapping(data, "the vocabulary")
-        if document.get("format") != _FORMAT or document.get("version") != _VERSION:
+        if not isinstance(data, dict) or (data.get("format"), data.get("version")) != _FORMAT:
             raise PilotError(
-                f"not a vocabulary that this release reads: format {document.get('format')!r}, "
-                f"version {document.get('version')!r}; train the pilot anew with this release"
+                "not a vocabulary that this release reads; train the pilot anew with this release"
             )
-        blocks = document.get("blocks")
-        if not isinstance(blocks, list) or len(blocks) > _MAX_BLOCKS:
-            raise PilotError("the vocabulary's blocks are not a list of at most a million")
         return cls(
-            network=_text(document, "network"),
-            blocks=tuple(_block(index, entry) for index, entry in enumerate(blocks)),
-            repeated=frozenset(_texts(document, "repeated")),
+            network=_read(data, "network", _is_text),
+            blocks=tuple(_block(*one) for one in enumerate(_read(data, "blocks", _is_list))),
+            repeated=frozenset(_read(data, "repeated", _is_texts)),
         )
 
 
-def _block(index: int, data: object) -> Block:
-    entry = _mapping(data, f"block {index}")
-    idioms = entry.get("idioms")
-    if not isinstance(idioms, list) or len(idioms) != len(Idioms._fields):
-        raise PilotError(f"block {index} has no six idiom counts")
-    optional = entry.get("optional")
-    if not isinstance(optional, bool):
-        raise PilotError(f"block {index}: optional is {optional!r}, not true or false")
+def _block(index: int, entry: Any) -> Block:
+    """Return a block of a file that a stranger may have written."""
+    idioms = _read(entry, "idioms", _is_list)
+    if len(idioms) != len(Idioms._fields) or not all(map(_is_count, idioms)):
+        raise PilotError(f"block {index} of the vocabulary has no six idiom counts")
     return Block(
         index=index,
-        path=_text(entry, "path"),
-        variant=_text(entry, "variant"),
-        visits=_texts(entry, "visits"),
-        nbytes=_count(entry.get("nbytes"), "nbytes"),
-        activation_bytes=_count(entry.get("activation_bytes"), "activation_bytes"),
-        idioms=Idioms(*(_count(count, "idioms") for count in idioms)),
-        optional=optional,
+        path=_read(entry, "path", _is_text),
+        variant=_read(entry, "variant", _is_text),
+        visits=tuple(_read(entry, "visits", _is_texts)),
+        nbytes=_read(entry, "nbytes", _is_count),
+        activation_bytes=_read(entry, "activation_bytes", _is_count),
+        idioms=Idioms(*idioms),
     )
 
 
-def _mapping(data: object, what: str) -> Mapping[str, object]:
-    if not isinstance(data, dict):
-        raise PilotError(f"{what} is not an object but {type(data).__name__}")
-    return data
+def _read(entry: Any, key: str, holds: Callable[[Any], bool]) -> Any:
+    """Return what ``entry`` has by ``key``, if it is what it is to be."""
+    value = entry.get(key) if isinstance(entry, dict) else entry
+    if not holds(value):
+        wanted = holds.__name__.removeprefix("_is_")
+        raise PilotError(
+            f"the vocabulary's {key} is {reprlib.repr(value)}, and no {wanted} within limits; "
+            "train the pilot anew with this release"
+        )
+    return value
 
 
-def _text(entry: Mapping[str, object], key: str) -> str:
-    return _checked_text(entry.get(key), key)
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= _MAX_TEXT
 
 
-def _texts(entry: Mapping[str, object], key: str) -> tuple[str, ...]:
-    texts = entry.get(key)
-    if not isinstance(texts, list):
-        raise PilotError(f"vocabulary: {key} is not a list of texts")
-    return tuple(_checked_text(text, key) for text in texts)
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= _MAX_BLOCKS
 
 
-def _checked_text(text: object, key: str) -> str:
-    if not isinstance(text, str) or len(text) > _MAX_TEXT:
-        raise PilotError(f"vocabulary: {key} is not a text of at most {_MAX_TEXT} characters")
-    return text
+def _is_texts(value: Any) -> bool:
+    return _is_list(value) and all(map(_is_text, value))
 
 
-def _count(count: object, key: str) -> int:
-    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < 2**63:
-        raise PilotError(f"vocabulary: {key} is {count!r}, not a count from 0 on")
-    return count
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63

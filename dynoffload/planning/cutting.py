@@ -86,7 +86,6 @@ class _Seen:
     """Statistics of the calls of one block."""
 
     visits: tuple[str, ...]
-    programs: set[int] = field(default_factory=set)
     activation_bytes: int = 0
     idioms: Counter[Idioms] = field(default_factory=Counter)
 
@@ -122,8 +121,8 @@ def build_vocabulary(summaries: Sequence[CallSummary], budget: int | None = None
     }
     variants = {path: module.variants() for path, module in modules.items()}
     seen: dict[tuple[str, str], _Seen] = {}
-    for number, summary in enumerate(summaries):
-        _count_calls(summary, number, atomic, variants, seen)
+    for summary in summaries:
+        _count_calls(summary, atomic, variants, seen)
     _add_unseen_shapes(seen, modules)
     blocks = []
     for index, ((path, variant), block) in enumerate(seen.items()):
@@ -136,7 +135,6 @@ def build_vocabulary(summaries: Sequence[CallSummary], budget: int | None = None
                 nbytes=_bytes(block.visits, owned, sizes),
                 activation_bytes=block.activation_bytes,
                 idioms=block.idioms.most_common(1)[0][0],
-                optional=len(block.programs) < len(summaries),
             )
         )
     repeated = {path for path, _ in seen if modules[path].mixed}
@@ -155,7 +153,6 @@ def _add_unseen_shapes(seen: dict[tuple[str, str], _Seen], modules: Mapping[str,
             continue
         seen[path, ""] = _Seen(
             known[0].visits,
-            set(),
             max(block.activation_bytes for block in known),
             sum((block.idioms for block in known), Counter()),
         )
@@ -216,7 +213,6 @@ def _bytes(
 
 def _count_calls(
     summary: CallSummary,
-    number: int,
     atomic: set[str],
     variants: Mapping[str, Mapping[str, str]],
     seen: dict[tuple[str, str], _Seen],
@@ -244,6 +240,5 @@ def _count_calls(
     np.add.at(totals, np.array(inside, dtype=np.int64)[counted], costs[counted])
     for index, block in opened.items():
         activations, *idioms = map(int, totals[index].tolist())
-        block.programs.add(number)
         block.activation_bytes = max(block.activation_bytes, activations)
         block.idioms[Idioms(*idioms)] += 1

@@ -1,39 +1,17 @@
-"""Memory needs of a recorded step: the total, and the most that one operator needs.
-
-Only regions that the runtime manages count. `temporaries` measures the others.
-"""
+"""Memory of a recorded step: what the runtime manages, and what its operators need beside that."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
-
 from dynoffload.errors import TraceError
-from dynoffload.profiler.trace import Phase, RegionInfo, Trace, owner_of
+from dynoffload.profiler.trace import Phase, Trace
 
-_KEPT = frozenset(("parameter", "buffer", "state"))
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Memory needs of one recorded step, in bytes.
-
-    Attributes:
-        total: peak of all managed regions if nothing were evicted.
-        need: most that one operator needs at once; no budget below it is feasible.
-    """
-
-    total: int
-    need: int
+_KEPT = frozenset(("parameter", "buffer", "state", "gradient"))
 
 
-def footprint(trace: Trace) -> Footprint:
-    """Return the footprint of a recorded step.
+def footprint(trace: Trace) -> int:
+    """Return the peak bytes of all managed regions of a recorded step if nothing were evicted.
 
-    Only saved activations count: made in forward and read again in backward. Optimizer operators
-    count by parameter, even if they update many at once, since they can be split. All regions that
-    the update of one parameter touches are needed together.
+    Of activations only saved ones count: made in forward and read again in backward.
 
     Raises:
         TraceError: if the trace has no operators.
@@ -42,23 +20,8 @@ def footprint(trace: Trace) -> Footprint:
         raise TraceError(
             f"the trace of step {trace.step} ({trace.source!r}) has no operators; record it again"
         )
-    saved = saved_activations(trace)
-    need = 0
-    updated: dict[int, None] = {}
-    for operator in trace.operators:
-        touched = dict.fromkeys((*operator.reads, *operator.writes))
-        if operator.phase is Phase.OPTIMIZER:
-            updated |= touched
-            continue
-        managed = (
-            trace.regions[index].nbytes
-            for index in touched
-            if index in saved or trace.regions[index].kind not in ("activation", "input")
-        )
-        need = max(need, sum(managed))
-    need = max(need, _largest_update(trace.regions[index] for index in updated))
-    total = sum(r.nbytes for r in trace.regions if r.kind in _KEPT or r.kind == "gradient")
-    return Footprint(total + _peak(trace, saved), need)
+    total = sum(region.nbytes for region in trace.regions if region.kind in _KEPT)
+    return total + _peak(trace, saved_activations(trace))
 
 
 def temporaries(trace: Trace) -> int:
@@ -86,15 +49,6 @@ def saved_activations(trace: Trace) -> set[int]:
         for index in operator.reads
         if index in made
     }
-
-
-def _largest_update(regions: Iterable[RegionInfo]) -> int:
-    """Return the most bytes of ``regions`` that belong to one parameter."""
-    sizes: dict[str, int] = defaultdict(int)
-    for region in regions:
-        if owner_of(region) is not None:
-            sizes[region.name.partition(":")[0]] += region.nbytes
-    return max(sizes.values(), default=0)
 
 
 def _peak(trace: Trace, saved: set[int]) -> int:

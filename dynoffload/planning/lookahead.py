@@ -106,8 +106,8 @@ class LookAhead:
         limit = capacity - int(capacity * self.window)
         held = _sweep(uses, sizes, capacity, limit, resident, dirty)
         starts, kept = _prefetch(held, sizes, capacity)
-        occupancy = _spare(held, sizes, capacity, starts, kept)
-        return _schedule(uses, sizes, held, starts, kept, max(occupancy, default=0))
+        _spare(held, sizes, capacity, starts, kept)
+        return _schedule(held, starts, kept)
 
 
 def _sweep(
@@ -304,8 +304,8 @@ def _spare(
     capacity: int,
     starts: list[int],
     kept: list[bool],
-) -> list[int]:
-    """Cancel evictions that no fetch ends, where memory is left; return the final occupancy.
+) -> None:
+    """Cancel evictions that no fetch ends, where memory is left.
 
     Regions with the soonest next use, the string being repeated, are kept first.
     """
@@ -339,45 +339,19 @@ def _spare(
             if kept[drop] and held.drop_end[drop] > position:
                 kept[drop] = False
                 spared -= sizes[held.drop_region[drop]]
-    change = [0] * (length + 1)
-    for drop in candidates:
-        if kept[drop]:
-            change[held.drop_start[drop]] += sizes[held.drop_region[drop]]
-            change[held.drop_end[drop]] -= sizes[held.drop_region[drop]]
-    return [base + more for base, more in zip(occupancy, accumulate(change[:length]), strict=True)]
 
 
-def _schedule(
-    uses: Sequence[Use],
-    sizes: Sequence[int],
-    held: _Residency,
-    starts: list[int],
-    kept: list[bool],
-    peak: int,
-) -> Schedule:
-    """Return the decisions as ordered actions, with the bytes they move."""
-    evictions: list[tuple[int, int]] = []
-    bytes_out = bytes_in = 0
-    unsaved: set[int] = set()  # regions modified before an eviction that is not made
-    for region, start, keep, dirty in zip(
-        held.drop_region, held.drop_start, kept, held.drop_dirty, strict=True
-    ):
-        if keep:
-            if dirty:
-                unsaved.add(region)
-            continue
-        evictions.append((start, region))
-        if dirty or region in unsaved:
-            bytes_out += sizes[region]
-            unsaved.discard(region)
-    fetches: list[tuple[int, int]] = []
-    for region, start, drop in zip(held.fetch_region, starts, held.fetch_drop, strict=True):
-        if drop < 0 or not kept[drop]:
-            fetches.append((start, region))
-            bytes_in += sizes[region]
-    # Stable sorts: at one position evictions come first, then fetches in the order they are due.
+def _schedule(held: _Residency, starts: list[int], kept: list[bool]) -> Schedule:
+    """Return the decisions as ordered actions."""
+    # Stable sort: at one position evictions come first, then fetches in the order they are due.
     evict, fetch = Kind.EVICT, Kind.FETCH  # enum lookups cost more than creating an action
-    actions = [Action(start, evict, region) for start, region in evictions]
-    actions += [Action(start, fetch, region) for start, region in fetches]
+    drops = zip(held.drop_region, held.drop_start, kept, strict=True)
+    actions = [Action(start, evict, region) for region, start, keep in drops if not keep]
+    fetches = zip(held.fetch_region, starts, held.fetch_drop, strict=True)
+    actions += [
+        Action(start, fetch, region)
+        for region, start, drop in fetches
+        if drop < 0 or not kept[drop]
+    ]
     actions.sort(key=itemgetter(0))
-    return Schedule(tuple(actions), peak, bytes_in, bytes_out)
+    return Schedule(tuple(actions))

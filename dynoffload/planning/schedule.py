@@ -72,15 +72,9 @@ class Schedule:
 
     Attributes:
         actions: transfers in the order of execution (see the note of this module).
-        peak: most bytes resident during one use if every action runs as early as allowed.
-        bytes_in: bytes that the fetches read.
-        bytes_out: bytes that the evictions of dirty regions write.
     """
 
     actions: tuple[Action, ...]
-    peak: int = 0
-    bytes_in: int = 0
-    bytes_out: int = 0
 
 
 def infeasible(position: int, need: int, have: int) -> BudgetError:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dynoffload.simulation.moe_cluster import MoeShard
-from dynoffload.simulation.roofline import Accelerator, SharedLink
+from dynoffload.simulation.roofline import ELEMENT, Accelerator, SharedLink
 
 GB_PER_S = 1e9
 DEVICES_PER_NODE = 4
@@ -67,16 +67,16 @@ STRATEGIES = (CONSERVATIVE, AGGRESSIVE)
 
 def local_areas(shard: MoeShard, placement: Placement) -> dict[str, float]:
     """Return the bytes of local memory by purpose; see [Note: what local memory holds]."""
-    element, layers, head = shard.precision.element, shard.layers, shard.head
+    layers, head = shard.layers, shard.head
     resident = {
-        "embedding, its gradient, logits": 2 * element * head.dense + 2 * shard.logits,
+        "embedding, its gradient, logits": 2 * ELEMENT * head.dense + 2 * shard.logits,
     }
     if not placement.weights:
-        resident["weights"] = sum(element * layer.parameters for layer in layers)
+        resident["weights"] = sum(ELEMENT * layer.parameters for layer in layers)
     if not placement.checkpoints:
         resident["checkpoints"] = len(layers) * shard.own
     areas = {
-        "a layer's gradients": max(element * layer.parameters for layer in layers),
+        "a layer's gradients": max(ELEMENT * layer.parameters for layer in layers),
         "a layer's optimizer state": max(shard.state_bytes(layer) for layer in layers),
         "a layer's activations": max(layer.saved for layer in layers),
         "gradients of a layer's activations": max(layer.saved for layer in layers),
@@ -84,7 +84,7 @@ def local_areas(shard: MoeShard, placement: Placement) -> dict[str, float]:
         "tokens to experts, their gradients": 2 * (shard.sent + shard.routed),
     }
     if placement.weights:
-        areas["a layer's weights"] = max(element * layer.parameters for layer in layers)
+        areas["a layer's weights"] = max(ELEMENT * layer.parameters for layer in layers)
     if placement.checkpoints:
         areas["a layer's checkpoint"] = shard.own
     return resident | areas
@@ -101,7 +101,7 @@ def remote_areas(shard: MoeShard, placement: Placement) -> dict[str, float]:
     if placement.activations:
         areas["activations"] = sum(layer.saved for layer in layers)
     if placement.weights:
-        areas["weights"] = sum(shard.precision.element * layer.parameters for layer in layers)
+        areas["weights"] = sum(ELEMENT * layer.parameters for layer in layers)
     if placement.checkpoints:
         areas["checkpoints"] = len(layers) * shard.own
     return areas

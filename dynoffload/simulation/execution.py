@@ -5,9 +5,8 @@ Plans come from the runtime's planner. A region is dirty after a use that writes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from dynoffload.errors import BudgetError
 from dynoffload.planning.cursor import PlanCursor
@@ -29,10 +28,6 @@ class Simulation:
 
     steps: tuple[StepResult, ...]
     infeasible: str = ""
-
-    def seconds(self, warmup: int = 1) -> float:
-        """Return the median seconds of a step after the first ``warmup``."""
-        return median(step.seconds for step in self.steps[warmup:])
 
 
 def simulate(workload: Workload, machine: Machine, *, planned: bool) -> Simulation:
@@ -90,13 +85,10 @@ class Execution(FastMemory):
         Raises:
             BudgetError: a use does not fit in ``machine.fast_bytes``.
         """
-        began = self.now
-        self._result = result = StepResult(peak_bytes=self._taken)
+        began, result = self.now, self.begin_step()
         self._follow(plan or PlanCursor())
         for position, use in enumerate(uses):
-            for region in self._plan.advance(position):
-                if self._may_leave(region):
-                    self._offer(region)
+            self._advance(position)
             self._make(position, use)
         for region in {region for use in uses for region in use.creates}:
             self._forget(region)
@@ -104,48 +96,24 @@ class Execution(FastMemory):
         return result
 
     def _make(self, position: int, use: Use) -> None:
-        result = self._result
         regions = list(dict.fromkeys((*use.regions, *use.creates)))
         need = sum(self.sizes[region] for region in regions)
         if need > self.machine.fast_bytes:
             raise infeasible(position, need, self.machine.fast_bytes)
         for region in use.creates:
             self._copied[region] = False
-        self._get(position, regions)
+        self._pin(regions)
         for region in regions:
-            self._pins[region] += 1
+            self._result.faults += self.state[region] is State.ABSENT and self._copied[region]
+        self._fetch(regions, position)
         seconds = use.seconds / self.machine.compute
         self._compute(seconds)
-        result.compute_s += seconds
-        self._release(regions, {*use.writes, *use.creates})
-        for region in use.frees:
-            self._forget(region)
-
-    def _release(self, regions: Iterable[int], written: Iterable[int]) -> None:
-        for region in written:
+        self._result.compute_s += seconds
+        for region in (*use.writes, *use.creates):
             self.dirty[region] = True
         for region in regions:
-            self._pins[region] -= 1
-            self._clock += 1
-            self._stamp[region] = self._clock
-            if self._may_leave(region):
-                self._offer(region)
-
-    def _get(self, position: int, regions: Sequence[int]) -> None:
-        """Wait until all ``regions`` are resident."""
-        absent = [region for region in regions if self.state[region] is not State.HERE]
-        for region in regions:
-            self._pins[region] += 1
-        if absent:
-            began = self.now
-            for region in absent:
-                self._wanted[region] = True
-                if self.state[region] is State.ABSENT:
-                    self._result.faults += self._copied[region]
-                    self._urgent.append(region)
-            self._wait(lambda: all(self.state[region] is State.HERE for region in absent), position)
-            for region in absent:
-                self._wanted[region] = False
-            self._result.stall_s += self.now - began
-        for region in regions:
-            self._pins[region] -= 1
+            self._wanted[region] = False
+            self._renew(region)
+        self._pin(regions, -1)
+        for region in use.frees:
+            self._forget(region)

@@ -44,7 +44,6 @@ class StepResult:
         beside_s: seconds of work, the runtime's and the uses', that overlapped with transfers.
         bytes_in: bytes read from the tier below.
         bytes_out: bytes written to it.
-        prefetched_bytes: bytes of ``bytes_in`` that were read by plan.
         faults: demand fetches of regions, or accesses that had to wait.
         peak_bytes: most fast memory taken at one time.
     """
@@ -55,7 +54,6 @@ class StepResult:
     beside_s: float = 0.0
     bytes_in: int = 0
     bytes_out: int = 0
-    prefetched_bytes: int = 0
     faults: int = 0
     peak_bytes: int = 0
 
@@ -121,10 +119,40 @@ class FastMemory:
         return here and not self._pins[region] and not self._wanted[region]
 
     def _offer(self, region: int) -> None:
-        """Make the region a candidate for eviction, ranked by its current next use."""
+        """Make the region a candidate for eviction if it may leave, ranked by its next use."""
+        if not self._may_leave(region):
+            return
         self._version[region] += 1
         entry = (-self._plan.next_use(region), self._stamp[region], region, self._version[region])
         heappush(self._heap, entry)
+
+    def begin_step(self) -> StepResult:
+        """Begin a step; return its result, which is filled as the step runs."""
+        self._result = StepResult(peak_bytes=self._taken)
+        return self._result
+
+    def _pin(self, regions: Iterable[int], count: int = 1) -> None:
+        """Keep regions where they are; with ``count`` -1, no longer."""
+        for region in regions:
+            self._pins[region] += count
+            self._offer(region)
+
+    def _renew(self, region: int) -> None:
+        """Make the region the latest used."""
+        self._clock += 1
+        self._stamp[region] = self._clock
+
+    def _fetch(self, regions: Iterable[int], position: int = -1) -> None:
+        """Wait until all regions are resident."""
+        absent = [region for region in regions if self.state[region] is not State.HERE]
+        began = self.now
+        for region in absent:
+            self._wanted[region] = True
+            if self.state[region] is State.ABSENT:
+                self._urgent.append(region)
+        if absent:
+            self._wait(lambda: all(self.state[region] is State.HERE for region in absent), position)
+            self._result.stall_s += self.now - began
 
     def finish(self) -> None:
         """Wait until all transfers have ended."""
@@ -132,9 +160,12 @@ class FastMemory:
 
     def _follow(self, plan: PlanCursor) -> None:
         self._plan = plan
-        for region, state in enumerate(self.state):
-            if state is State.HERE:
-                self._offer(region)
+        for region in range(len(self.state)):
+            self._offer(region)
+
+    def _advance(self, position: int) -> None:
+        for region in self._plan.advance(position):
+            self._offer(region)
 
     def _forget(self, region: int) -> None:
         """Discard the region's content, without a write."""
@@ -197,8 +228,6 @@ class FastMemory:
         self.state[region] = State.HERE
         if transfer.reading:
             self._result.bytes_in += nbytes
-            if transfer.planned:
-                self._result.prefetched_bytes += nbytes
             self.dirty[region] = False
         else:
             self._leaving -= nbytes
@@ -211,7 +240,7 @@ class FastMemory:
             self._leave(region)
         elif not transfer.reading and not self._wanted[region] and not self._pins[region]:
             self._leave(region)
-        elif self._may_leave(region):
+        else:
             self._offer(region)
 
     # What the link does next
@@ -314,7 +343,7 @@ class FastMemory:
         link = self.machine.link
         delay = link.latency_s if planned else link.latency_s + link.fault_s
         self.state[region] = State.READING
-        self._traffic.begin(Transfer(region, size, True, delay, planned))
+        self._traffic.begin(Transfer(region, size, True, delay))
 
     def _evict(self, region: int) -> None:
         size = self.sizes[region]
@@ -324,7 +353,7 @@ class FastMemory:
         self.state[region] = State.WRITING
         self._leaving += size
         delay = self.machine.link.latency_s + self._let_go(region)
-        self._traffic.begin(Transfer(region, size, False, delay, False))
+        self._traffic.begin(Transfer(region, size, False, delay))
 
     def _let_go(self, region: int) -> float:
         """Prepare a resident region for its write; return the seconds that takes."""

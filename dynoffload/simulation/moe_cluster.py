@@ -23,7 +23,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dynoffload.errors import ConfigError
-from dynoffload.simulation.roofline import Operator, elementwise, matmul
+from dynoffload.simulation.roofline import ELEMENT, Operator, elementwise, matmul
+
+GRADIENT = 4
+"""Bytes of an element of a stored gradient, which are part of `STATE`."""
+STATE = 16
+"""Bytes of a parameter's master weight, two moments and stored gradient."""
+MASK = 1
+"""Bytes of an element of a dropout mask."""
 
 
 @dataclass(frozen=True)
@@ -107,23 +114,6 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Precision:
-    """Bytes per element or per parameter.
-
-    Attributes:
-        element: of a weight, an activation, and a gradient as computed in backward.
-        gradient: of a stored gradient, which is part of ``state``.
-        state: of the master weight, two moments and the stored gradient together.
-        mask: of an element of a dropout mask.
-    """
-
-    element: int = 2
-    gradient: int = 4
-    state: int = 16
-    mask: int = 1
-
-
-@dataclass(frozen=True)
 class Layer:
     """One device's share of a layer, of half a layer, or of the head.
 
@@ -166,7 +156,6 @@ class MoeShard:
     model: MoeTransformer
     division: Division
     batch: Batch
-    precision: Precision = Precision()
 
     def __post_init__(self) -> None:
         model, cut = self.model, self.division
@@ -186,7 +175,7 @@ class MoeShard:
     def own(self) -> float:
         """Bytes of one activation of the device's own tokens, which is also a checkpoint."""
         elements = self.batch.tokens * self.model.hidden / self.division.tensor
-        return self.precision.element * elements
+        return ELEMENT * elements
 
     @property
     def gathered(self) -> float:
@@ -203,7 +192,7 @@ class MoeShard:
     @property
     def routed(self) -> float:
         """Bytes of one activation of the tokens that reach the device's experts."""
-        return self.precision.element * self.routed_rows * self.model.hidden
+        return ELEMENT * self.routed_rows * self.model.hidden
 
     @property
     def sent(self) -> float:
@@ -216,7 +205,7 @@ class MoeShard:
         State of replicated parameters is divided among their devices (ZeRO).
         """
         owned = layer.dense / self.division.data + layer.expert / self.division.replicas
-        return self.precision.state * owned
+        return STATE * owned
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -229,9 +218,9 @@ class MoeShard:
     @cached_property
     def head(self) -> Layer:
         """The embedding used as the head: logits, the loss, and their gradients."""
-        element, hidden = self.precision.element, self.model.hidden
+        hidden = self.model.hidden
         columns = self.model.vocabulary / self.division.tensor
-        logits = matmul(element, self.batch.tokens, hidden, columns)
+        logits = matmul(self.batch.tokens, hidden, columns)
         gather = self._ring if columns else 0.0
         return Layer(
             forward=(logits, elementwise(2 * self.logits)),
@@ -246,25 +235,24 @@ class MoeShard:
     def logits(self) -> float:
         """Bytes of the device's logits."""
         columns = self.model.vocabulary / self.division.tensor
-        return self.precision.element * self.batch.tokens * columns
+        return ELEMENT * self.batch.tokens * columns
 
     @cached_property
     def attention(self) -> Layer:
         """The first half of each layer."""
         model, tokens, tensor = self.model, self.batch.tokens, self.division.tensor
-        element, mask = self.precision.element, self.precision.mask
         hidden, length, width = model.hidden, self.batch.length, model.hidden / model.heads
         maps = self.batch.sequences * model.heads / tensor
         scores = maps * length**2
         products = [
-            matmul(element, tokens, hidden, 3 * hidden / tensor),  # query, key, value
-            matmul(element, length, width, length, maps),  # scores
-            matmul(element, length, length, width, maps),  # mixture
-            matmul(element, tokens, hidden / tensor, hidden),  # projection
+            matmul(tokens, hidden, 3 * hidden / tensor),  # query, key, value
+            matmul(length, width, length, maps),  # scores
+            matmul(length, length, width, maps),  # mixture
+            matmul(tokens, hidden / tensor, hidden),  # projection
         ]
-        softmax = (3 * element + mask) * scores  # and dropout, in either pass
+        softmax = (3 * ELEMENT + MASK) * scores  # and dropout, in either pass
         # Input, query, key, value, mixture and a mask: 11h. Softmax, a mask, dropout's result: 5as.
-        saved = 5 * self.own + self._mask + (2 * element + mask) * scores
+        saved = 5 * self.own + self._mask + (2 * ELEMENT + MASK) * scores
         return self._divided(products, (softmax, softmax), saved, 4 * hidden**2 / tensor)
 
     @cached_property
@@ -272,8 +260,8 @@ class MoeShard:
         """The second half of a layer without experts."""
         hidden, tokens, tensor = self.model.hidden, self.batch.tokens, self.division.tensor
         columns = self.model.inner * hidden / tensor
-        product = matmul(self.precision.element, tokens, hidden, columns)  # up; down costs as much
-        inner = self.precision.element * tokens * columns
+        product = matmul(tokens, hidden, columns)  # up; down costs as much
+        inner = ELEMENT * tokens * columns
         saved = self.own + 2 * inner + self._mask
         return self._divided([product] * 2, (2 * inner, 3 * inner), saved, 2 * columns * hidden)
 
@@ -290,10 +278,10 @@ class MoeShard:
     @cached_property
     def _experts(self) -> Layer:
         """The second half of a layer with experts."""
-        element, hidden, cut = self.precision.element, self.model.hidden, self.division
+        hidden, cut = self.model.hidden, self.division
         held, columns = self.model.experts / cut.expert, self.model.inner * hidden / cut.slices
-        product = matmul(element, self.routed_rows / held, hidden, columns, held)
-        inner = element * self.routed_rows * columns
+        product = matmul(self.routed_rows / held, hidden, columns, held)
+        inner = ELEMENT * self.routed_rows * columns
         saved = self.routed + 2 * inner + self.own + self._mask
         # Dispatch and combine: a device receives as much as it sends.
         exchanged = 2 * self.sent * (1 - 1 / cut.expert)
@@ -333,7 +321,7 @@ class MoeShard:
 
     @property
     def _mask(self) -> float:
-        return self.own * self.precision.mask / self.precision.element
+        return self.own * MASK / ELEMENT
 
     @property
     def _ring(self) -> float:
@@ -343,4 +331,4 @@ class MoeShard:
 
     def _reduced(self, parameters: float, holders: int) -> float:
         """Return the bytes received to reduce-scatter gradients over ``holders``."""
-        return self.precision.element * parameters * (1 - 1 / holders)
+        return ELEMENT * parameters * (1 - 1 / holders)

@@ -37,7 +37,7 @@ import numpy as np
 from dynoffload.moe.parallel.strategies import Strategy
 from dynoffload.simulation.moe_cluster import MoeShard
 from dynoffload.simulation.ranks import Cluster, Floats, Resource, Routing, Timeline
-from dynoffload.simulation.roofline import Accelerator, Operator, work
+from dynoffload.simulation.roofline import ELEMENT, Accelerator, Operator, work
 
 COMPUTE, LINK, COPY = Resource.COMPUTE, Resource.LINK, Resource.COPY
 
@@ -49,13 +49,11 @@ class Layer:
     Attributes:
         width: width of a row.
         inner: inner width of an expert, or of its slice.
-        element: bytes of an element.
         activation, activation_backward: seconds per row between the products; 0 to ignore them.
     """
 
     width: int
     inner: int
-    element: int = 2
     activation: float = 0.0
     activation_backward: float = 0.0
 
@@ -113,10 +111,10 @@ def part_of(layer: Layer, routing: Routing, device: Accelerator, cluster: Cluste
     received: Floats = sent.sum(axis=0)
     macs = received * (layer.width * layer.inner)
     held = routing.rows.shape[1] / routing.groups * layer.width * layer.inner
-    traffic = layer.element * (held + received * (layer.width + layer.inner))
+    traffic = ELEMENT * (held + received * (layer.width + layer.inner))
     product = np.maximum(2 * macs / device.flops_per_s, traffic / device.local_bytes_per_s)
-    copied = received * layer.element / device.remote.share
-    row = layer.width * layer.element
+    copied = received * ELEMENT / device.remote.share
+    row = layer.width * ELEMENT
     return Part(
         product=np.where(received > 0, product, 0.0),
         dispatch=cluster.all_to_all(sent * row),
@@ -271,10 +269,10 @@ class MoeSteps:
     @property
     def layer(self) -> Layer:
         """The dimensions of an expert layer."""
-        model, cut, element = self.shard.model, self.shard.division, self.shard.precision.element
+        model, cut = self.shard.model, self.shard.division
         inner = model.inner * model.hidden // cut.slices
-        row = element * inner / self.device.local_bytes_per_s
-        return Layer(model.hidden, inner, element, 2 * row, 3 * row)
+        row = ELEMENT * inner / self.device.local_bytes_per_s
+        return Layer(model.hidden, inner, 2 * row, 3 * row)
 
     def step(
         self, routings: Sequence[Routing], parts: int = 1, strategy: Strategy = Strategy.NONE
@@ -301,7 +299,7 @@ class MoeSteps:
         buffers of one."""
         most = max(float(routing.sent().sum(axis=0).max()) for routing in routings)
         activations, buffers = self.layer.kept(most, parts, shared=strategy.reuses)
-        return self.layer.element * (self.shard.model.moe_layers * activations + buffers)
+        return ELEMENT * (self.shard.model.moe_layers * activations + buffers)
 
     @cached_property
     def _even(self) -> float:
@@ -320,7 +318,7 @@ class MoeSteps:
     @cached_property
     def _collectives(self) -> float:
         """Return the seconds of gathers and sums outside of expert layers."""
-        shard, cut, element = self.shard, self.shard.division, self.shard.precision.element
+        shard, cut = self.shard, self.shard.division
         blocks = 2 * shard.model.layers - shard.model.moe_layers
         ring = self.cluster.all_gather(shard.gathered, self.cluster.rings(cut.tensor))
         # Each block gathers and scatters in forward and when it is recomputed, and has three
@@ -329,6 +327,6 @@ class MoeSteps:
         groups = self.cluster.rings(cut.data, cut.tensor)
         copies = self.cluster.rings(cut.replicas, cut.expert * cut.slices)
         for one in (*shard.layers, shard.head):
-            found += self.cluster.all_gather(element * one.dense, groups)
-            found += self.cluster.all_gather(element * one.expert, copies)
+            found += self.cluster.all_gather(ELEMENT * one.dense, groups)
+            found += self.cluster.all_gather(ELEMENT * one.expert, copies)
         return found

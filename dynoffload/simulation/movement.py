@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from dynoffload.simulation.designs import Placement
-from dynoffload.simulation.moe_cluster import Layer, MoeShard
+from dynoffload.simulation.moe_cluster import GRADIENT, STATE, Layer, MoeShard
 from dynoffload.simulation.ranks import Floats, Resource, Timeline
-from dynoffload.simulation.roofline import Accelerator, Operator, SharedLink, work
+from dynoffload.simulation.roofline import ELEMENT, Accelerator, Operator, SharedLink, work
 
 
 class Order(Enum):
@@ -84,11 +84,11 @@ def visits(
     update: Update = Update.NONE,
 ) -> list[Visit]:
     """Return the visits of a step: forward, the head, recomputation and backward."""
-    element, head = shard.precision.element, shard.head
+    head = shard.head
     layers = list(enumerate(shard.layers))
 
     def weights(number: int, layer: Layer) -> dict[str, float]:
-        nbytes = element * layer.parameters
+        nbytes = ELEMENT * layer.parameters
         return {f"weights {number}": nbytes} if placement.weights else {}
 
     def checkpoint(number: int) -> dict[str, float]:
@@ -127,18 +127,17 @@ def _update(
     """Return a layer's update as a separate visit, without its arithmetic."""
     if update is Update.NONE:
         return Visit((), 0.0)
-    precision = shard.precision
     state = shard.state_bytes(layer)
-    parameters = state / precision.state
-    gradient = {f"gradient {number}": precision.gradient * parameters}
+    parameters = state / STATE
+    gradient = {f"gradient {number}": GRADIENT * parameters}
     if update is Update.GRADIENTS:
         return Visit((), 0.0, {}, gradient)
-    gathered = precision.element * layer.dense * (1 - 1 / shard.division.data)
+    gathered = ELEMENT * layer.dense * (1 - 1 / shard.division.data)
     if update is Update.BESIDE_MEMORY:
-        new = 0.0 if placement.weights else precision.element * parameters
+        new = 0.0 if placement.weights else ELEMENT * parameters
         return Visit((), gathered, {}, {**gradient, f"new weights {number}": new})
-    new = precision.element * layer.parameters if placement.weights else 0.0
-    kept = (precision.state - precision.gradient) * parameters
+    new = ELEMENT * layer.parameters if placement.weights else 0.0
+    kept = (STATE - GRADIENT) * parameters
     stored = {f"new state {number}": kept, f"new weights {number}": new}
     return Visit((), gathered, {f"state {number}": state}, stored)
 

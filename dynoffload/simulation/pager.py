@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from dynoffload.planning.cursor import PlanCursor
 from dynoffload.planning.extents import Extents
 from dynoffload.planning.schedule import Schedule, Use
-from dynoffload.simulation.fast_memory import FastMemory, State, StepResult
+from dynoffload.simulation.fast_memory import FastMemory, State
 from dynoffload.simulation.machine import Machine
 from dynoffload.simulation.traffic import Transfer
 
@@ -116,11 +116,6 @@ class SimulatedPager(FastMemory):
 
     # Time
 
-    def begin_step(self) -> StepResult:
-        """Begin a step; return its result, which is filled as the step runs."""
-        self._result = StepResult(peak_bytes=self._taken)
-        return self._result
-
     def work(self, seconds: float, *, own: bool = False) -> None:
         """Simulate work that overlaps with transfers; ``own``: the runtime's own work."""
         if seconds > 0:
@@ -144,10 +139,7 @@ class SimulatedPager(FastMemory):
 
     def unpin(self, regions: Iterable[int]) -> None:
         """Unpin regions."""
-        for region in regions:
-            self._pins[region] -= 1
-            if self._may_leave(region):
-                self._offer(region)
+        self._pin(regions, -1)
         self._dispatch()
 
     def touch(self, regions: Iterable[int]) -> None:
@@ -157,7 +149,7 @@ class SimulatedPager(FastMemory):
             if self.state[region] is State.HERE:
                 if not self._regions[region].placed and not self._regions[region].locked:
                     self._place(region)
-                elif self._may_leave(region):
+                else:
                     self._offer(region)
 
     def access(self, regions: Sequence[int]) -> None:
@@ -183,15 +175,7 @@ class SimulatedPager(FastMemory):
 
     def _bring_all(self, regions: Sequence[int]) -> None:
         """Wait until all are placed."""
-        absent = [region for region in regions if self.state[region] is not State.HERE]
-        began = self.now
-        for region in absent:
-            self._wanted[region] = True
-            if self.state[region] is State.ABSENT:
-                self._urgent.append(region)
-        if absent:
-            self._wait(lambda: all(self.state[r] is State.HERE for r in absent))
-            self._result.stall_s += self.now - began
+        self._fetch(regions)
         arrived, self._arrived = self._arrived, 0
         self._move(arrived)
         for region in regions:
@@ -209,18 +193,13 @@ class SimulatedPager(FastMemory):
             self._pins[region] += 1
             self._move(self._moves(region))
             self._pins[region] -= 1
-        if self._may_leave(region):
-            self._offer(region)
+        self._offer(region)
 
     def _moves(self, region: int) -> int:
         return self.sizes[region] // self._page
 
     def _move(self, pages: int) -> None:
         self.work(pages * self._move_s, own=True)
-
-    def _renew(self, region: int) -> None:
-        self._clock += 1
-        self._stamp[region] = self._clock
 
     def _settle(self, region: int) -> None:
         """Wait until the region is not in transfer."""
@@ -247,9 +226,7 @@ class SimulatedPager(FastMemory):
                 self._regions[region].placed = False
                 self._pins[region] += 1
                 self._move(self._moves(region))
-                self._pins[region] -= 1
-                if self._may_leave(region):
-                    self._offer(region)
+                self._pin([region], -1)
 
     # The plan
 
@@ -260,9 +237,7 @@ class SimulatedPager(FastMemory):
 
     def advance(self, position: int) -> None:
         """Advance the plan to ``position``."""
-        for region in self._plan.advance(position):
-            if self._may_leave(region):
-                self._offer(region)
+        self._advance(position)
         self._dispatch()
 
     # Overrides of `FastMemory`
@@ -277,7 +252,6 @@ class SimulatedPager(FastMemory):
         padding = transfer.nbytes - self._regions[region].content
         if transfer.reading:
             self._result.bytes_in -= padding
-            self._result.prefetched_bytes -= padding * transfer.planned
             self._renew(region)
         else:
             self._result.bytes_out -= padding

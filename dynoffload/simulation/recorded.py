@@ -304,20 +304,17 @@ class _Reading:
         ended: dict[int, list[int]] = defaultdict(list)
         for region in saved:
             ended[last[region]].append(region)
-        pieces = []
-        for number, one in operators:
-            reads = tuple(dict.fromkeys(self._unpacked[number]))
-            pieces.append(
-                Piece(
-                    one.seconds,
-                    parameters=self._parameters(one),
-                    borrows=tuple(borrowed.get(number, ())),
-                    reads=reads,
-                    ends=tuple(ended.get(number, ())),
-                    completes=tuple(complete.get(number, ())),
-                )
+        return tuple(
+            Piece(
+                one.seconds,
+                parameters=self._parameters(one),
+                borrows=tuple(borrowed.get(number, ())),
+                reads=tuple(dict.fromkeys(self._unpacked[number])),
+                ends=tuple(ended.get(number, ())),
+                completes=tuple(complete.get(number, ())),
             )
-        return tuple(pieces)
+            for number, one in operators
+        )
 
     def _parameters(self, one: Operator) -> tuple[int, ...]:
         regions = dict.fromkeys((*one.reads, *one.writes))

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 
 from dynoffload.errors import ConfigError
 
+ELEMENT = 2
+"""Bytes of an element of a weight, an activation, and a gradient as computed in backward."""
+
 
 @dataclass(frozen=True)
 class SharedLink:
@@ -88,11 +91,12 @@ class Work:
     local_s: float
 
 
-def matmul(element: int, rows: float, inner: float, columns: float, batch: float = 1) -> Operator:
-    """Return ``batch`` products of a ``rows x inner`` with an ``inner x columns`` matrix, with
-    ``element`` bytes per element. The product for the gradient of either operand costs the same."""
+def matmul(rows: float, inner: float, columns: float, batch: float = 1) -> Operator:
+    """Return ``batch`` products of a ``rows x inner`` with an ``inner x columns`` matrix.
+
+    The product for the gradient of either operand costs the same."""
     operands = rows * inner + inner * columns + rows * columns
-    return Operator(2 * batch * rows * inner * columns, element * batch * operands)
+    return Operator(2 * batch * rows * inner * columns, ELEMENT * batch * operands)
 
 
 def elementwise(moved: float) -> Operator:

@@ -23,7 +23,6 @@ class Transfer:
         nbytes: its bytes.
         reading: whether it goes into fast memory.
         delay: seconds left before the first byte.
-        planned: whether it is a prefetch, not a demand fetch.
         left: bytes left to move.
     """
 
@@ -31,7 +30,6 @@ class Transfer:
     nbytes: int
     reading: bool
     delay: float
-    planned: bool
     left: float = field(init=False)
 
     def __post_init__(self) -> None:

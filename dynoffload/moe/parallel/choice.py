@@ -1,18 +1,15 @@
 """Chooses a layer's number of parts and strategy by timing them on a batch.
 
-The first batch of a size runs forward and backward several times before its own step: first with
-each number of parts, using the fitting strategy with least work, then with each strategy. Clearly
-slower candidates drop out (successive halving). A rank-sum test decides what is clear, so a noisy
-machine needs more rounds. The choice for a size never changes, so a recomputed forward, as with
-activation checkpointing, is split the same way.
+The first batch of a size runs forward and backward several times before its own step: with each
+number of parts, using the fitting strategy with least work, then with each strategy. The choice for
+a size never changes, so a recomputed forward, as with activation checkpointing, is split the same.
 """
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Hashable, Sequence
-from statistics import median_low
+from statistics import median
 from typing import NamedTuple, TypeVar
 
 from dynoffload.errors import ConfigError
@@ -23,14 +20,11 @@ from dynoffload.units import format_bytes
 NUMBERS = (1, 2, 4, 8, 16)
 """Numbers of parts among which ``"auto"`` chooses."""
 
-ROUNDS = 5
-"""Maximum number of rounds; then the fastest remaining candidate is taken."""
+ROUNDS = 3
+"""How often each candidate is timed."""
 
 MORE = 0.97
 """A method with more work is taken only if it needs less than this fraction of the time."""
-
-_DROP_RATIO = 1.3  # after two rounds, of a method's shorter time to the best one's longer time
-_SIGNIFICANT = 1.96  # standard deviations of the rank sum; beyond it is significant at 5 percent
 
 Method = TypeVar("Method", bound=Hashable)
 
@@ -51,40 +45,22 @@ PLAIN = Choice(1, Strategy.NONE)
 
 
 def quickest(methods: Sequence[Method], seconds: Callable[[Method], float]) -> Method:
-    """Return the fastest method; one with more work has to be faster by `MORE`.
+    """Return the fastest method by medians; one with more work has to be faster by `MORE`.
 
     Args:
         methods: at least one, ordered by increasing work.
         seconds: runs a method once, and returns its time.
     """
     times: dict[Method, list[float]] = {one: [] for one in methods}
-    left = list(methods)
-    for number in range(ROUNDS):
-        if len(left) == 1:
-            break
+    for number in range(ROUNDS if len(methods) > 1 else 0):
         # Another order each round: a run can slow the next one.
-        for one in random.Random(number).sample(left, len(left)):
+        for one in random.Random(number).sample(methods, len(methods)):
             times[one].append(seconds(one))
-        first = min((times[one] for one in left), key=median_low)
-        left = [one for one in left if not _behind(times[one], first)]
-    best = left[0]
-    for one in left[1:]:
-        if median_low(times[one]) < MORE * median_low(times[best]):
+    best = methods[0]
+    for one in methods[1:]:
+        if median(times[one]) < MORE * median(times[best]):
             best = one
     return best
-
-
-def _behind(times: list[float], first: list[float]) -> bool:
-    """Return whether times are clearly longer than ``first``, which has the same length.
-
-    Source: the rank-sum test of Wilcoxon, and Mann and Whitney.
-    """
-    count = len(times)
-    if count < 3:
-        return count == 2 and min(times) > _DROP_RATIO * max(first)
-    longer = sum((one > other) + 0.5 * (one == other) for one in times for other in first)
-    deviation = math.sqrt(count**2 * (2 * count + 1) / 12)
-    return longer - count**2 / 2 > _SIGNIFICANT * deviation
 
 
 class Chooser:

@@ -74,7 +74,7 @@ class ExpertParallel(MoE):
             fastest that fits in ``memory``.
         memory: limit of buffers and saved tensors when something is ``"auto"``: bytes, or a text
             such as ``"2GiB"``; assumes balanced loads. None: no limit. ``"auto"`` is decided at the
-            first training batch of a size, which runs forward and backward some 20 to 50 times
+            first training batch of a size, which runs forward and backward up to 30 times
             and must come outside of `offload()`.
         timeout: seconds that a rank waits for the others.
         name: of the layer, for errors.
@@ -133,7 +133,6 @@ class ExpertParallel(MoE):
             held=experts // exchange.world,
         )
         self._spill_dir = spill_dir
-        self._tier: FileTier | None = None
         self.set_pipeline(parts, strategy, memory)
 
     def set_pipeline(
@@ -202,12 +201,8 @@ class ExpertParallel(MoE):
             held = len(parameter)
             yield Rows(parameter, self.exchange.rank * held, self.exchange.world * held)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the tier: copies and pickles choose again, with their own."""
-        return {**self.__dict__, "_tier": None}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """See `__getstate__`."""
+        """Set the state; copies and pickles choose parts and strategy again."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.set_pipeline(*self._asked)
 
@@ -375,9 +370,7 @@ class ExpertParallel(MoE):
                 f"offloads to a file from the CPU alone, and its tokens are on {tokens.device}: "
                 "take 'none' or 'S4'"
             )
-        if offloads and self._tier is None:
-            self._tier = FileTier(self._spill_dir, timeout=self.exchange.timeout)
-        tier = self._tier if offloads else None
+        tier = FileTier(self._spill_dir, timeout=self.exchange.timeout) if offloads else None
         return Call(self.exchange, sent, self.activation, choice.strategy, tier)
 
     def _shape(self, tokens: int, itemsize: int) -> Shape:

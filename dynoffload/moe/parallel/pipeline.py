@@ -23,14 +23,13 @@ from typing import Any
 
 import torch
 
-from dynoffload.errors import ConfigError
 from dynoffload.memory.reused import reused
 from dynoffload.moe.activations import Activation
 from dynoffload.moe.parallel import computation
 from dynoffload.moe.parallel.dispatch import Dispatch, Part
 from dynoffload.moe.parallel.exchange import Exchange, Pending
 from dynoffload.moe.parallel.strategies import Strategy
-from dynoffload.moe.parallel.tiers import Copy, FileTier, Stored
+from dynoffload.moe.parallel.tiers import Copy, FileTier
 
 
 @dataclass(eq=False)
@@ -52,18 +51,13 @@ class Call:
     activation: Activation
     strategy: Strategy
     tier: FileTier | None
-    rows: list[Stored] = field(default_factory=list)
-    middles: list[list[tuple[slice, Stored]]] = field(default_factory=list)
-
-    def lower(self, tensor: torch.Tensor) -> Stored:
-        """Start to offload a tensor."""
-        if self.tier is None:
-            raise ConfigError(f"{self.strategy.value} offloads, and there is no tier to offload to")
-        return self.tier.store(tensor)
+    rows: list[Copy] = field(default_factory=list)
+    middles: list[list[tuple[slice, Copy]]] = field(default_factory=list)
 
     def lower_middle(self, middle: torch.Tensor, rows: slice) -> None:
         """Start to offload an expert's rows of the last part's middle."""
-        self.middles[-1].append((rows, self.lower(middle[rows])))
+        assert self.tier is not None
+        self.middles[-1].append((rows, self.tier.store(middle[rows])))
 
     def out(self, given: torch.Tensor, part: int) -> _Arriving:
         """Start to dispatch the rows of ``given`` that belong to a part."""
@@ -128,8 +122,8 @@ class _Pipelined(torch.autograd.Function):
         keeps: bool,
     ) -> torch.Tensor:
         strategy, parts = call.strategy, call.sent.parts
-        lowers_rows = keeps and strategy.offloads_rows
-        lowers_middle = keeps and strategy.offloads_middle
+        tier = call.tier if keeps else None
+        lowers_middle = tier is not None and strategy.offloads_middle
         keeps_both = keeps and not strategy.reuses
         out = torch.zeros_like(tokens)
         kept: list[torch.Tensor] = []
@@ -141,8 +135,8 @@ class _Pipelined(torch.autograd.Function):
                 arriving = call.out(tokens, number + 1)
             _wait_for_copies(call)
             middle, store = None, None
-            if lowers_rows:
-                call.rows.append(call.lower(given))
+            if tier is not None and strategy.offloads_rows:
+                call.rows.append(tier.store(given))
             if lowers_middle or keeps_both:
                 middle = given.new_empty(computation.middle_rows(part), up.shape[1])
             if lowers_middle and middle is not None:
