@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -19,15 +20,14 @@ from dynoffload.checkpoint.tensors import Memory
 from dynoffload.config import OffloadConfig
 from dynoffload.distributed.sharded import reshard
 from dynoffload.memory.accelerator.accelerator import Accelerator
+from dynoffload.memory.pager import Pager
 from dynoffload.runtime.adopting import Adoption
 from dynoffload.runtime.adoption.changes import Changes
 from dynoffload.runtime.adoption.held import has_its_own
 from dynoffload.runtime.adoption.relocation import Homes, Room
-from dynoffload.runtime.collecting import Collector
 from dynoffload.runtime.counting import images_bytes, tensors_of
 from dynoffload.runtime.experts.gradients import FusedGradients
 from dynoffload.runtime.forked import refusal, tell_children
-from dynoffload.runtime.guard import Guard
 from dynoffload.runtime.interrupts import let_come, uninterrupted
 from dynoffload.runtime.migration.forecast import Forecast
 from dynoffload.runtime.migration.migrator import Migrator
@@ -40,6 +40,7 @@ from dynoffload.runtime.stepping import Stepping
 from dynoffload.runtime.unseen import unseen
 from dynoffload.runtime.updates.deferred_optimizer import DeferredOptimizer
 from dynoffload.runtime.updates.failure import Recovery
+from dynoffload.runtime.updates.pending import PendingUpdates
 from dynoffload.runtime.updates.undo_log import UndoLog
 from dynoffload.runtime.updates.update import can_split, check_host
 from dynoffload.telemetry import StepStats
@@ -64,15 +65,14 @@ class Paging(Stepping):
         self._place = setup.target.home  # where tensors are restored
         self.spill_dir = setup.spill_dir
         self._where = ""
-        self._ends = False
         self._meta = [parameter for parameter in self.model.parameters() if parameter.is_meta]
         self._undoes = True  # closing moves parameters back to the meta device
-        self._guard: Guard | None = None
+        self._guarding = contextlib.ExitStack()  # ends the guard thread
         self._undo = contextlib.ExitStack()  # callbacks for the end, last first
         self._residence: Residence | None = None
         try:
             self._open(setup)
-            self._start(setup.config, replicated=bool(setup.replicas))
+            self._start(setup.config)
         except BaseException:
             self._undo_all()
             raise
@@ -120,7 +120,7 @@ class Paging(Stepping):
         return enough_for(self.model, self.optimizer, self.sizing, config, staying, nbytes)
 
     @unseen
-    def _start(self, config: OffloadConfig, *, replicated: bool) -> None:
+    def _start(self, config: OffloadConfig) -> None:
         optimizer = self.optimizer
         self._undo.callback(self.activations.close)
         self.adoption.begin_buffers()
@@ -132,17 +132,7 @@ class Paging(Stepping):
         recovery = Recovery(self.model, optimizer, self.loss, begin or (lambda: None))
         self._undo.callback(recovery.close)
         self.gradients = FusedGradients(self.rows, self.device, self.updates)
-        self.collector = Collector(
-            self.store,
-            self.rows,
-            self.gradients,
-            self.activations,
-            self.updates,
-            replicated=replicated,
-            on_gradient=self._note_progress,
-        )
-        self._undo.callback(self.collector.end)
-        self.collector.adopt_all(let_come)
+        self._adopt_gradients(let_come)
         self._homes.bring()
         self.migrator = Migrator(
             self.device, self.updates, self.activations, reserve_bytes=self.sizing.reserve_bytes
@@ -155,7 +145,25 @@ class Paging(Stepping):
             assert self._residence is not None
             self.device.on_locked = self._residence.heard(self.updates.pending.meet)
         elif self.updates is not None and self.device.guarded:
-            self._guard = Guard(self.device, self.updates.pending)
+            self._begin_guard(self.updates.pending)
+
+    def _begin_guard(self, pending: PendingUpdates) -> None:
+        """Start the thread that makes a deferred update when another thread touches its tensors."""
+        device, closing = self.device, threading.Event()
+        assert isinstance(device, Pager)
+
+        def serve() -> None:
+            while not closing.is_set():
+                region = device.handed(0.05)
+                if region >= 0:
+                    pending.serve(region)
+                elif region == -2:
+                    return
+
+        thread = threading.Thread(target=serve, name="dynoffload-guard", daemon=True)
+        thread.start()
+        self._guarding.callback(thread.join)
+        self._guarding.callback(closing.set)
 
     def _split_steps(self, optimizer: Optimizer, config: OffloadConfig) -> None:
         log = self._undo_log(optimizer) if config.rollback else None
@@ -174,7 +182,7 @@ class Paging(Stepping):
             on_whole=self._begin_whole_step,
             on_step=self._end_step,
         )
-        self._undo.callback(self._end_guard)
+        self._undo.callback(self._guarding.close)
         self._undo.callback(updates.close)
         for parameter in (*self.store.slots, *self.store.fused):
             let_come()
@@ -214,7 +222,7 @@ class Paging(Stepping):
             self.adoption.check_thawed(parameter)
         self.adoption.adopt_parameters(self.activations.kept_bytes)
         self.activations.allowance = self.adoption.allowance
-        self.collector.adopt_all()
+        self._adopt_gradients()
         if self.updates is not None:
             self.updates.adopt_all()
         self._watching.close()
@@ -225,7 +233,7 @@ class Paging(Stepping):
     @torch.inference_mode(False)
     def _check_step(self) -> None:
         """Refuse an update that no longer fits, before anything changes."""
-        self.collector.adopt_reduced()
+        self._adopt_reduced()
         self.adoption.check_updates()
 
     def flush(self) -> None:
@@ -317,23 +325,19 @@ class Paging(Stepping):
         Raises:
             StepLostError: a deferred update failed; everything else was done.
         """
-        self._ends = True
         if stays:
             self._place = self._target.device
         self._undo_all()
         return self._where
 
     def _undo_all(self) -> None:
+        self._ends = True
         try:
             with torch.inference_mode(False):
                 self._undo.close()
         finally:
             if self._residence is not None:  # outside of the inference_mode guard
                 self._residence.end()
-
-    def _end_guard(self) -> None:
-        if self._guard is not None:
-            self._guard.end()
 
     def _end_device(self) -> None:
         """Close the device, or keep it while external references to its memory remain."""

@@ -255,7 +255,7 @@ class Store:
         _put_gradient(gradient, ours)
 
     @torch.no_grad()
-    def part_gradient(self, parameter: nn.Parameter) -> None:
+    def part_gradient(self, parameter: torch.Tensor) -> None:
         """Copy an unpaged shard's gradient into its own memory. It is a view of its group's
         gradient, all of which would otherwise stay alive."""
         gradient = local(parameter.grad)
