@@ -175,7 +175,7 @@ def train_at_the_least(
 
 @each_backend
 @each_of(MAKES)
-@pytest.mark.parametrize("width", [32, 64])
+@pytest.mark.parametrize("width", [pytest.param(32, marks=pytest.mark.slow), 64])
 def test_every_optimizer(backend: str, make: Make, width: int) -> None:
     """On default pages, where state of other sizes than the parameter's is paged too."""
     torch.manual_seed(0)
