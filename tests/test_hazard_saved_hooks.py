@@ -9,6 +9,7 @@ around the whole block; and with hooks disabled by `disable_saved_tensors_hooks`
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -19,14 +20,12 @@ from hazards import (
     compared,
     each_backend,
     each_backend_in_time,
-    hazard,
     loss_of,
-    trained,
+    stepwise,
 )
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
-from torch.optim import AdamW
 
 
 class Rounding(saved_tensors_hooks):
@@ -58,10 +57,10 @@ class Hooked(nn.Module):
         return self.head(x)
 
 
-@each_backend
+@stepwise(each_backend, lambda hooks: Hooked(hooks))
 @pytest.mark.parametrize("hooks", [Rounding, save_on_cpu])
-def test_hooks_within_forward(backend: str, hooks: type[AbstractContextManager[None]]) -> None:
-    hazard(backend, trained(lambda: Hooked(hooks)))
+def test_hooks_within_forward(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    side.step(loss_of(model, step), optimizer)
 
 
 @compared(each_backend_in_time)
@@ -71,14 +70,12 @@ def test_hooks_around_the_model(
     side: Side, hooks: type[AbstractContextManager[None]], where: str
 ) -> None:
     """What changes what is saved must change the gradients here as it does there."""
-    model = Mlp()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    with hooks() if where == "block" else nullcontext():
-        with side.offload(model, optimizer):
-            for step in range(4):
-                with hooks() if where == "call" else nullcontext():
-                    loss = loss_of(model, step)
-                side.step(loss, optimizer)
+    around = {where: hooks}
+    with around.get("block", nullcontext)(), side.block() as (model, optimizer):
+        for step in range(4):
+            with around.get("call", nullcontext)():
+                loss = loss_of(model, step)
+            side.step(loss, optimizer)
 
 
 @compared(each_backend)

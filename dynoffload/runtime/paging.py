@@ -35,7 +35,7 @@ from dynoffload.runtime.opening import Setup, open_device
 from dynoffload.runtime.placing import is_held, leave_for_meta
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.residency import Residence
-from dynoffload.runtime.sizing import enough_for, may_queue
+from dynoffload.runtime.sizing import enough_for
 from dynoffload.runtime.stepping import Stepping
 from dynoffload.runtime.unseen import unseen
 from dynoffload.runtime.updates.deferred_optimizer import DeferredOptimizer
@@ -80,6 +80,7 @@ class Paging(Stepping):
     def begun(self) -> None:
         """Called once the caller has begun, too: a failure no longer undoes the beginning."""
         self._undoes = False
+        self._recording.page(self.device, self.activations.kept)
         self.adoption.begun()
         tell_children(self)
 
@@ -98,17 +99,7 @@ class Paging(Stepping):
         check_host(self.optimizer, self.device)
         self.device.reserve(sizing.reserve_bytes)
         enough = functools.partial(self._enough_for, config)
-        self.adoption = Adoption(
-            self.model,
-            self.optimizer,
-            sizing,
-            self.device,
-            enough,
-            heap_slack=config.heap_slack_bytes,
-            slices=config.slices,
-            queues=may_queue(config),
-            home=self._target.home,
-        )
+        self.adoption = Adoption(setup, self.device, enough)
         self.store, self.rows = self.adoption.store, self.adoption.rows
         self._begin_activations(enough)
         self.saving = self.activations if config.page_activations else None

@@ -175,7 +175,7 @@ class Stepping(Mode):
         """Called as the forward of a unit begins."""
         if self.loss:
             self.loss.check()
-        self._note_progress()
+        self._recording.sample()
         if not self._forecast.asks:
             self.migrator.visit(unit)
         self._make_ready([unit])
@@ -214,19 +214,13 @@ class Stepping(Mode):
         """Replan: the forward has diverged from the prediction."""
         self.migrator.revise(rest)
 
-    def _note_progress(self) -> None:
-        self._recording.sample(self.device, self.activations.kept_bytes)
-
-    def _look_at_heap(self) -> None:
-        self._recording.look_at_heap(self.device, self.activations.kept_bytes)
-
     def _open_chunk(self, chunk: Chunk) -> None:
-        self._look_at_heap()
+        self._recording.look_at_heap()
         self.migrator.open_chunk(chunk)
 
     @unseen
     def _reach_chunk(self, region: int) -> None:
-        self._look_at_heap()
+        self._recording.look_at_heap()
         self.device.touch([region])
 
     def _region_of(self, parameter: nn.Parameter) -> int:
@@ -237,7 +231,7 @@ class Stepping(Mode):
     def _backward_use(self, region: int) -> None:
         if self.migrator.backward_use(region):
             self._recording.phase("backward")
-        self._note_progress()
+        self._recording.sample()
 
     # Gradients
 
@@ -247,7 +241,7 @@ class Stepping(Mode):
         self.activations.settle()
         self._adopt_gradient(one)
         self.gradient = one.name
-        self._note_progress()
+        self._recording.sample()
         if parameter.grad is not None and parameter.grad.requires_grad:
             self._warn_once(
                 f"backward(create_graph=True) made the gradient of {one.name!r}: gradients with a "
@@ -312,9 +306,6 @@ class Stepping(Mode):
     def _record_step(self) -> None:
         forecast = self._forecast
         stats = self._recording.end_step(
-            self.device,
-            self.adoption.store,
-            self.activations.kept.take_peak(),
             forecast.names(forecast.predicted),
             forecast.names(forecast.actual) or (),
             forecast.accuracy,
