@@ -142,8 +142,6 @@ class Stepping(Mode):
     def _begin_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], order: list[Unit] | None
     ) -> None:
-        if self.updates is not None and self.updates.speculative is not None:
-            self.updates.speculative.begin_forward()
         self.activations.begin_forward(tensors_in((args, kwargs), depth=4))
         self.migrator.set_prefetch(self._forecast.pays)
         self.migrator.begin_forward(order)
@@ -256,8 +254,6 @@ class Stepping(Mode):
                 "the budget, and no step is recorded; pass offload(model, optimizer, ...)",
                 once="no optimizer",
             )
-        elif isinstance(one, Slot):
-            self.updates.speculate(one)
         if self._replicated and not self._awaits_end:
             self._awaits_end = True
             as_backward_ends(self._adopt_reduced)
