@@ -101,7 +101,6 @@ class Adoption:
         held = held_parameters(self._model)
         alone = sole_owners(self._model.parameters()) if self._slices else set()
         states = States(self._optimizer)
-        self.store.aliases = aliases_of(self._model)
         for name, parameter in self._model.named_parameters():
             known = self.store.slots_of(parameter) or parameter in held
             if known or not self.store.pages(parameter) or (self._begun and parameter.is_meta):
@@ -112,15 +111,15 @@ class Adoption:
             new.append((name, parameter, count))
         if self._begun:
             new += [(name, one, 1) for name, one in self._make_room(new, kept)]
+        aliases, regions = aliases_of(self._model), dict[int, int]()
         for name, parameter, count in new:
             if not self._begun:
                 let_come()
             if count > 1:
                 self.rows.adopt_parameter(name, parameter)
             else:
-                self.store.adopt_parameter(name, parameter)
-        self.store.forget_sources()
-        self.store.aliases = {}
+                others = aliases.get(parameter, ())
+                self.store.adopt_parameter(name, parameter, regions, others)
         self.changed = False
 
     def _slices_of(self, parameter: nn.Parameter) -> int:

@@ -125,9 +125,9 @@ class Paging(Stepping):
         self.gradients = FusedGradients(self.rows, self.device, self.updates)
         self._adopt_gradients(let_come)
         self._homes.bring()
-        self.migrator = Migrator(
-            self.device, self.updates, self.activations, reserve_bytes=self.sizing.reserve_bytes
-        )
+        pending = {} if self.updates is None else self.updates.pending.by_slot
+        reserve = self.sizing.reserve_bytes
+        self.migrator = Migrator(self.device, self.activations, pending, reserve_bytes=reserve)
         self._changes = Changes()
         self._undo.callback(self._watching.close)
         self._watch()
