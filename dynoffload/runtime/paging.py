@@ -325,6 +325,7 @@ class Paging(Stepping):
             with torch.inference_mode(False):
                 self._undo.close()
         finally:
+            self._recording.stay()  # it would keep the device
             if self._residence is not None:  # outside of the inference_mode guard
                 self._residence.end()
 
