@@ -37,20 +37,15 @@ class SliceGradients:
     def __init__(self, gradients: FusedGradients, fused: Fused) -> None:
         self._gradients, self._fused = gradients, fused
         self._whole: torch.Tensor | None = None  # the row's tensor while backward runs
-
-    def _begin(self) -> torch.Tensor:
-        gradients, fused = self._gradients, self._fused
-        self._row = gradients.row_for(fused)
+        self._row: list[int] = []
         self._only: int | None = None  # number of the only slice so far; -1: there are several
-        if fused.parameter.grad is None:
-            gradients.rows.point(fused, self._row)
-        return gradients.rows.view(fused, self._row)
 
     @uninterrupted
     def put(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
         """Write one slice's gradient into the row and return it; see [Note: signed zeros]."""
         if self._whole is None:
-            self._whole = self._begin()
+            self._row, self._only = self._gradients.row_for(self._fused), None
+            self._whole = self._gradients.rows.view(self._fused, self._row)
         place = self._whole[number]
         self._gradients.make_room(self._row[number])
         if self._only is None:
