@@ -159,9 +159,11 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
-def test_it_comes_back_for_a_sample_that_turns_out_deeper() -> None:
+@pytest.mark.parametrize("alive", [1, 2], ids=["one graph", "two graphs"])
+def test_it_comes_back_for_a_sample_that_turns_out_deeper(alive: int) -> None:
     """Nothing about its inputs is larger: what its forward leaves in memory tells, also after a
-    forward that failed. Micro-batches hold one graph at a time."""
+    forward that failed. Micro-batches hold one graph at a time. What the loop frees between two
+    forwards hides nothing."""
     budget, x = 2 * MiB, torch.randn(64, 128)
     model = Deep()
     optimizer = AdamW(model.parameters())
@@ -182,9 +184,18 @@ def test_it_comes_back_for_a_sample_that_turns_out_deeper() -> None:
         assert not any(paged[-32:])
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             model((torch.randn(64, 100), 2))
+        others = [torch.ones(8 * MiB // 4)]
+        losses = []
+        for _ in range(alive):
+            losses.append(model((x, 100 // alive)))
+            paged.append(session.paging)
+            others.clear()
+        sum(losses).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not any(paged[-alive:])
         train(100)
-        train(100)
-        assert paged[-2:] == [False, True]
+        assert paged[-1]
         peaks = session.stats["peak_fast_bytes"].tolist()
         assert peaks[-2] >= 100 * x.nbytes > budget  # told as it was
         assert max(*peaks[:-2], peaks[-1]) <= budget
@@ -284,7 +295,7 @@ def parameter_bytes(pair: Twin) -> int:
     return sum(p.nbytes for p in pair.model.parameters())
 
 
-TAKES = {"AdamW": 4.0, "RMSprop": 3.0, "momentum": 3.0, "SGD": 2.0, "Adafactor": 2.1}
+TAKES = {"AdamW": 4.0, "momentum": 3.0, "Adafactor": 2.1}
 """Times the parameters: with gradients and state."""
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hazards import Mlp, Side, compared, each_backend, loss_of, prepared
+from hazards import Mlp, Side, compared, each_backend, each_backend_in_time, loss_of, prepared
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
@@ -34,7 +34,7 @@ def test_hooks_of_modules(side: Side, model: Any) -> None:
     model.register_forward_pre_hook(lambda m, x: side.see("root", m.head.weight.sum()))
 
 
-@prepared(each_backend)
+@prepared(each_backend_in_time)
 def test_hooks_of_tensors(side: Side, model: Any) -> None:
     """On parameters, which change the gradient on its way, and after it has arrived."""
     for name, parameter in model.named_parameters():
@@ -79,7 +79,7 @@ def test_hooks_of_activations_and_nodes(side: Side) -> None:
             side.see("retained", model.last.grad)
 
 
-@prepared(each_backend)
+@prepared(each_backend_in_time)
 def test_hooks_of_the_optimizer(side: Side, optimizer: Any) -> None:
     """They see all groups, and the values before and after the step."""
 

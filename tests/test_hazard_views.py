@@ -20,10 +20,8 @@ from hazards import (
     compared,
     each_backend,
     each_backend_in_time,
-    hazard,
     loss_of,
     stepwise,
-    trained,
 )
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
@@ -70,15 +68,16 @@ class Caching(nn.Module):
         return self.inner(x) + 0.1 * (x @ self.cached)
 
 
-@each_backend
-def test_a_module_that_keeps_a_view_for_its_forward(backend: str) -> None:
+@stepwise(
+    each_backend,
+    lambda: nn.Sequential(*(Caching() for _ in range(4)), nn.Linear(64, 10)),
+    aside=False,
+)
+def test_a_module_that_keeps_a_view_for_its_forward(
+    side: Side, model: Any, optimizer: Any, step: int
+) -> None:
     """Backward needs the view too, and the update of the weight before the view is read."""
-
-    hazard(
-        backend,
-        trained(lambda: nn.Sequential(*(Caching() for _ in range(4)), nn.Linear(64, 10)), steps=6),
-        aside=False,
-    )
+    side.step(loss_of(model, step), optimizer)
 
 
 @compared(each_backend, aside=False)
@@ -108,7 +107,7 @@ def test_a_write_through_a_view(side: Side) -> None:
             rows.mul_(0.5)
 
 
-@compared(each_backend, moves=False)
+@compared(each_backend_in_time, moves=False)
 @pytest.mark.parametrize("kept", [False, True])
 def test_flat_parameters(side: Side, kept: bool) -> None:
     """All weights are views of one buffer, as optimizers of flat parameters make them. One that

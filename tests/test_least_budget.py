@@ -174,7 +174,7 @@ def train_at_the_least(
 
 @each_backend
 @each_of(MAKES)
-@pytest.mark.parametrize("width", [32, 64])
+@pytest.mark.parametrize("width", [pytest.param(32, marks=pytest.mark.slow), 64])
 def test_every_optimizer(backend: str, make: Make, width: int) -> None:
     """On default pages, where state of other sizes than the parameter's is paged too."""
     torch.manual_seed(0)
@@ -194,13 +194,12 @@ def test_fused_experts(backend: str, make: Make) -> None:
 
 
 @each_backend
-@pytest.mark.parametrize("make", [MAKES["AdamW"], MAKES["momentum"]], ids=["AdamW", "momentum"])
 @pytest.mark.parametrize("pages", PAGES)
-def test_odd_parameters(backend: str, make: Make, pages: str) -> None:
+def test_odd_parameters(backend: str, pages: str) -> None:
     """Complex, of several dtypes, and two over one storage."""
     torch.manual_seed(0)
     config = {**PAGES[pages], "backend": backend}
-    train_at_the_least(Odd(), make, odd_loss, list(range(4)), **config)
+    train_at_the_least(Odd(), MAKES["AdamW"], odd_loss, list(range(4)), **config)
 
 
 @needs_pager

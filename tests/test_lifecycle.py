@@ -192,7 +192,7 @@ def test_a_spill_directory_too_full_for_rollback(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("after", [0, 3, 30])
+@pytest.mark.parametrize("after", [0, 30])
 def test_a_disk_that_fills_up_while_the_block_begins(
     untouched: Untouched, monkeypatch: pytest.MonkeyPatch, backend: str, after: int
 ) -> None:
@@ -267,11 +267,11 @@ def test_blocks_that_share_something(shared: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_many_sessions_leave_nothing_in_the_process(backend: str) -> None:
-    """Descriptors, threads and large mappings are the same after 20 sessions as after 2."""
+    """Descriptors, threads and large mappings are the same after 10 sessions as after 2."""
     model = small()
     optimizer = adamw(model.parameters())
     counts = []
-    for number in range(20):
+    for number in range(10):
         config = {**SMALL_PAGES, "backend": backend, "step_aside": number % 2 == 0}
         with dynoffload.offload(model, optimizer, budget=third(model), config=config):
             Loop(steps=2).run(model, optimizer, SAMPLES, small_loss)

@@ -87,7 +87,7 @@ def _liar(seed: int) -> Any:
 
 @needs_pager
 @pytest.mark.parametrize(
-    ("share", "lies", "autocast"), [(3, False, None), (6, True, torch.bfloat16), (10, True, None)]
+    ("share", "lies", "autocast"), [(3, False, None), (10, True, torch.bfloat16)]
 )
 def test_whatever_is_hinted_changes_no_bit(
     profiled: tuple[int, Pilot], share: int, lies: bool, autocast: torch.dtype | None
@@ -96,7 +96,7 @@ def test_whatever_is_hinted_changes_no_bit(
     twin = Twin(zoo.build("moe", "tiny-wide"), lambda p: AdamW(p, lr=1e-3))
     if lies:
         _told_by(twin.model, _liar(share))
-    loop = Loop(steps=6, autocast=autocast)
+    loop = Loop(steps=4, autocast=autocast)
     budget = total // share
     session = compare_runs(
         twin, loop, _samples(12, share), _loss, budget, pilot=pilot, config=PAGES
@@ -113,7 +113,7 @@ def _trained(profiled: tuple[int, Pilot], answer: Any = None) -> tuple[int, int,
     if answer is not None:
         _told_by(model, answer)
     optimizer = AdamW(model.parameters(), lr=1e-3)
-    drawn = _samples(12)
+    drawn = _samples(8)
     with dynoffload.offload(
         model, optimizer, budget=total // 4, pilot=pilot, config=PAGES
     ) as session:

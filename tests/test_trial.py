@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import logging
 import random
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from exactness import Twin, footprint_of, needs_pager, small, small_loss, small_samples
+from exactness import LyingPilot, Twin, footprint_of, needs_pager, small, small_loss, small_samples
 from torch import Tensor, nn
 from torch.optim import AdamW
 
 from dynoffload.pilot.online import FIRST
-from dynoffload.planning.blocks import Vocabulary
 from dynoffload.runtime.migration.gates import GROWTH, SETTLING, TRIED, WATCHED, Trial, likely
 from dynoffload.telemetry import StepStats
 
@@ -66,21 +63,6 @@ def test_only_what_is_likely_enough_is_fetched_ahead() -> None:
     assert likely(order, None) == order
 
 
-class Liar:
-    """Predicts a random order; it is what a session takes for a predictor."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self.vocabulary = vocabulary
-        self._random = random.Random(0)
-
-    def predict(self, sample: Any) -> Any:
-        blocks = range(len(self.vocabulary.blocks))
-        return SimpleNamespace(blocks=[self._random.choice(blocks) for _ in range(3)])
-
-    def check(self, fingerprint: str) -> None:
-        assert fingerprint
-
-
 def loss_of(model: nn.Module, number: int) -> Tensor:
     """Return the loss of a step."""
     torch.manual_seed(number)
@@ -92,10 +74,9 @@ def loss_of(model: nn.Module, number: int) -> Tensor:
 def test_a_prediction_that_loses_goes_off_in_a_session(caplog: pytest.LogCaptureFixture) -> None:
     twin = Twin(small(), lambda p: AdamW(p, lr=1e-2))
     budget = footprint_of(twin.model) // 3
-    with twin.paged(budget, config={"policy": "repeat"}) as session:
-        twin.train(loss_of, [0])
-        vocabulary = session._forecast.vocabulary
-    with caplog.at_level(logging.WARNING), twin.paged(budget, pilot=Liar(vocabulary)) as session:
+    chance = random.Random(0)
+    liar = LyingPilot(twin.model, [[chance.randrange(20) for _ in range(3)] for _ in range(30)])
+    with caplog.at_level(logging.WARNING), twin.paged(budget, pilot=liar) as session:
         # The steps are so short that time decides nothing: say what waiting each kind costs.
         trial = session._forecast._trials["the pilot"] = Trial("the pilot")
         observe = trial.observe

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from dynoffload.distributed.sharded import aliases_of
 from dynoffload.errors import BudgetError, ConfigError
@@ -34,7 +33,8 @@ from dynoffload.runtime.counting import (
     tensors_of,
 )
 from dynoffload.runtime.interrupts import let_come
-from dynoffload.runtime.sizing import Sizing
+from dynoffload.runtime.opening import Setup
+from dynoffload.runtime.sizing import may_queue
 from dynoffload.runtime.updates.kept_state import state_of
 from dynoffload.runtime.updates.update import can_split
 from dynoffload.units import MiB, format_bytes
@@ -48,14 +48,9 @@ class Adoption:
     """Moves the tensors of a model and its optimizer into a device and out again.
 
     Args:
-        model: the root.
-        optimizer: its optimizer, or None.
-        sizing: decides which tensors are paged.
+        setup: what the block was asked for; its sizing decides which tensors are paged.
         device: where they go.
-        heap_slack: bytes that moved tensors may leave in the heap.
-        slices: page fused parameters by slices.
-        queues: updates of several steps may be pending for one slice.
-        home: where the model's tensors are before the block.
+        enough: returns a budget with room for a region of the given bytes.
 
     Attributes:
         store: tensors that are paged whole.
@@ -65,28 +60,18 @@ class Adoption:
         changed: parameters were converted since the last `adopt_parameters`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        sizing: Sizing,
-        device: Device,
-        enough: Callable[[int], int],
-        *,
-        heap_slack: int,
-        slices: bool,
-        queues: bool,
-        home: torch.device,
-    ) -> None:
-        self._model, self._optimizer, self._sizing = model, optimizer, sizing
+    def __init__(self, setup: Setup, device: Device, enough: Callable[[int], int]) -> None:
+        config, sizing = setup.config, setup.sizing
+        self._model, self._optimizer, self._sizing = setup.model, setup.optimizer, sizing
         self._device, self._enough = device, enough
-        self._slices, self._queues = slices and may_slice(optimizer), queues
+        self._slices = config.slices and may_slice(setup.optimizer)
+        self._queues = may_queue(config)
         self._begun = False
         self._seen: tuple[dict[str, int], int] = {}, 0
         self.allowance, self.changed = sizing.kept_bytes, False
-        left = min(_LEFT_IN_HEAP, heap_slack // _LEFT_OF_SLACK)
+        left = min(_LEFT_IN_HEAP, config.heap_slack_bytes // _LEFT_OF_SLACK)
         self.store = Store(device, sizing.min_paged_bytes, left)
-        self.store.home = home
+        self.store.home = setup.target.home
         self.rows = FusedStore(device, self.store)
         self.buffers: Buffers
 
@@ -116,7 +101,6 @@ class Adoption:
         held = held_parameters(self._model)
         alone = sole_owners(self._model.parameters()) if self._slices else set()
         states = States(self._optimizer)
-        self.store.aliases = aliases_of(self._model)
         for name, parameter in self._model.named_parameters():
             known = self.store.slots_of(parameter) or parameter in held
             if known or not self.store.pages(parameter) or (self._begun and parameter.is_meta):
@@ -127,15 +111,15 @@ class Adoption:
             new.append((name, parameter, count))
         if self._begun:
             new += [(name, one, 1) for name, one in self._make_room(new, kept)]
+        aliases, regions = aliases_of(self._model), dict[int, int]()
         for name, parameter, count in new:
             if not self._begun:
                 let_come()
             if count > 1:
                 self.rows.adopt_parameter(name, parameter)
             else:
-                self.store.adopt_parameter(name, parameter)
-        self.store.forget_sources()
-        self.store.aliases = {}
+                others = aliases.get(parameter, ())
+                self.store.adopt_parameter(name, parameter, regions, others)
         self.changed = False
 
     def _slices_of(self, parameter: nn.Parameter) -> int:

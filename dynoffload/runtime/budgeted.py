@@ -55,7 +55,7 @@ class BudgetedSession(Session):
         log = RunLog(type(model).__name__, "", config.policy, budget=sizing.budget, headroom=0)
         super().__init__(model, optimizer, sizing, setup.spill_dir, log, replicas)
         self._config, self._target, self._wrappers = config, target, replicas
-        self._homes = Homes(model, optimizer, target, setup.spill_dir)
+        self._homes = Homes(setup)
         # Interruptible, as it calls a user predictor.
         self._forecast = interruptible(Forecast)(model, config.policy, setup.pilot, config.features)
         self._recording = Recording(
@@ -293,7 +293,6 @@ class BudgetedSession(Session):
         paging = self._page()  # if this fails the session stays resident, and logs so again
         resident.close()
         self._fit.reset()
-        self._recording.restart()
         paging.begun()
         paging.count_anew()
         self._mode = paging

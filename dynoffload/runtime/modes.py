@@ -17,10 +17,12 @@ class Mode:
 
     Attributes:
         paging: whether tensors are paged.
+        gradient: the parameter whose gradient was computed last.
         saving: stores what autograd saves; None: autograd keeps it.
     """
 
     paging = False
+    gradient = ""
     saving: Saving | None = None
 
     @property
@@ -36,11 +38,6 @@ class Mode:
     @property
     def site(self) -> str:
         """The module visited last."""
-        return ""
-
-    @property
-    def gradient(self) -> str:
-        """The parameter whose gradient was computed last."""
         return ""
 
     def enter(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -19,15 +20,14 @@ from dynoffload.checkpoint.tensors import Memory
 from dynoffload.config import OffloadConfig
 from dynoffload.distributed.sharded import reshard
 from dynoffload.memory.accelerator.accelerator import Accelerator
+from dynoffload.memory.pager import Pager
 from dynoffload.runtime.adopting import Adoption
 from dynoffload.runtime.adoption.changes import Changes
 from dynoffload.runtime.adoption.held import has_its_own
 from dynoffload.runtime.adoption.relocation import Homes, Room
-from dynoffload.runtime.collecting import Collector
 from dynoffload.runtime.counting import images_bytes, tensors_of
 from dynoffload.runtime.experts.gradients import FusedGradients
 from dynoffload.runtime.forked import refusal, tell_children
-from dynoffload.runtime.guard import Guard
 from dynoffload.runtime.interrupts import let_come, uninterrupted
 from dynoffload.runtime.migration.forecast import Forecast
 from dynoffload.runtime.migration.migrator import Migrator
@@ -35,11 +35,12 @@ from dynoffload.runtime.opening import Setup, open_device
 from dynoffload.runtime.placing import is_held, leave_for_meta
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.residency import Residence
-from dynoffload.runtime.sizing import enough_for, may_queue
+from dynoffload.runtime.sizing import enough_for
 from dynoffload.runtime.stepping import Stepping
 from dynoffload.runtime.unseen import unseen
 from dynoffload.runtime.updates.deferred_optimizer import DeferredOptimizer
 from dynoffload.runtime.updates.failure import Recovery
+from dynoffload.runtime.updates.pending import PendingUpdates
 from dynoffload.runtime.updates.undo_log import UndoLog
 from dynoffload.runtime.updates.update import can_split, check_host
 from dynoffload.telemetry import StepStats
@@ -64,15 +65,14 @@ class Paging(Stepping):
         self._place = setup.target.home  # where tensors are restored
         self.spill_dir = setup.spill_dir
         self._where = ""
-        self._ends = False
         self._meta = [parameter for parameter in self.model.parameters() if parameter.is_meta]
         self._undoes = True  # closing moves parameters back to the meta device
-        self._guard: Guard | None = None
+        self._guarding = contextlib.ExitStack()  # ends the guard thread
         self._undo = contextlib.ExitStack()  # callbacks for the end, last first
         self._residence: Residence | None = None
         try:
             self._open(setup)
-            self._start(setup.config, replicated=bool(setup.replicas))
+            self._start(setup.config)
         except BaseException:
             self._undo_all()
             raise
@@ -80,6 +80,7 @@ class Paging(Stepping):
     def begun(self) -> None:
         """Called once the caller has begun, too: a failure no longer undoes the beginning."""
         self._undoes = False
+        self._recording.page(self.device, self.activations.kept)
         self.adoption.begun()
         tell_children(self)
 
@@ -98,17 +99,7 @@ class Paging(Stepping):
         check_host(self.optimizer, self.device)
         self.device.reserve(sizing.reserve_bytes)
         enough = functools.partial(self._enough_for, config)
-        self.adoption = Adoption(
-            self.model,
-            self.optimizer,
-            sizing,
-            self.device,
-            enough,
-            heap_slack=config.heap_slack_bytes,
-            slices=config.slices,
-            queues=may_queue(config),
-            home=self._target.home,
-        )
+        self.adoption = Adoption(setup, self.device, enough)
         self.store, self.rows = self.adoption.store, self.adoption.rows
         self._begin_activations(enough)
         self.saving = self.activations if config.page_activations else None
@@ -120,7 +111,7 @@ class Paging(Stepping):
         return enough_for(self.model, self.optimizer, self.sizing, config, staying, nbytes)
 
     @unseen
-    def _start(self, config: OffloadConfig, *, replicated: bool) -> None:
+    def _start(self, config: OffloadConfig) -> None:
         optimizer = self.optimizer
         self._undo.callback(self.activations.close)
         self.adoption.begin_buffers()
@@ -132,21 +123,11 @@ class Paging(Stepping):
         recovery = Recovery(self.model, optimizer, self.loss, begin or (lambda: None))
         self._undo.callback(recovery.close)
         self.gradients = FusedGradients(self.rows, self.device, self.updates)
-        self.collector = Collector(
-            self.store,
-            self.rows,
-            self.gradients,
-            self.activations,
-            self.updates,
-            replicated=replicated,
-            on_gradient=self._note_progress,
-        )
-        self._undo.callback(self.collector.end)
-        self.collector.adopt_all(let_come)
+        self._adopt_gradients(let_come)
         self._homes.bring()
-        self.migrator = Migrator(
-            self.device, self.updates, self.activations, reserve_bytes=self.sizing.reserve_bytes
-        )
+        pending = {} if self.updates is None else self.updates.pending.by_slot
+        reserve = self.sizing.reserve_bytes
+        self.migrator = Migrator(self.device, self.activations, pending, reserve_bytes=reserve)
         self._changes = Changes()
         self._undo.callback(self._watching.close)
         self._watch()
@@ -155,7 +136,25 @@ class Paging(Stepping):
             assert self._residence is not None
             self.device.on_locked = self._residence.heard(self.updates.pending.meet)
         elif self.updates is not None and self.device.guarded:
-            self._guard = Guard(self.device, self.updates.pending)
+            self._begin_guard(self.updates.pending)
+
+    def _begin_guard(self, pending: PendingUpdates) -> None:
+        """Start the thread that makes a deferred update when another thread touches its tensors."""
+        device, closing = self.device, threading.Event()
+        assert isinstance(device, Pager)
+
+        def serve() -> None:
+            while not closing.is_set():
+                region = device.handed(0.05)
+                if region >= 0:
+                    pending.serve(region)
+                elif region == -2:
+                    return
+
+        thread = threading.Thread(target=serve, name="dynoffload-guard", daemon=True)
+        thread.start()
+        self._guarding.callback(thread.join)
+        self._guarding.callback(closing.set)
 
     def _split_steps(self, optimizer: Optimizer, config: OffloadConfig) -> None:
         log = self._undo_log(optimizer) if config.rollback else None
@@ -172,7 +171,7 @@ class Paging(Stepping):
             on_whole=self._begin_whole_step,
             on_step=self._end_step,
         )
-        self._undo.callback(self._end_guard)
+        self._undo.callback(self._guarding.close)
         self._undo.callback(updates.close)
         for parameter in (*self.store.slots, *self.store.fused):
             let_come()
@@ -212,7 +211,7 @@ class Paging(Stepping):
             self.adoption.check_thawed(parameter)
         self.adoption.adopt_parameters(self.activations.kept_bytes)
         self.activations.allowance = self.adoption.allowance
-        self.collector.adopt_all()
+        self._adopt_gradients()
         if self.updates is not None:
             self.updates.adopt_all()
         self._watching.close()
@@ -223,7 +222,7 @@ class Paging(Stepping):
     @torch.inference_mode(False)
     def _check_step(self) -> None:
         """Refuse an update that no longer fits, before anything changes."""
-        self.collector.adopt_reduced()
+        self._adopt_reduced()
         self.adoption.check_updates()
 
     def flush(self) -> None:
@@ -315,23 +314,20 @@ class Paging(Stepping):
         Raises:
             StepLostError: a deferred update failed; everything else was done.
         """
-        self._ends = True
         if stays:
             self._place = self._target.device
         self._undo_all()
         return self._where
 
     def _undo_all(self) -> None:
+        self._ends = True
         try:
             with torch.inference_mode(False):
                 self._undo.close()
         finally:
+            self._recording.stay()  # it would keep the device
             if self._residence is not None:  # outside of the inference_mode guard
                 self._residence.end()
-
-    def _end_guard(self) -> None:
-        if self._guard is not None:
-            self._guard.end()
 
     def _end_device(self) -> None:
         """Close the device, or keep it while external references to its memory remain."""

@@ -23,7 +23,7 @@ from dynoffload.errors import CorruptionError, SpillError
 from dynoffload.memory import heap
 from dynoffload.memory.device import Counters, Device, EventKind
 from dynoffload.memory.limits import resident_bytes
-from dynoffload.runtime.adoption.store import Store
+from dynoffload.runtime.passes.finalization import Keeping
 from dynoffload.telemetry import (
     MemorySample,
     PhaseSpan,
@@ -81,11 +81,11 @@ class Recording:
         self.baseline = self.progress = 0
         self._count_outside = outside
         self._allocated, self._of_process = allocated, allocated is None
-        self._outside: int | None = None  # as last counted
-        self._activations = 0  # as last measured
+        self._device: Device | None
+        self._outside: int | None  # as last counted
+        self.page(None, Keeping())
         self._origin = self._step_began = time.perf_counter()
         self._phase: tuple[str, float] | None = None
-        self._last = Counters()
         self._sampled = 0.0
         self._in_use = 0  # bytes beyond the counted ones that the last attempt did not give back
         self._tables: tuple[list[Any], ...] = (
@@ -119,23 +119,24 @@ class Recording:
         """The current phase; "" before the first."""
         return "" if self._phase is None else self._phase[0]
 
-    def sample(self, device: Device, small: int) -> None:
-        """Sample the memory, at most twenty times a second; ``small`` is the bytes of saved
-        activations that stay in place."""
+    def sample(self) -> None:
+        """Sample the memory, at most twenty times a second."""
         self.progress += 1
         if self.now() - self._sampled >= _SAMPLE_EVERY_S:
-            self._look(*self._count(device, small))
+            self._look(*self._count())
 
-    def look_at_heap(self, device: Device, small: int) -> None:
+    def look_at_heap(self) -> None:
         """Give freed heap back if it exceeds the slack, without the limit of `sample`: for code
         that allocates and frees much in a short time."""
-        self._taken_beyond(self._count(device, small)[1])
+        self._taken_beyond(self._count()[1])
 
-    def _count(self, device: Device, small: int) -> tuple[int, int]:
+    def _count(self) -> tuple[int, int]:
         """Return the bytes of fast memory in use, and the bytes the process has taken for them."""
+        device = self._device
+        assert device is not None
         if self._outside is None:
             self._outside = self._count_outside(device)
-        outside = self._outside + small
+        outside = self._outside + self._in_place.nbytes
         if not self._of_process:
             return outside + device.resident_bytes(), device.taken_bytes()
         return outside + device.resident_bytes(), outside + device.taken_bytes()
@@ -161,11 +162,17 @@ class Recording:
         if self._of_process:
             self.log.headroom = max(self.log.headroom, beyond)
 
-    def restart(self) -> None:
-        """Reset for a new device, whose counters begin at zero."""
+    def page(self, device: Device | None, kept: Keeping) -> None:
+        """Record steps paged with a new ``device``, whose counters begin at zero; ``kept`` counts
+        the saved activations that stay in place."""
+        self._device, self._in_place = device, kept
         self._last = Counters()
         self._outside = None
-        self._activations = 0
+        self._activations = 0  # as last measured
+
+    def stay(self) -> None:
+        """Record steps in resident mode from now on."""
+        self._device = None
 
     def grew(self, nbytes: int) -> int:
         """Record what a forward left in memory in resident mode; return the peak of fast memory, if
@@ -177,17 +184,10 @@ class Recording:
         return self._outside + self._activations
 
     def end_step(
-        self,
-        device: Device | None,
-        store: Store | None,
-        small: int,
-        predicted: tuple[str, ...] | None,
-        actual: tuple[str, ...],
-        accuracy: float,
+        self, predicted: tuple[str, ...] | None, actual: tuple[str, ...], accuracy: float
     ) -> StepStats:
-        """Close a step and return its statistics. ``device`` and ``store`` are None in resident
-        mode; ``small`` is the most bytes that saved activations took in place."""
-        now = time.perf_counter()
+        """Close a step and return its statistics."""
+        now, device = time.perf_counter(), self._device
         self.progress += 1
         self.phase("optimizer")
         if device is not None:
@@ -199,7 +199,7 @@ class Recording:
         number = len(self.log.steps)
         moved = {name: getattr(counters, name) - getattr(last, name) for name in _TOTALS}
         still = not moved["bytes_in"] and not moved["bytes_out"]
-        peak = self._peak(device, small, counters, still=still)
+        peak = self._peak(counters, still=still)
         if allocated:
             self.log.headroom = max(self.log.headroom, allocated - peak)
         stats = StepStats(
@@ -215,31 +215,32 @@ class Recording:
         if actual:
             self._add(self.log.blocks, StepBlocks(number, predicted, actual))
             self._open += (len(predicted or ()) + len(actual)) // _NAMES_OF_A_RECORD
-        if device is not None and store is not None:
-            self._drain(device, store)
+        if device is not None:
+            self._drain(device)
         self.log.dropped += counters.events_lost - last.events_lost
         self._end_detail()
         return stats
 
-    def _peak(self, device: Device | None, small: int, counters: Counters, *, still: bool) -> int:
-        """Count the tensors outside ``device``, and return the step's peak of fast memory."""
+    def _peak(self, counters: Counters, *, still: bool) -> int:
+        """Count the tensors outside the device, and return the step's peak of fast memory."""
+        device = self._device
         outside = self._outside = self._count_outside(device)
         if device is None:
             peak = outside + self._activations
             if self.now() - self._sampled >= _SAMPLE_EVERY_S:
                 self._look(peak, peak)
             return peak
-        peak = outside + small + counters.peak_bytes
+        peak = outside + self._in_place.take_peak() + counters.peak_bytes
         if still:
             beyond = peak - self._count_outside(None)
             self._activations = max(self._activations, beyond)
         return peak
 
-    def _drain(self, device: Device, store: Store) -> None:
+    def _drain(self, device: Device) -> None:
         log, origin = self.log, self._origin
         for event in device.events():
             start, end = event.start - origin, event.end - origin
-            name = store.name_of(event.region)
+            name = device.names.get(event.region, f"region {event.region}")
             if event.kind is EventKind.STALL:
                 self._add(log.stalls, Stall(start, end, name))
             else:

@@ -91,6 +91,7 @@ class Resident(Mode):
 
     def __init__(self, fit: Fit, recording: Recording, given: Callable[[], int] | None) -> None:
         self._fit, self._recording = fit, recording
+        recording.stay()
         self._growth = Growth(fit.model, given)
         self._too_large = False
         self._stepped = False  # since the last sample
@@ -135,7 +136,7 @@ class Resident(Mode):
     def _end_step(self) -> None:
         self._stepped = True
         self._growth.end()
-        self._recording.end_step(None, None, 0, None, (), math.nan)
+        self._recording.end_step(None, (), math.nan)
 
     def close(self, *, stays: bool = False) -> str:
         if self._handle is not None:

@@ -308,16 +308,11 @@ class _Divider:
         return _Division(sizing, lowest, largest, culprit)
 
 
-def _defers(config: OffloadConfig) -> bool:
-    """Return whether updates may be put off."""
-    if config.defer_updates == "never" or config.backend == "mapped":
-        return False
-    return config.backend == ACCELERATOR or not probe()
-
-
 def may_queue(config: OffloadConfig) -> bool:
     """Return whether the updates of several steps may wait for a slice that is not hit."""
-    return _defers(config) and not config.rollback
+    if config.rollback or config.defer_updates == "never" or config.backend == "mapped":
+        return False
+    return config.backend == ACCELERATOR or not probe()
 
 
 def _least_for(model: nn.Module, optimizer: Optimizer | None, budget: int) -> int:

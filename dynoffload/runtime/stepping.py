@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
+from dynoffload.distributed.replicas import as_backward_ends
 from dynoffload.distributed.sharded import Gathered, groups_of
 from dynoffload.memory.device import Device
 from dynoffload.runtime.adopting import Adoption
+from dynoffload.runtime.adoption.slots import Fused, Slot
 from dynoffload.runtime.adoption.units import Unit, units_of
-from dynoffload.runtime.collecting import Collector
 from dynoffload.runtime.counting import storages_outside
 from dynoffload.runtime.experts.gradients import FusedGradients
 from dynoffload.runtime.experts.parts import Parts, run_by_slices
@@ -23,13 +26,15 @@ from dynoffload.runtime.migration.migrator import Migrator
 from dynoffload.runtime.modes import Mode
 from dynoffload.runtime.opening import Setup
 from dynoffload.runtime.passes.activations import Activations, tensors_in
-from dynoffload.runtime.passes.hooks import Hooks
+from dynoffload.runtime.passes.hooks import watch_modules
 from dynoffload.runtime.passes.saved import Chunk
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.unseen import unseen
 from dynoffload.runtime.updates.deferred_optimizer import DeferredOptimizer
 from dynoffload.runtime.updates.failure import StepFailure
 from dynoffload.telemetry import StepStats
+
+logger = logging.getLogger(__name__)
 
 
 class Stepping(Mode):
@@ -40,7 +45,6 @@ class Stepping(Mode):
         adoption: knows which tensors these are.
         activations: store of what autograd saves.
         updates: the deferred updates of the optimizer, or None.
-        collector: adopts gradients.
         gradients: gradients of parameters paged by slices.
         migrator: follows the step, and prefetches and evicts.
         loss: records a failed step; its `check` raises `StepLostError`.
@@ -50,7 +54,6 @@ class Stepping(Mode):
     device: Device
     adoption: Adoption
     activations: Activations
-    collector: Collector
     gradients: FusedGradients
     migrator: Migrator
 
@@ -67,6 +70,11 @@ class Stepping(Mode):
         parts = ("model",) if setup.optimizer is None else ("model", "optimizer")
         self.loss = StepFailure(*parts)
         self._watching = contextlib.ExitStack()  # hook registrations, removed on close
+        # Gradients of a replicated model change when backward ends: `distributed.replicas`.
+        self._replicated = bool(setup.replicas)
+        self._awaits_end = False  # of the running backward
+        self._ends = False
+        self._warned: set[str] = set()
 
     def _begin_activations(self, enough: Callable[[int], int]) -> None:
         sizing = self.sizing
@@ -93,10 +101,17 @@ class Stepping(Mode):
         self.activations.gathered = Gathered(groups) if groups else None
         watching.callback(self._forecast.unwatch)
         self._forecast.watch(units, on_ask=self._make_ready, on_revise=self._revise)
-        shards = [parameter for group in groups for parameter in group.parameters]
-        collectors = self.collector.hooks(shards)
-        hooks = Hooks(model, units, collectors, on_visit=self._visit, on_read=self.settle)
-        watching.callback(hooks.remove)
+        watch_modules(watching, model, units, self._visit, self.settle)
+        collectors: dict[nn.Parameter, Callable[[torch.Tensor], None]] = {
+            one.parameter: partial(self._collect, one) for one in (*store.slots.values(), *rows)
+        }
+        for group in groups:  # gradients of shards that are not paged get memory of their own
+            for part in group.parameters:
+                collectors.setdefault(part, store.part_gradient)
+        for parameter, collect in collectors.items():
+            if parameter.requires_grad:
+                register: Any = parameter.register_post_accumulate_grad_hook
+                watching.callback(register(collect).remove)
         for fused in rows:
             if fused.parameter.requires_grad:
                 watching.callback(gradients.watch(fused))
@@ -117,7 +132,7 @@ class Stepping(Mode):
     # A forward
 
     def begin_sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.collector.begin_forward()
+        self._awaits_end = False
         self._recording.phase("forward")
         order = self._forecast.begin(args, kwargs)  # runs user code, which may be slow
         self._begin_forward(args, kwargs, order)
@@ -150,10 +165,6 @@ class Stepping(Mode):
     def site(self) -> str:
         return self.migrator.site
 
-    @property
-    def gradient(self) -> str:
-        return self.collector.last
-
     # Called by hooks
 
     @uninterrupted
@@ -162,7 +173,7 @@ class Stepping(Mode):
         """Called as the forward of a unit begins."""
         if self.loss:
             self.loss.check()
-        self._note_progress()
+        self._recording.sample()
         if not self._forecast.asks:
             self.migrator.visit(unit)
         self._make_ready([unit])
@@ -201,19 +212,13 @@ class Stepping(Mode):
         """Replan: the forward has diverged from the prediction."""
         self.migrator.revise(rest)
 
-    def _note_progress(self) -> None:
-        self._recording.sample(self.device, self.activations.kept_bytes)
-
-    def _look_at_heap(self) -> None:
-        self._recording.look_at_heap(self.device, self.activations.kept_bytes)
-
     def _open_chunk(self, chunk: Chunk) -> None:
-        self._look_at_heap()
+        self._recording.look_at_heap()
         self.migrator.open_chunk(chunk)
 
     @unseen
     def _reach_chunk(self, region: int) -> None:
-        self._look_at_heap()
+        self._recording.look_at_heap()
         self.device.touch([region])
 
     def _region_of(self, parameter: nn.Parameter) -> int:
@@ -224,7 +229,59 @@ class Stepping(Mode):
     def _backward_use(self, region: int) -> None:
         if self.migrator.backward_use(region):
             self._recording.phase("backward")
-        self._note_progress()
+        self._recording.sample()
+
+    # Gradients
+
+    @uninterrupted
+    def _collect(self, one: Slot | Fused, parameter: torch.Tensor) -> None:
+        """Adopt a complete gradient."""
+        self.activations.settle()
+        self._adopt_gradient(one)
+        self.gradient = one.name
+        self._recording.sample()
+        if parameter.grad is not None and parameter.grad.requires_grad:
+            self._warn_once(
+                f"backward(create_graph=True) made the gradient of {one.name!r}: gradients with a "
+                "graph, and what that graph saves, stay in memory beside the budget; use "
+                "torch.autograd.grad(..., create_graph=True) for the term that needs it, and plain "
+                "backward() for gradients",
+                once="graphs",
+            )
+        if self.updates is None:
+            self._warn_once(
+                "gradients are made, but offload() was given no optimizer: its state is not under "
+                "the budget, and no step is recorded; pass offload(model, optimizer, ...)",
+                once="no optimizer",
+            )
+        if self._replicated and not self._awaits_end:
+            self._awaits_end = True
+            as_backward_ends(self._adopt_reduced)
+
+    def _warn_once(self, text: str, *, once: str) -> None:
+        if once not in self._warned:
+            self._warned.add(once)
+            logger.warning(text)
+
+    def _adopt_gradient(self, one: Slot | Fused) -> None:
+        if isinstance(one, Fused):
+            self.gradients.adopt(one)
+        else:
+            self.adoption.store.adopt_gradient(one)
+
+    def _adopt_gradients(self, between: Callable[[], None] = lambda: None) -> None:
+        """Adopt all existing gradients; ``between`` is called before each."""
+        for one in (*self.adoption.store.slots.values(), *self.adoption.rows):
+            between()
+            self._adopt_gradient(one)
+
+    @uninterrupted
+    def _adopt_reduced(self) -> None:
+        """After backward, or without one on this rank: adopt gradients of parameters that only
+        other ranks used."""
+        self._awaits_end = False
+        if self._replicated and not self._ends:
+            self._adopt_gradients()
 
     # Called by the optimizer's step
 
@@ -245,9 +302,6 @@ class Stepping(Mode):
     def _record_step(self) -> None:
         forecast = self._forecast
         stats = self._recording.end_step(
-            self.device,
-            self.adoption.store,
-            self.activations.kept.take_peak(),
             forecast.names(forecast.predicted),
             forecast.names(forecast.actual) or (),
             forecast.accuracy,

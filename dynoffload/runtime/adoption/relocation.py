@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from dynoffload.errors import SpillError
 from dynoffload.memory.device import Device
@@ -27,6 +25,7 @@ from dynoffload.runtime.adoption.buffers import Buffers
 from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.store import Store, offset_of, view_of
 from dynoffload.runtime.counting import tensors_of
+from dynoffload.runtime.opening import Setup
 from dynoffload.runtime.placing import put
 from dynoffload.runtime.target import Target
 from dynoffload.units import format_bytes
@@ -98,21 +97,12 @@ class Room:
 
 
 class Homes:
-    """Moves tensors of model and optimizer to the compute device, and back home.
+    """Moves tensors of a block's model and optimizer to the compute device, and back home."""
 
-    Args:
-        model: the root.
-        optimizer: its optimizer, or None.
-        target: where operators run (``device``), and where tensors were before (``home``).
-        directory: for mapped files, used when home has no room.
-    """
-
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer | None, target: Target, directory: Path
-    ) -> None:
-        self._model, self._optimizer = model, optimizer
-        self._target, self._directory = target, directory
-        self._moves = target.home != target.device
+    def __init__(self, setup: Setup) -> None:
+        self._model, self._optimizer = setup.model, setup.optimizer
+        self._target, self._directory = setup.target, setup.spill_dir
+        self._moves = setup.target.home != setup.target.device
 
     @torch.no_grad()
     def bring(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -88,20 +88,17 @@ class Store:
 
     Attributes:
         home: device of tensors before the block; then the device's own.
-        aliases: by parameter, other tensors that share its memory and move with it.
     """
 
     def __init__(self, device: Device, min_paged_bytes: int, left_bytes: int) -> None:
         self._device = device
         self.home = device.device
-        self.aliases: Mapping[nn.Parameter, Sequence[torch.Tensor]] = {}
         self._min = min_paged_bytes
         self._most_left = left_bytes
         self.slots: dict[nn.Parameter, Slot] = {}  # of those that are paged whole
         self.fused: dict[nn.Parameter, Fused] = {}  # of those that are paged by slices
         self.names = device.names
         self._by_region: dict[int, Slot] = {}
-        self._storages: dict[int, int] = {}  # address of an adopted storage -> its region
         self._left_in_heap = 0
         self._orphans: list[int] = []  # replaced regions that still have external references
         # Another thread's update may discard a gradient while the next one is adopted.
@@ -152,27 +149,40 @@ class Store:
         return () if fused is None else fused.slots
 
     @torch.no_grad()
-    def adopt_parameter(self, name: str, parameter: nn.Parameter) -> None:
-        """Move ``parameter`` into a region; a meta parameter gets a region of zeros."""
+    def adopt_parameter(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        regions: dict[int, int],
+        aliases: Sequence[torch.Tensor],
+    ) -> None:
+        """Move ``parameter`` into a region; a meta parameter gets a region of zeros.
+
+        Args:
+            name: of the parameter.
+            parameter: is moved with its whole storage.
+            regions: of the storages moved so far, by address; it is extended.
+            aliases: other tensors that share its memory and move with it.
+        """
         part = local(parameter)
         nbytes, meta = local_bytes(part), part.is_meta
         whole = moved_bytes(part)  # includes its other views, which move with it
         source = 0 if meta else part.untyped_storage().data_ptr()
-        region = None if meta else self._storages.get(source)
+        region = None if meta else regions.get(source)
         if region is None:
             region = self._region(whole, name, None)
             if not meta:
                 self._device.acquire([region])
                 ours = bytes_of(self._device.storage(region))
                 ours.copy_(bytes_of(part.untyped_storage()))
-                self._storages[source] = region
+                regions[source] = region
         slot = Slot(name, parameter, region)
         if meta:
             self._device.clear([region])
             put_in_place(parameter, view_of(self._device.storage(region), part))
         else:
             put(part, view_of(self._device.storage(region), part, offset_of(part)))
-            for alias in self.aliases.get(parameter, ()):
+            for alias in aliases:
                 put(alias, view_of(self._device.storage(region), alias, offset_of(alias)))
         self.slots[parameter] = slot
         other = self._by_region.get(region)
@@ -224,10 +234,6 @@ class Store:
         if size_of(parameter.untyped_storage()) <= self._device.nbytes(slot.region):
             self.take_back(slot)
 
-    def forget_sources(self) -> None:
-        """End adoption: addresses of old storages are invalid after this."""
-        self._storages.clear()
-
     @unseen
     @torch.no_grad()
     def adopt_gradient(self, slot: Slot) -> None:
@@ -255,7 +261,7 @@ class Store:
         _put_gradient(gradient, ours)
 
     @torch.no_grad()
-    def part_gradient(self, parameter: nn.Parameter) -> None:
+    def part_gradient(self, parameter: torch.Tensor) -> None:
         """Copy an unpaged shard's gradient into its own memory. It is a view of its group's
         gradient, all of which would otherwise stay alive."""
         gradient = local(parameter.grad)

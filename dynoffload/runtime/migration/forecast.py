@@ -90,7 +90,6 @@ class Forecast:
         self._predictor: Predictor | None = None
         self._learner: OnlineLearner | None = None
         self._grows = policy == "pilot" and pilot == "auto"
-        self._learns = self._grows
         if policy == "pilot" and pilot is not None and not isinstance(pilot, str):
             pilot.check(self._network)
             self.vocabulary = pilot.vocabulary
@@ -264,7 +263,7 @@ class Forecast:
             hints = () if step is None else step.hints
             self._learner.observe(self._sample, self.actual, hints=hints)
             self._steady = self._steady + 1 if self.actual == self._last else 0
-            if self._learns and self._learner.due and self._steady < _STEADY_STEPS:
+            if self._grows and self._learner.due and self._steady < _STEADY_STEPS:
                 self._learn()
         self._last = self.actual
 
@@ -294,7 +293,7 @@ class Forecast:
             try:
                 learner.learn()
             except Exception:
-                self._learns = False  # do not retry: training continues without a new pilot
+                self._grows = False  # do not retry: training continues without a new pilot
                 logger.exception("no pilot can be learned from the steps so far")
             else:
                 logger.info("a pilot was learned from the steps so far")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from enum import Enum
 
@@ -23,7 +23,6 @@ from dynoffload.runtime.adoption.slots import Slot
 from dynoffload.runtime.adoption.units import Unit
 from dynoffload.runtime.passes.activations import Activations
 from dynoffload.runtime.passes.saved import Chunk
-from dynoffload.runtime.updates.deferred_optimizer import DeferredOptimizer
 from dynoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -38,19 +37,17 @@ class Phase(Enum):
 
 
 class Migrator:
-    """Plans one session's samples and tracks their progress."""
+    """Plans one session's samples and tracks their progress; ``pending`` holds deferred slots."""
 
     def __init__(
         self,
         device: Device,
-        updates: DeferredOptimizer | None,
         activations: Activations,
+        pending: Container[Slot],
         *,
         reserve_bytes: int,
     ) -> None:
-        self._device = device
-        self._updates = updates
-        self._activations = activations
+        self._device, self._activations, self._pending = device, activations, pending
         self._reserve = reserve_bytes
         self.policy = LookAhead()
         self.prefetch = False  # until `set_prefetch`, every use is on demand
@@ -77,7 +74,7 @@ class Migrator:
         if self.prefetch and order:
             visits = self._with_chunks(order)
             reference: Reference[Slot] = Reference()
-            reference.add_forward(visits, self._is_pending)
+            reference.add_forward(visits, self._pending.__contains__)
             reference.add_return(visits, order)
             self._follow(reference)
 
@@ -91,7 +88,7 @@ class Migrator:
             under_way = [Visit(unit) for unit, _ in self._visits[-1:]]
             coming = self._with_chunks(rest)
             reference: Reference[Slot] = Reference()
-            reference.add_forward([*under_way, *coming], self._is_pending)
+            reference.add_forward([*under_way, *coming], self._pending.__contains__)
             reference.add_backward([*visits_made(self._visits), *coming])
             self._follow(reference)
             for visit in under_way:  # already visited: anchor later visits of this unit only
@@ -234,6 +231,3 @@ class Migrator:
             indices = self._activations.next_indices()
         regions = [self._activations.region(index) for index in indices[:needed]]
         return self._saved.visits(order, regions)
-
-    def _is_pending(self, slot: Slot) -> bool:
-        return self._updates is not None and slot in self._updates.pending.by_slot

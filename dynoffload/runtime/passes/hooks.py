@@ -1,4 +1,4 @@
-"""Hooks on units, parameters and reads of the whole model, which report the step's progress.
+"""Hooks on units and on reads of the whole model, which report the step's progress.
 
 The hooks only report. They are reinstalled whenever the network has changed. The root's hooks,
 which open and close a sample, belong to the session and stay installed.
@@ -19,14 +19,15 @@ an earlier one in the same call still runs, so `Hook.end` makes it do nothing.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from dynoffload.around import Handle, before_call, choosing
+from dynoffload.around import before_call, choosing
 from dynoffload.runtime.adoption.units import Unit
 
 
@@ -70,66 +71,35 @@ def _outside(hook: Hook, args: tuple[Any, ...]) -> Any:
     return None if hook._call is None else hook._call(*args)
 
 
-class Hooks:
-    """Installs and removes one session's hooks.
+def watch_modules(
+    watching: ExitStack,
+    model: nn.Module,
+    units: Sequence[Unit],
+    on_visit: Callable[..., None],
+    on_read: Callable[[], None],
+) -> None:
+    """Install hooks until ``watching`` is closed.
 
     Args:
+        watching: is given the functions that remove them.
         model: the root.
         units: modules to watch.
-        collectors: pairs of a parameter and a callback for when its gradient is complete in this
-            backward.
         on_visit: called with a unit and the hook's arguments before its forward, in train and eval
             mode.
         on_read: called before ``state_dict()``, copies or pickles of the model or a module.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        units: Sequence[Unit],
-        collectors: Iterable[tuple[nn.Parameter, Callable[[torch.Tensor], None]]],
-        *,
-        on_visit: Callable[..., None],
-        on_read: Callable[[], None],
-    ) -> None:
-        self._hooks: list[Hook] = []
-        self._handles: list[Handle] = []
-        try:
-            self._watch_modules(model, units, on_visit, on_read)
-            for parameter, collect in collectors:
-                if parameter.requires_grad:
-                    register: Any = parameter.register_post_accumulate_grad_hook
-                    self._handles.append(register(collect))
-        except BaseException:
-            self.remove()
-            raise
-
-    def _watch_modules(
-        self,
-        model: nn.Module,
-        units: Sequence[Unit],
-        on_visit: Callable[..., None],
-        on_read: Callable[[], None],
-    ) -> None:
-        handles, unseen = self._handles, choosing(model)
-        read = Hook(lambda module, prefix, keep_vars: on_read(), on_read)
-        for inner in model.modules():
-            handles.append(inner.register_state_dict_pre_hook(read))  # type: ignore[no-untyped-call]
-        for unit in units:
-            if unit.number is not None:
-                continue  # uses of slices are reported by `Parts`
-            visit = Hook(partial(on_visit, unit))
-            self._hooks.append(visit)
-            handles.append(before_call(unit.module, visit, unseen, first=unit.gathers))
-            if unit.gathers and unit.module is model and model not in unseen:
-                _keep_first(model)
-
-    def remove(self) -> None:
-        """Remove all hooks."""
-        for hook in self._hooks:
-            hook.end()
-        for handle in self._handles:
-            handle.remove()
+    unseen = choosing(model)
+    read = Hook(lambda module, prefix, keep_vars: on_read(), on_read)
+    for inner in model.modules():
+        watching.callback(inner.register_state_dict_pre_hook(read).remove)  # type: ignore[no-untyped-call]
+    for unit in units:
+        if unit.number is not None:
+            continue  # uses of slices are reported by `Parts`
+        visit = Hook(partial(on_visit, unit))
+        watching.callback(before_call(unit.module, visit, unseen, first=unit.gathers).remove)
+        watching.callback(visit.end)
+        if unit.gathers and unit.module is model and model not in unseen:
+            _keep_first(model)
 
 
 def _keep_first(model: nn.Module) -> None:
