@@ -22,7 +22,7 @@ from dynoffload.experiments.baselines.cgroup import (
     swap_file,
     swapped_bytes,
 )
-from dynoffload.experiments.trainer import Spec
+from dynoffload.experiments.ways import Spec
 from dynoffload.experiments.workers import (
     Step,
     Worker,

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import contest
-from dynoffload.experiments.baselines import DTR, REPLAY
 from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.contest import Contestant
 from dynoffload.experiments.harness import Experiment, Row, option, table
-from dynoffload.experiments.trainer import BUDGETED, PLAIN, Spec
+from dynoffload.experiments.ways import BUDGETED, CHECKPOINT, PLAIN, REPLAY, Spec
 from dynoffload.experiments.workers import charged_before
 from dynoffload.experiments.zoo import FOLDING, TRUNK
 from dynoffload.memory.spill import default_spill_dir
@@ -50,7 +49,6 @@ class Way:
         look: colour and marker in figures.
         mode: see `Spec`.
         policy: of `OffloadConfig`, for this library.
-        baseline: a name of `dynoffload.experiments.baselines`, for those.
         swap: whether the system may page.
     """
 
@@ -58,16 +56,15 @@ class Way:
     look: tuple[str, str]
     mode: str = BUDGETED
     policy: str = ""
-    baseline: str = ""
     swap: bool = False
 
 
 WAYS = {
     "plain": Way("plain PyTorch", ("ink", "o"), PLAIN),
     "system": Way("paging by the system", ("fault", "v"), PLAIN, swap=True),
-    "dtr": Way("rematerialisation (DTR)", ("stall", "D"), baseline=DTR),
+    CHECKPOINT: Way("activation checkpointing", ("stall", "D"), CHECKPOINT),
     "on-demand": Way("dynoffload, on demand", ("rss", "^"), policy="on-demand"),
-    "replay": Way("dynoffload, recorded order", ("backward", "s"), baseline=REPLAY),
+    REPLAY: Way("dynoffload, recorded order", ("backward", "s"), REPLAY),
     OURS: Way("dynoffload, last order", ("plan", "P"), policy=OURS),
 }
 """Method by its name in ``--ways``."""
@@ -304,15 +301,14 @@ def search(attempt: Callable[[int], Try], most: int) -> list[Try]:
 def spec_of(params: Params, subject: Subject, way: Way, size: int) -> Spec:
     """Return the spec that ``way`` runs."""
     spec = subject.spec(size)
-    if way.mode == PLAIN:
-        return spec
+    if way.mode in (PLAIN, CHECKPOINT):
+        return replace(spec, mode=way.mode)
     return replace(
         spec,
-        mode=BUDGETED,
+        mode=way.mode,
         budget=int(parse_bytes(params.memory) * params.share),
-        config={} if way.baseline else {"policy": way.policy},
-        baseline=way.baseline,
-        meta=subject.meta and way.baseline != DTR,
+        config={"policy": way.policy} if way.policy else {},
+        meta=subject.meta,
         spill_dir=str(params.spill_dir or default_spill_dir()),
     )
 

@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dynoffload.errors import ConfigError
-from dynoffload.experiments.baselines import REPLAY
 from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.contest import Side, Turns, Way, measure
 from dynoffload.experiments.harness import Cell, Experiment, Row, option, table
 from dynoffload.experiments.pilot_recording import Case, learned
 from dynoffload.experiments.processes import WorkerError
-from dynoffload.experiments.trainer import BUDGETED, Spec
+from dynoffload.experiments.ways import BUDGETED, REPLAY, Spec
 from dynoffload.experiments.workers import Step, median_seconds, worker
 from dynoffload.runtime.migration.gates import SETTLING, TRIED, WATCHED
 from dynoffload.units import format_bytes, format_seconds
@@ -47,7 +46,7 @@ ASKED: dict[str, tuple[float, str]] = {
 _PILOT, _CLAIRVOYANT = "pilot", "clairvoyant"
 POLICIES: dict[str, dict[str, Any]] = {
     "on_demand": {"config": {"policy": "on-demand"}},
-    "recorded": {"baseline": REPLAY},
+    "recorded": {"mode": REPLAY},
     "repeat": {"config": {"policy": "repeat"}},
     _PILOT: {"config": {"policy": "pilot"}},
     _CLAIRVOYANT: {"config": {"policy": "pilot"}, "clairvoyant": True},
@@ -120,10 +119,9 @@ class PilotBenefit(Experiment[Params]):
                 key: Way(
                     replace(
                         spec,
-                        mode=BUDGETED,
                         budget=budget,
                         pilot=pilot if key == _PILOT else None,
-                        **of,
+                        **{"mode": BUDGETED, **of},
                     ),
                     orders=orders if key == _CLAIRVOYANT else (),
                 )

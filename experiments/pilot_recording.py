@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dynoffload.experiments.trainer import Spec, adamw, network
+from dynoffload.experiments.ways import Spec, adamw, network
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.labels import encode_example, label_traces
 from dynoffload.pilot.progress import Report

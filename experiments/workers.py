@@ -15,7 +15,7 @@ from dynoffload.experiments import trainer
 from dynoffload.experiments.baselines.cgroup import MemoryGroup, memory_group
 from dynoffload.experiments.processes import Process
 from dynoffload.experiments.processes import WorkerError as WorkerError
-from dynoffload.experiments.trainer import Spec
+from dynoffload.experiments.ways import Spec
 
 _BEFORE = 3  # processes measured without a network
 

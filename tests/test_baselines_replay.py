@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 import dynoffload
-from dynoffload.experiments.baselines import REPLAY
 from dynoffload.experiments.baselines.replay import replaying
+from dynoffload.experiments.ways import REPLAY
 
 
 class Ordered(nn.Module):

@@ -57,7 +57,7 @@ def test_the_largest_is_found(monkeypatch: pytest.MonkeyPatch, limit: int) -> No
 
 
 def test_what_is_too_slow_when_small_is_tried_larger(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rematerialisation pays for every operator, which weighs most in the smallest steps."""
+    """Paging pays for every operator, which weighs most in the smallest steps."""
 
     def outcome(way: Way, size: int) -> Try:
         slow = way is WAYS["repeat"] and not 4 <= size <= 11

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dynoffload.experiments.trainer import BUDGETED, Spec
+from dynoffload.experiments.ways import BUDGETED, Spec
 from dynoffload.experiments.workers import (
     WorkerError,
     losses_equal,
