@@ -21,7 +21,7 @@ from dynoffload.experiments.architectures import ARCHITECTURES, experts_of
 from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.harness import Experiment, Row, option, table
 from dynoffload.experiments.loops import Loop, loops
-from dynoffload.experiments.processes import ONE_THREAD, QUIET, Process, WorkerError
+from dynoffload.experiments.processes import ONE_THREAD, QUIET, Renewed, WorkerError
 from dynoffload.units import format_bytes
 
 _PATIENCE = 660.0  # seconds for one case and the start of its process
@@ -71,6 +71,12 @@ class Exactness(Experiment[Params]):
 
     parameters = Params
 
+    def __init__(self, params: Params) -> None:
+        super().__init__(params)
+        environment = {**ONE_THREAD, **QUIET}
+        self.processes = Renewed("a case", patience=_PATIENCE, environment=environment)
+        self.stack.callback(self.processes.close)
+
     def cases(self) -> Mapping[str, Case]:
         names = list(self.params.architectures or ARCHITECTURES)
         cases = cases_of(names, self.params.rounds, self.params.steps)
@@ -82,28 +88,13 @@ class Exactness(Experiment[Params]):
     def run(self, case: Case) -> Row:
         row = {"architecture": case.architecture, "loop": asdict(case.loop), "looks": case.looks}
         try:
-            found = self._process().call(train_case, case, self.params.spill_dir)
+            found = self.processes.call(train_case, case, self.params.spill_dir)
         except WorkerError as error:
-            self._end()
             found = {"exact": False, "why": str(error)}
         return {**row, **found}
 
     def settled(self, row: Row) -> bool:
         return bool(row["exact"])
-
-    _started: Process | None = None
-
-    def _process(self) -> Process:
-        if self._started is None:
-            environment = {**ONE_THREAD, **QUIET}
-            self._started = Process("a case", patience=_PATIENCE, environment=environment)
-            self.stack.callback(self._end)
-        return self._started
-
-    def _end(self) -> None:
-        if self._started is not None:
-            self._started.close()
-            self._started = None
 
     def summary(self, rows: Sequence[Row]) -> dict[str, Any]:
         return {

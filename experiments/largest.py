@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import contest
 from dynoffload.experiments.comparing import Table
-from dynoffload.experiments.contest import Contestant
+from dynoffload.experiments.contest import Contestant, charged_before
 from dynoffload.experiments.harness import Experiment, Row, option, table
 from dynoffload.experiments.ways import BUDGETED, CHECKPOINT, PLAIN, REPLAY, Spec
-from dynoffload.experiments.workers import charged_before
 from dynoffload.experiments.zoo import FOLDING, TRUNK
 from dynoffload.memory.spill import default_spill_dir
 from dynoffload.units import format_seconds, parse_bytes

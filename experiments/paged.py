@@ -20,10 +20,9 @@ from dynoffload.errors import ConfigError
 from dynoffload.experiments import contest
 from dynoffload.experiments.baselines.cgroup import LimitError, why_unavailable
 from dynoffload.experiments.comparing import Table
-from dynoffload.experiments.contest import Side, Turns, Way
+from dynoffload.experiments.contest import Side, Step, Turns, Way, median_seconds
 from dynoffload.experiments.harness import Experiment, Row, option, table
 from dynoffload.experiments.ways import BUDGETED, REPLAY, Spec
-from dynoffload.experiments.workers import Step, median_seconds
 from dynoffload.experiments.zoo import FUSED
 from dynoffload.memory.limits import available_bytes
 from dynoffload.memory.spill import default_spill_dir

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -20,12 +21,19 @@ import numpy as np
 
 from dynoffload.errors import ConfigError
 from dynoffload.experiments.comparing import Table
-from dynoffload.experiments.contest import Side, Turns, Way, measure
+from dynoffload.experiments.contest import (
+    Contestant,
+    Side,
+    Step,
+    Turns,
+    Way,
+    measure,
+    median_seconds,
+)
 from dynoffload.experiments.harness import Cell, Experiment, Row, option, table
 from dynoffload.experiments.pilot_recording import Case, learned
 from dynoffload.experiments.processes import WorkerError
 from dynoffload.experiments.ways import BUDGETED, REPLAY, Spec
-from dynoffload.experiments.workers import Step, median_seconds, worker
 from dynoffload.runtime.migration.gates import SETTLING, TRIED, WATCHED
 from dynoffload.units import format_bytes, format_seconds
 
@@ -147,7 +155,9 @@ class PilotBenefit(Experiment[Params]):
         """Return the modules visited by each step of a plain run, and its losses; the run is not
         timed."""
         orders = []
-        with worker("watched", replace(spec, watched=True)) as watched:
+        with ExitStack() as stack:
+            watched = Contestant("watched", Way(replace(spec, watched=True)), required=True)
+            watched.start(stack)
             for number in range(steps):
                 self.report(f"{spec.network}: looking ahead", number, steps)
                 orders.append(watched.step()["visited"])

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 from dynoffload.errors import ConfigError
 from dynoffload.experiments.baselines.cgroup import LimitError
 from dynoffload.experiments.comparing import Table
-from dynoffload.experiments.contest import Side, Turns, Way, measure
+from dynoffload.experiments.contest import Side, Turns, Way, charged_before, measure, median_seconds
 from dynoffload.experiments.harness import Cell, Experiment, Row, option, table
 from dynoffload.experiments.pilot_recording import learned
 from dynoffload.experiments.ways import BUDGETED, CHECKPOINT, REPLAY, Spec
-from dynoffload.experiments.workers import charged_before, median_seconds
 from dynoffload.experiments.zoo import TRUNK
 from dynoffload.memory.spill import default_spill_dir
 from dynoffload.units import format_bytes, format_seconds

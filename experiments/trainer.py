@@ -1,6 +1,6 @@
 """A training process that steps on request: the child side of the comparisons.
 
-`dynoffload.experiments.workers` calls `build`, `enter` and `ask` in a child process. Each variant
+`dynoffload.experiments.contest` calls `build`, `enter` and `ask` in a child process. Each variant
 of a comparison has its own, so none shares memory, allocator or caches, and two can take turns. All
 make the same steps on the same samples, so their losses can be compared bit by bit.
 """

@@ -21,8 +21,8 @@ from dynoffload.experiments import (
     pilot_benefit,
 )
 from dynoffload.experiments.baselines import cgroup
+from dynoffload.experiments.contest import Step
 from dynoffload.experiments.harness import carry_out
-from dynoffload.experiments.workers import Step
 from dynoffload.units import format_seconds
 
 DISK = Path("/var/tmp")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
@@ -12,19 +11,17 @@ from typing import Any
 import pytest
 
 from dynoffload.errors import ConfigError
-from dynoffload.experiments.baselines.cgroup import why_unavailable
-from dynoffload.experiments.contest import Contestant, Side, Turns, Way, measure
+from dynoffload.experiments.contest import Contestant, Side, Way
 from dynoffload.experiments.harness import carry_out, rendered
+from dynoffload.experiments.processes import WorkerError
 from dynoffload.experiments.step_time import (
     POLICIES,
-    SYSTEM,
     Params,
     StepTime,
     reasons,
     standing,
 )
 from dynoffload.experiments.ways import Spec
-from dynoffload.experiments.workers import WorkerError
 
 
 @pytest.mark.slow
@@ -114,32 +111,21 @@ def test_table_and_figure_name_every_policy(
 def test_who_fails_in_the_middle_leaves_the_turns() -> None:
     class Dies:
         patience = 0.0
-        steps: tuple[Any, ...] = ()
 
-        def step(self, *, measured: bool = True) -> None:
+        def call(self, *_: Any) -> None:
             raise WorkerError("'x' failed: needs 3, has 2")
 
     one = Contestant("x", Way(Spec("moe", "tiny")), lambda: 12.0)
     dying: Any = Dies()
-    one._worker = dying
+    one._process = dying
     one.step()
     one.step()
     assert (one.why, dying.patience) == ("needs 3, has 2", 12.0)
-    assert one.result(dying) == Side("needs 3, has 2")
-
-
-@pytest.mark.skipif(bool(why_unavailable(swap=True)), reason=why_unavailable(swap=True))
-def test_paging_by_the_system_is_plain_training_in_a_group_with_swap() -> None:
-    """Its losses are those of plain training, and neither group nor swap file is left."""
-    where, told = Path("/var/tmp"), []
-    spec = Spec("moe", "tiny", shape={"length": 16}, spill_dir=str(where))
-    turns = Turns(rounds=1, warmup=1, per_turn=1)
-    ways = {SYSTEM: Way(spec, limit=400 << 20, swap_bytes=256 << 20)}
-    side = measure(spec, ways, turns, told.append).sides[SYSTEM]
-    assert (side.why, side.losses_equal) == ("", True)
-    assert len(side.steps_s) == 1
-    assert not list(where.glob(f".dynoffload-swap-{os.getpid()}-*"))
-    assert f"dynoffload-swap-{os.getpid()}" not in Path("/proc/swaps").read_text()
+    assert one.result(["0x1p+0"]) == Side("needs 3, has 2")
+    plain = Contestant("x", Way(Spec("moe", "tiny")), required=True)
+    plain._process = dying
+    with pytest.raises(WorkerError, match="needs 3"):
+        plain.step()
 
 
 @pytest.mark.parametrize(
