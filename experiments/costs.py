@@ -23,7 +23,7 @@ import torch
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import provenance
 from dynoffload.experiments.comparing import Table
-from dynoffload.experiments.harness import Experiment, Row, option, table
+from dynoffload.experiments.harness import Experiment, Row, check_known, option, table
 from dynoffload.experiments.networks import COSTED, Sample, Subject
 from dynoffload.profiler import Recorder, Trace
 from dynoffload.profiler.cost_fitting import SHORTEST, fit
@@ -56,8 +56,7 @@ class Params:
     model: Path | None = option(None, "where to write the model fitted to all", place=True)
 
     def __post_init__(self) -> None:
-        if strange := [name for name in self.networks if name not in COSTED]:
-            raise ConfigError(f"no network is named {strange[0]!r}; there are {', '.join(COSTED)}")
+        check_known("networks", self.networks, COSTED)
         if len(set(self.networks or COSTED)) < 2 or self.samples < 1:
             raise ConfigError(
                 "a residual on held-out networks takes two networks and a sample of each"

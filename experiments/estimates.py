@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from dynoffload.errors import BudgetError, ConfigError
 from dynoffload.experiments.comparing import Table, draw_diagonal, judged, marked
-from dynoffload.experiments.harness import Experiment, Row, option, table
+from dynoffload.experiments.harness import Experiment, Row, check_known, option, table
 from dynoffload.experiments.networks import FIT
 from dynoffload.experiments.processes import NEVER_LEFT, ONE_THREAD, fresh
 from dynoffload.units import MiB
@@ -61,8 +61,7 @@ class Params:
     spill_dir: Path | None = option(None, "where the spill files lie", place=True)
 
     def __post_init__(self) -> None:
-        if unknown := [one for one in self.only if one not in NETWORKS]:
-            raise ConfigError(f"only names {unknown[0]!r}: there are {', '.join(NETWORKS)}")
+        check_known("only", self.only, NETWORKS)
         if not 0 < self.warmup < self.steps <= _MOST_STEPS:
             raise ConfigError(
                 f"warmup={self.warmup} of steps={self.steps}: leave some steps that count, of "

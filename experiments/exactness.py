@@ -15,11 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dynoffload.errors import ConfigError
 from dynoffload.experiments.allowed import CONFIG, budget_of
 from dynoffload.experiments.architectures import ARCHITECTURES, experts_of
 from dynoffload.experiments.comparing import Table
-from dynoffload.experiments.harness import Experiment, Row, option, table
+from dynoffload.experiments.harness import Experiment, Row, check_known, option, table
 from dynoffload.experiments.loops import Loop, loops
 from dynoffload.experiments.processes import ONE_THREAD, QUIET, Renewed, WorkerError
 from dynoffload.units import format_bytes
@@ -61,9 +60,7 @@ class Params:
     spill_dir: Path | None = option(None, "where the spill files lie", place=True)
 
     def __post_init__(self) -> None:
-        if unknown := [name for name in self.architectures if name not in ARCHITECTURES]:
-            known = ", ".join(ARCHITECTURES)
-            raise ConfigError(f"no architecture is named {', '.join(unknown)}; there are {known}")
+        check_known("architectures", self.architectures, ARCHITECTURES)
 
 
 class Exactness(Experiment[Params]):

@@ -13,6 +13,7 @@ least as long as its copies in the slower direction, at the rates measured with 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
@@ -24,7 +25,7 @@ from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.gpu_check import about, accelerator
 from dynoffload.experiments.gpu_check_training import environment
 from dynoffload.experiments.gpu_rows import MEASURED, NO_ROOM, NOT_MEASURED, measure, measure_link
-from dynoffload.experiments.harness import Experiment, Row, option, table
+from dynoffload.experiments.harness import Experiment, Row, check_known, option, table
 from dynoffload.experiments.processes import WorkerError, fresh
 from dynoffload.experiments.ways import BUDGETED, CHECKPOINT, PLAIN, Spec
 from dynoffload.memory.spill import default_spill_dir
@@ -81,13 +82,10 @@ class Params:
     spill_dir: Path | None = option(None, "where files lie", place=True)
 
     def __post_init__(self) -> None:
-        if self.preset not in PRESETS:
-            raise ConfigError(f"no preset {self.preset!r}; there are {', '.join(PRESETS)}")
-        for name, there_are in (("networks", ("moe", "evoformer")), ("ways", tuple(WAYS))):
-            for one in getattr(self, name):
-                found, colon, tokens = one.partition(":")
-                if found not in there_are or (colon and not (found == "moe" and tokens.isdigit())):
-                    raise ConfigError(f"{name} names {one!r}; there are {', '.join(there_are)}")
+        check_known("preset", [self.preset], PRESETS)
+        check_known("ways", self.ways, WAYS)
+        named = [one for one in self.networks if not re.fullmatch(r"moe:\d+", one)]
+        check_known("networks", named, ("moe", "evoformer"))
         for share in self.budgets:
             try:
                 right = 0 < Fraction(share) <= 1

@@ -20,7 +20,7 @@ from dynoffload.errors import ConfigError
 from dynoffload.experiments import contest
 from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.contest import Contestant, charged_before
-from dynoffload.experiments.harness import Experiment, Row, option, table
+from dynoffload.experiments.harness import Experiment, Row, check_known, option, table
 from dynoffload.experiments.ways import BUDGETED, CHECKPOINT, PLAIN, REPLAY, Spec
 from dynoffload.experiments.zoo import FOLDING, TRUNK
 from dynoffload.memory.spill import default_spill_dir
@@ -117,8 +117,7 @@ class Params:
     spill_dir: Path | None = option(None, "where spill and swap files lie", place=True)
 
     def __post_init__(self) -> None:
-        if unknown := [key for key in self.ways if key not in WAYS]:
-            raise ConfigError(f"no way {unknown[0]!r}; there are {', '.join(WAYS)}")
+        check_known("ways", self.ways, WAYS)
         if not (0 < self.share <= 1 and self.steps >= 1 and self.slowest > 1 and self.most >= 1):
             raise ConfigError(
                 f"share={self.share} must be above 0 and at most 1, steps={self.steps} and "
@@ -187,7 +186,7 @@ class Largest(Experiment[Params]):
     def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
         parts: list[Table | str] = []
         for name, subject in self.subjects().items():
-            mine = [row for row in result["rows"] if row["subject"] == name]
+            mine = _rows_of(result, name)
             columns = {
                 head.replace("largest", f"largest ({subject.unit})"): cell
                 for head, cell in _COLUMNS.items()
@@ -202,7 +201,7 @@ class Largest(Experiment[Params]):
         subjects = self.subjects()
         every = figure.subplots(len(subjects), 2, squeeze=False)
         for (left, right), (name, subject) in zip(every, subjects.items(), strict=True):
-            rows = [row for row in result["rows"] if row["subject"] == name]
+            rows = _rows_of(result, name)
             _bars(left, color, f"{subject.title} in {self.params.memory}", rows)
             _paces(right, color, subject.unit, rows)
 
@@ -364,6 +363,11 @@ def same_losses(rows: Sequence[Row]) -> bool:
         if first[:common] != losses[:common]:
             return False
     return True
+
+
+def _rows_of(result: Mapping[str, Any], subject: str) -> list[Row]:
+    """Return a subject's rows; older results have ways that there are no more."""
+    return [row for row in result["rows"] if row["subject"] == subject and row["way"] in WAYS]
 
 
 def _pace(most: float) -> Callable[[Mapping[str, Any]], str]:

@@ -315,6 +315,10 @@ def _ms(key: str) -> Cell:
     return lambda row: f"{row[key] * 1e3:.1f}"
 
 
+def _update(design: int) -> Cell:
+    return lambda row: f"{row['seconds'][str(design)] * 1e3:.0f}"
+
+
 def _as(key: str, form: str = "") -> Cell:
     return lambda row: format(row[key], form)
 
@@ -366,7 +370,7 @@ _COLUMNS: dict[str, dict[str, Cell]] = {
         "optimizer I/O": _as("update"),
         "strategy": _as("strategy"),
         "local GB": _as("hbm_gb", ".2f"),
-        **{f"design {n}": lambda row, n=n: f"{row['seconds'][str(n)] * 1e3:.0f}" for n in DESIGNS},
+        **{f"design {n}": _update(n) for n in DESIGNS},
     },
     "pooled": {
         "GPUs": _as("sharers"),

@@ -21,7 +21,7 @@ from dynoffload.experiments import contest
 from dynoffload.experiments.baselines.cgroup import LimitError, why_unavailable
 from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.contest import Side, Step, Turns, Way, median_seconds
-from dynoffload.experiments.harness import Experiment, Row, option, table
+from dynoffload.experiments.harness import Experiment, Row, check_known, option, table
 from dynoffload.experiments.ways import BUDGETED, REPLAY, Spec
 from dynoffload.experiments.zoo import FUSED
 from dynoffload.memory.limits import available_bytes
@@ -84,9 +84,7 @@ class Params:
     spill_dir: Path | None = option(None, "where the spill file and the swap file lie", place=True)
 
     def __post_init__(self) -> None:
-        unknown = [row for row in self.rows if row not in VARIANTS]
-        if unknown or not self.rows:
-            raise ConfigError(f"no row is named {unknown}; there are {', '.join(VARIANTS)}")
+        check_known("rows", self.rows, VARIANTS)
         if self.steps < 1 or self.warmup < 1 or self.paged_steps < 0:
             raise ConfigError("steps and warmup are at least 1, paged_steps at least 0")
 

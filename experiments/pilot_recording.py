@@ -69,7 +69,6 @@ CASES: dict[str, Case] = {
     for case in (
         _structure("tree", "tree", "Child-Sum Tree-LSTM"),
         _structure("tree_untied", "tree", "Tree-LSTM, 12 cells by kind", "tiny-untied"),
-        _structure("slim", "slim", "slimmable, 4 widths"),
         _structure("gan", "gan", "unrolled GAN"),
         _structure("evoformer", "evoformer", "Evoformer, recycling"),
         _structure("esmfold", "esmfold", "ESMFold, recycling", share=0.25),

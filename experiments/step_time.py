@@ -19,7 +19,7 @@ from dynoffload.errors import ConfigError
 from dynoffload.experiments.baselines.cgroup import LimitError
 from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.contest import Side, Turns, Way, charged_before, measure, median_seconds
-from dynoffload.experiments.harness import Cell, Experiment, Row, option, table
+from dynoffload.experiments.harness import Cell, Experiment, Row, check_known, option, table
 from dynoffload.experiments.pilot_recording import learned
 from dynoffload.experiments.ways import BUDGETED, CHECKPOINT, REPLAY, Spec
 from dynoffload.experiments.zoo import TRUNK
@@ -85,10 +85,9 @@ class Params:
     spill_dir: Path | None = option(None, "where spill and swap files lie", place=True)
 
     def __post_init__(self) -> None:
-        if self.preset not in PRESETS:
-            raise ConfigError(f"no preset {self.preset!r}; there are {', '.join(PRESETS)}")
-        _check("network", self.network, PRESETS[self.preset])
-        _check("policies", self.policies, POLICIES)
+        check_known("preset", [self.preset], PRESETS)
+        check_known("network", self.network, PRESETS[self.preset])
+        check_known("policies", self.policies, POLICIES)
         if not self.shares:
             raise ConfigError("there are no budgets: give shares such as 1,1/2,1/4")
         if self.steps < _LEAST_STEPS:
@@ -98,13 +97,6 @@ class Params:
     def shares(self) -> list[Fraction]:
         """The budgets, in descending order."""
         return sorted({_share(text) for text in self.budgets}, reverse=True)
-
-
-def _check(name: str, asked: Sequence[str], known: Mapping[str, Any]) -> None:
-    strange = [one for one in asked if one not in known]
-    if strange or not asked:
-        named = ", ".join(map(repr, strange)) or "nothing"
-        raise ConfigError(f"{name} names {named}; there are {', '.join(known)}")
 
 
 def _share(text: str) -> Fraction:

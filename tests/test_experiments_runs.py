@@ -93,8 +93,6 @@ def test_the_bound_of_a_step_is_counted_by_hand(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_paged_says_what_it_cannot_measure(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="mapped"):
-        tiny(rows=("maped",))
     monkeypatch.setattr(paged, "why_unavailable", lambda swap: "limits are set by root alone")
     with pytest.raises(cgroup.LimitError, match=r"root alone: neither .* --no-limited"):
         paged.Paged(tiny(rows=("main",))).cases()
@@ -142,9 +140,6 @@ def test_pilot_benefit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert ratios["step_over_plain"] == runs["pilot"]["step_s"] / runs["plain"]["step_s"]
     assert "top-2 of 64, 8 tokens" in capsys.readouterr().out
     assert path.with_suffix(".svg").stat().st_size > 4000
-    strange = pilot_benefit.Params(only=("moe_63",))
-    with pytest.raises(ConfigError, match="moe_64"):
-        pilot_benefit.PilotBenefit(strange).cases()
 
 
 def test_steps_are_compared_on_the_same_sample() -> None:

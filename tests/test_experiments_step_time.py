@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from dynoffload.errors import ConfigError
 from dynoffload.experiments.contest import Contestant, Side, Way
 from dynoffload.experiments.harness import carry_out, rendered
 from dynoffload.experiments.processes import WorkerError
@@ -126,19 +125,3 @@ def test_who_fails_in_the_middle_leaves_the_turns() -> None:
     plain._process = dying
     with pytest.raises(WorkerError, match="needs 3"):
         plain.step()
-
-
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        ({"network": ("llama",)}, "network names 'llama'; there are moe, tree"),
-        ({"preset": "huge"}, "no preset 'huge'"),
-        ({"policies": ("pilots",)}, "policies names 'pilots'"),
-        ({"budgets": ("1/0",)}, "'1/0' in budgets is no share above 0"),
-        ({"budgets": ()}, "there are no budgets"),
-        ({"steps": 4}, "at least 5"),
-    ],
-)
-def test_what_cannot_be_asked_is_refused(wrong: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        Params(**wrong)

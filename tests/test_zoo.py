@@ -53,7 +53,6 @@ CASES = {
     "early-lstm": Case(300, 1.5, 1.4, 5, {}, 3e-3),
     "exits": Case(200, 2.0, 1.0, 2, {"rows": 4}, 3e-3),
     "depths": Case(120, 4.5, 3.0, 10, {"rows": 2, "length": 64}, 3e-3),
-    "slim": Case(150, 2.0, 1.3, 4, {"rows": 8}),
     "gan": Case(200, 0.25, 0.18, 6, {}),
 }
 
@@ -143,7 +142,9 @@ def test_samples_are_the_same_for_the_same_seed_and_apart_by_split(name: str) ->
     assert not inside & aside
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(  # of those two see test_exact_zoo
+    "name", [name for name in CASES if name not in ("moe", "tree")]
+)
 def test_a_part_of_its_memory_is_enough_and_changes_no_bit(name: str) -> None:
     model = zoo.build(name, "tiny")
     twin = Twin(model, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
