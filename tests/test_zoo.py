@@ -183,22 +183,6 @@ def test_what_makes_no_network_is_refused(name: str, sizes: dict[str, Any], told
         zoo.build(name, **sizes)
 
 
-@pytest.mark.parametrize("name", ["moe", "tree"])
-def test_weights_follow_from_the_seed_also_by_way_of_meta(name: str) -> None:
-    """And the generator that others draw from is left alone."""
-    state = torch.get_rng_state()
-    plain, meta = zoo.build(name, seed=3), zoo.build(name, seed=3, device="meta")
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(tensor.is_meta for tensor in [*meta.parameters(), *meta.buffers()])
-    real = meta.to_empty(device="cpu")
-    torch.manual_seed(3)
-    for module in real.modules():
-        if list(module.parameters(recurse=False)) or list(module.buffers(recurse=False)):
-            module.reset_parameters()  # type: ignore[operator]
-    for (key, one), two in zip(real.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one, two), key
-
-
 # The mixture of experts
 
 
