@@ -24,7 +24,8 @@ from dynoffload.errors import ConfigError
 from dynoffload.experiments import provenance
 from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.harness import Experiment, Row, check_known, option, table
-from dynoffload.experiments.networks import COSTED, Sample, Subject
+from dynoffload.experiments.networks import COSTED, Subject
+from dynoffload.experiments.zoo.building import ZooSample
 from dynoffload.profiler import Recorder, Trace
 from dynoffload.profiler.cost_fitting import SHORTEST, fit
 from dynoffload.profiler.costs import CostModel, Kind
@@ -133,7 +134,7 @@ def measure(network: Subject, samples: int) -> _Measured:
     found = _Measured()
     traces: list[Trace] = []
 
-    def step(sample: Sample) -> None:
+    def step(sample: ZooSample) -> None:
         sample.call(model).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -143,19 +143,20 @@ class Largest(Experiment[Params]):
         subject, way = self.subjects()[name], WAYS[key]
         plain = next((row for row in self.rows if row["case"] == f"{name}, plain"), None)
         base = charged_before(subject.spec(1)) if plain is None else plain["process_before_bytes"]
-        room = _Room(base)
-        if plain is not None:
-            known = {one["size"]: one["seconds"] for one in plain["tries"] if not one["why"]}
-            room = _Room(base, plain["largest"], known)
-        tries = search(lambda size: self._try(subject, way, size, room), self.params.most)
+        room = _room(base, [] if plain is None else plain["tries"])
+
+        def tried(size: int) -> Try:
+            self.report(f"{subject.title}, {way.title}: {size}")
+            return attempt(self.params, subject, way, size, room)
+
+        tries = search(tried, self.params.most)
         best = max((each for each in tries if not each.why), key=lambda t: t.size, default=None)
         if plain is None:
             if best is None:
                 raise ConfigError(
                     f"plain training does not fit {self.params.memory} at size 1: {tries[0].why}"
                 )
-            known = {each.size: each.seconds for each in tries if not each.why}
-            room = _Room(base, best.size, known)
+            room = _room(base, list(map(asdict, tries)))
         told = [
             asdict(each) | {"pace": each.seconds / room.paced(each.size)}
             for each in sorted(tries, key=lambda each: each.size)
@@ -163,19 +164,15 @@ class Largest(Experiment[Params]):
         return {
             "subject": name,
             "way": key,
-            "largest": 0 if best is None else best.size,
-            "over_plain": 0.0 if best is None else best.size / room.holds,
-            "seconds": None if best is None else best.seconds,
-            "seconds_over_plain": None if best is None else best.seconds / room.paced(best.size),
+            "largest": best.size if best else 0,
+            "over_plain": best.size / room.holds if best else 0.0,
+            "seconds": best.seconds if best else None,
+            "seconds_over_plain": best.seconds / room.paced(best.size) if best else None,
             "within": within(told),
-            "ended_by": _ended_by(tries, self.params.most),
+            "ended_by": _ended_by(tries, best.size if best else 0, self.params.most),
             "process_before_bytes": base,
             "tries": told,
         }
-
-    def _try(self, subject: Subject, way: Way, size: int, room: _Room) -> Try:
-        self.report(f"{subject.title}, {way.title}: {size}")
-        return attempt(self.params, subject, way, size, room)
 
     def summary(self, rows: Sequence[Row]) -> dict[str, Any]:
         return {
@@ -267,6 +264,11 @@ class _Room:
         return self.known.get(size, self.known[self.holds] / self.holds * size)
 
 
+def _room(base: int, tries: Sequence[Mapping[str, Any]]) -> _Room:
+    known = {one["size"]: one["seconds"] for one in tries if not one["why"]}
+    return _Room(base, max(known, default=0), known)
+
+
 def search(attempt: Callable[[int], Try], most: int) -> list[Try]:
     """Double the size until it does not fit, then bisect.
 
@@ -335,13 +337,11 @@ def attempt(params: Params, subject: Subject, way: Way, size: int, room: _Room) 
     return Try(size, why, median(seconds), losses)
 
 
-def _ended_by(tries: Sequence[Try], most: int) -> str:
-    """Return why the smallest size above the largest that fits does not fit."""
-    best = max((each.size for each in tries if not each.why), default=0)
+def _ended_by(tries: Sequence[Try], best: int, most: int) -> str:
+    """Return why the smallest size above ``best``, the largest that fits, does not fit."""
     failed = [each for each in tries if each.why and each.size > best]
-    if not failed:
-        return f"nothing: {most} is the largest that was tried"
-    return min(failed, key=lambda each: each.size).why
+    nothing = Try(most, f"nothing: {most} is the largest that was tried")
+    return min(failed, key=lambda each: each.size, default=nothing).why
 
 
 def within(tries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
@@ -405,13 +405,9 @@ def _paces(axes: Axes, color: Mapping[str, str], unit: str, rows: Sequence[Row])
         x, y = ([one[key] for one in made] for key in ("size", "pace"))
         look: dict[str, Any] = {"markersize": 4.5, "linewidth": 1.2, "color": color[shade]}
         axes.plot(x, y, marker=mark, label=way.title, **look)
-        refused = [one["size"] for one in row["tries"] if not one["seconds"]]
-        if refused and made:
-            axes.plot(min(refused), made[-1]["pace"], "x", markersize=7, color=color[shade])
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel(f"{unit} (× cannot run)")
-    axes.set_ylabel("step, times plain training's pace")
+    axes.set(xlabel=unit, ylabel="step, times plain training's pace")
     axes.legend(frameon=False, fontsize=7)

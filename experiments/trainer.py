@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dynoffload.experiments.processes import NEVER_LEFT
-from dynoffload.experiments.ways import WAYS, Ready, Spec, network, place_of
+from dynoffload.experiments.ways import WAYS, Ready, Spec, network, place_of, samples
 from dynoffload.experiments.zoo.building import moved
 
 
@@ -26,7 +26,6 @@ class Trainer:
     def __init__(self, spec: Spec) -> None:
         import torch
 
-        from dynoffload.experiments import zoo
         from dynoffload.experiments.predictors import Clairvoyant, watching
         from dynoffload.numerics import settle_kernels
 
@@ -35,7 +34,7 @@ class Trainer:
         if spec.threads:
             torch.set_num_threads(spec.threads)
         self.model = network(spec)
-        self.samples = zoo.samples(spec.network, spec.split, seed=spec.data_seed, **spec.shape)
+        self.samples = samples(spec)
         self.ready: Ready
         self.session: Any = None
         self.clairvoyant = Clairvoyant(self.model) if spec.clairvoyant else None
@@ -68,13 +67,13 @@ class Trainer:
         """
         if self.clairvoyant is not None:
             self.clairvoyant.tell(json.loads(order))
-        args = next(self.samples).args
+        sample = next(self.samples)
         if self.spec.device:
-            args = moved(args, place_of(self.spec))
+            sample = moved(sample, place_of(self.spec))
         self._wait()
         begin = time.perf_counter()
         with self.ready.around():
-            loss = self.model(*args).loss
+            loss = sample.call(self.model)
         forward = time.perf_counter()
         loss.backward()
         backward = time.perf_counter()

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from dynoffload.experiments.zoo.building import ZooSample
+
 PLAIN, CHECKPOINT, BUDGETED, REPLAY = "plain", "checkpoint", "offload", "replay"
 
 
@@ -31,7 +33,7 @@ class Spec:
     """One training.
 
     Attributes:
-        network: name in the zoo.
+        network: name in the zoo; with ``preset=""`` in `dynoffload.experiments.networks.NETWORKS`.
         preset: its sizes.
         mode: a key of `WAYS`.
         sizes: sizes that override the preset's, for `dynoffload.experiments.zoo.build`.
@@ -92,9 +94,22 @@ Way = Callable[[Spec, "nn.Module", Any], AbstractContextManager[Ready]]
 def network(spec: Spec) -> nn.Module:
     """Return the network of ``spec``, on the CPU, or on the meta device if ``spec.meta``."""
     from dynoffload.experiments import zoo
+    from dynoffload.experiments.networks import NETWORKS
 
+    if not spec.preset:
+        return NETWORKS[spec.network]().build()
     device = "meta" if spec.meta else "cpu"
     return zoo.build(spec.network, spec.preset, seed=spec.seed, device=device, **spec.sizes)
+
+
+def samples(spec: Spec) -> Iterator[ZooSample]:
+    """Return the samples of ``spec``."""
+    from dynoffload.experiments import zoo
+    from dynoffload.experiments.networks import NETWORKS
+
+    if not spec.preset:
+        return NETWORKS[spec.network]().samples(spec.data_seed)
+    return zoo.samples(spec.network, spec.split, seed=spec.data_seed, **spec.shape)
 
 
 def adamw(model: nn.Module, spec: Spec) -> Optimizer:

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from phase_bound import least_seconds
 from torch import nn
 from torch.optim import AdamW
 
 from dynoffload.errors import ConfigError, TraceError
 from dynoffload.experiments import zoo
-from dynoffload.experiments.bound import phase_bound
 from dynoffload.profiler import CostModel, Trace, load_trace, profile
 from dynoffload.profiler.costs import Kind
 from dynoffload.simulation import (
@@ -128,8 +128,10 @@ def test_plans_stay_near_the_bound(share: float, bandwidth: float, slack: float)
     capacity = int(share * peak(work)) + 1
     for step, result in list(zip(work.steps, found.steps, strict=True))[1:-1]:
         sizes = [step.sizes.get(region, nbytes) for region, nbytes in enumerate(work.sizes)]
-        bounds = (phase_bound(step.uses[a:b], sizes, capacity) for a, b in step.phases.values())
-        least = sum(bound.seconds(bandwidth, bandwidth) for bound in bounds)
+        least = sum(
+            least_seconds(step.uses[a:b], sizes, capacity, bandwidth, bandwidth)
+            for a, b in step.phases.values()
+        )
         assert least <= result.seconds <= slack * least
 
 
