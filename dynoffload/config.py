@@ -57,18 +57,14 @@ class OffloadConfig:
         defer_updates: ``"auto"`` defers each paged parameter's optimizer update to just before its
             next use if the backend can guard it; ``"never"`` updates inside ``step()``. Pass that
             if an error says so: a thread that the pager cannot interrupt reads pending updates.
-        draft_share: share of the parameters' bytes, 0 to 1, whose updates are already computed in
-            backward, and count if their inputs do not change until ``step()``; only where updates
-            are deferred. It spreads the traffic over the phases. Pass 0, all in the next forward,
-            if the optimizer has side effects that must not happen before ``step()``.
         rollback: undo a step of a `torch.optim` optimizer that fails half way, by an error of the
             optimizer or of the disk. Parameters and optimizer state are then those of the last
             finished step. Changes of the loop itself are not undone: hyperparameters, buffers that
             forward writes, counts of schedulers and scalers. What a step changes is written once
             more, to a second file in the spill directory. All updates of a step, also of experts
-            that are not hit, are made before the next step's, and none in backward. Resident mode
-            is off. Pass True if a lost step must not need a checkpoint. Optimizers that are not of
-            `torch.optim`, subclasses included, fail as in plain training.
+            that are not hit, are made before the next step's. Resident mode is off. Pass True if a
+            lost step must not need a checkpoint. Optimizers that are not of `torch.optim`,
+            subclasses included, fail as in plain training.
         page_bytes: bytes of one page of the pool, a power of two from 4 KiB to 2 MiB; ``None``
             takes the largest that pads the parameters little and leaves the pool 40 pages. Pass
             what a `BudgetError` names.
@@ -103,7 +99,6 @@ class OffloadConfig:
     backend: str = "auto"
     policy: str = "auto"
     defer_updates: str = "auto"
-    draft_share: float = 0.5
     rollback: bool = False
     page_bytes: int | None = None
     min_paged_bytes: int | None = None
@@ -139,9 +134,7 @@ class OffloadConfig:
             raise ConfigError(f"page_bytes={page} is not a power of two between 4096 and {2 * MiB}")
         if self.min_paged_bytes is not None and self.min_paged_bytes < 1:
             raise ConfigError(f"min_paged_bytes={self.min_paged_bytes} must be at least 1")
-        share, wait = self.draft_share, self.rank_timeout
-        if not _is_number(share) or not 0 <= share <= 1:
-            raise ConfigError(f"draft_share={share!r} is not a share between 0 and 1")
+        wait = self.rank_timeout
         if wait is not None and (not _is_number(wait) or not 0 < wait < 1e6):
             raise ConfigError(f"rank_timeout={wait!r} is not a number of seconds: pass one above 0")
         if self.features is not None and not callable(self.features):

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from dynoffload.config import OffloadConfig
 from dynoffload.estimation.calibration import Fitted
 from dynoffload.runtime.opening import IO_THREADS
 from dynoffload.simulation import Link, Machine
@@ -106,8 +105,7 @@ def simulated(
 ) -> Simulated:
     """Simulate the steps of ``material`` under a budget divided by ``sizing``."""
     keys = [key for key in Division.__dataclass_fields__ if key in sizing]
-    options = OffloadConfig()
-    division = Division(**{key: sizing[key] for key in keys}, draft_share=options.draft_share)
+    division = Division(**{key: sizing[key] for key in keys})
     machine = replace(machine, workers=IO_THREADS)
     training = Training(
         material.network, division, machine, prefetch=policy != "on-demand", work=work

@@ -27,7 +27,6 @@ class Life:
         page: bytes.
         aside: whether paging may step aside.
         precision: "single", "half" for weights in bfloat16, or "autocast" to it.
-        drafts: share of updates made in backward.
         lies: what the pilot predicts, or None for no pilot.
         seed: of the weights.
     """
@@ -39,7 +38,6 @@ class Life:
     page: int
     aside: bool
     precision: str
-    drafts: float
     lies: Sequence[Sequence[int]] | None
     seed: int
 
@@ -73,7 +71,6 @@ class Life:
             "page_bytes": self.page,
             "min_paged_bytes": 512,
             "backend": self.backend,
-            "draft_share": self.drafts,
             "rollback": self.rollback,
         }
         wanted = int(footprint_of(twin.model) * self.share)
@@ -92,7 +89,6 @@ LIVES = st.builds(
     page=st.sampled_from([4096, 8192]),
     aside=st.booleans(),
     precision=st.sampled_from(["single", "single", "half", "autocast"]),
-    drafts=st.sampled_from([0.0, 0.5, 1.0]),
     lies=st.none() | st.lists(st.lists(st.integers(-3, 20), max_size=12), max_size=3),
     seed=st.integers(0, 1000),
 )

@@ -317,7 +317,7 @@ def test_a_policy_that_the_script_leaves_open_is_the_commands(
         tmp_path / "x.html",
     )
     words = ["run", "--budget", "2MiB", "--policy", "repeat", "--pilot", str(pilot)]
-    given = "dict(config=dynoffload.OffloadConfig(draft_share=0))"
+    given = "dict(config=dynoffload.OffloadConfig(slices=False))"
     result = RUNNER.invoke(app, [*words, "--report", str(page), str(script), given, "1"])
     assert result.exit_code == 0, result.output
     assert RunLog.load(page.with_suffix(".runlog.json.gz")).policy == "repeat"

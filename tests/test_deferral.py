@@ -305,6 +305,30 @@ def test_a_gradient_without_a_forward_of_its_module(backend: str) -> None:
     hazard(backend, trained(Prompt, each, optimizer=sgd, share=1.5), moves=False)
 
 
+class Two(nn.Module):
+    """Two layers, of which the second runs when it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Linear(64, 64, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        x = self.a(x)
+        return (self.b(x) if both else x).square().sum()
+
+
+@stepwise(guarded, Two, steps=3, share=3, moves=False)
+def test_memory_of_a_parameter_whose_update_waits_is_given_to_another(
+    model: Any, optimizer: Any, step: int
+) -> None:
+    """The step that updates it at once must not wait for the update that it holds up."""
+    model(torch.ones(4, 64), step < 2).backward()
+    if step == 2:
+        model.a.weight.data = model.b.weight.data
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 # Updates that fail behind the back
 
 
@@ -324,7 +348,7 @@ def reading(backend: str) -> Iterator[tuple[Any, nn.Module, Optimizer]]:
     """Yield a block in which a module's weight is read behind the back, and its third gradient."""
     model = Reading()
     optimizer = AdamW(model.parameters(), lr=1e-2, foreach=False)
-    config = {**SMALL_PAGES, "backend": backend, "draft_share": 0.0, "step_aside": False}
+    config = {**SMALL_PAGES, "backend": backend, "step_aside": False}
     with dynoffload.offload(model, optimizer, budget="128KiB", config=config) as session:
         for step in range(3):
             model(torch.ones(2, 64)).sum().backward()

@@ -3,7 +3,7 @@
 The graph: blocks of a router, experts and dropout, each checkpointed, so that backward calls their
 modules anew: the same experts must be taken and the same elements dropped. Recomputed modules are
 visited out of any planned order, save activations where no forward of the root is running, and read
-parameters whose draft or update may be pending. Reentrant (a backward within backward) and not (a
+parameters whose update may be pending. Reentrant (a backward within backward) and not (a
 saved-tensor hook of its own), nested, and selective.
 """
 

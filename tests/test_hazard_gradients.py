@@ -2,8 +2,7 @@
 
 The graph: linear layers, whose gradients are accumulated over micro-batches, clipped by norm and by
 value, zeroed in place or set to None, put in by hand, or kept in a buffer that the user made. Each
-voids what was drafted in backward, and each must come after the update that still waits for the old
-gradient.
+must come after the update that still waits for the old gradient.
 """
 
 from __future__ import annotations

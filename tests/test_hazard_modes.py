@@ -200,7 +200,7 @@ def test_the_guard_leaves_settings_of_the_process_alone(
     scope, value = SETTINGS[setting]
     twin = Twin(Mlp(depth=3), lambda p: AdamW(p, lr=1e-2))
     begun, go_on = threading.Event(), threading.Event()
-    config = {"backend": backend, "draft_share": 0.0, "step_aside": False, **SMALL_PAGES}
+    config = {"backend": backend, "step_aside": False, **SMALL_PAGES}
     with twin.paged(footprint_of(twin.model) // 2, config=config) as session:
         twin.train(loss_of, range(3))
         updates = paging_of(session).updates

@@ -87,6 +87,43 @@ def test_state_that_is_reset(
         reset(optimizer)
 
 
+def change(how: str, model: Any, optimizer: Optimizer) -> None:
+    """Change parameters or state; what is written by arrays or ``.data`` raises no version."""
+    for number, (parameter, state) in enumerate(optimizer.state.items()):
+        match how:
+            case "parameters by arrays":
+                parameter.data.numpy()[...] *= 0.999
+            case "parameters transposed" if parameter.shape[0] == parameter.shape[-1]:
+                parameter.data = parameter.data.t()
+            case "state written":
+                state["exp_avg"].mul_(0.9)
+                state["step"].add_(1)
+            case "state replaced":
+                state["exp_avg_sq"] = state["exp_avg_sq"] * 2
+            case "other .data of state":
+                state["exp_avg"].data = torch.zeros_like(state["exp_avg"])
+            case "counts by arrays" if number % 2:
+                state["step"].data.fill_(1)
+            case "counts by arrays":
+                state["step"].numpy()[...] = 1
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("parameters by arrays", "parameters transposed", "state written", "state replaced"),
+        *("other .data of state", "counts by arrays"),
+    ],
+)
+@stepwise(guarded, partial(Mlp, depth=2), share=0.5, steps=6)
+def test_changed_between_backward_and_step(model: Any, optimizer: Any, step: int, how: str) -> None:
+    loss_of(model, step).backward()
+    if step % 3 == 2:
+        change(how, model, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("before", [False, True], ids=["of the block", "of before the block"])
 @compared(guarded)
 def test_state_that_is_put_away_and_back(side: Side, before: bool) -> None:

@@ -1,8 +1,8 @@
 """Hazard: how each optimizer makes its updates, when they are split by parameter and put off.
 
-The graph: a few linear layers, with every optimizer of `torch.optim` in each of its variants
-(for-loop, foreach, fused, capturable, differentiable, amsgrad, maximize, centered, nesterov, and
-rates that are tensors), over an odd-sized and a small parameter too, and for Muon, which takes
+The graph: a few linear layers, with every optimizer of `torch.optim` in some of its variants
+(fused, capturable, differentiable, maximize, rates that are tensors; `tests/test_exact_property.py`
+has the others), over an odd-sized and a small parameter too, and for Muon, which takes
 matrices only, wide and tall ones without biases; transformers' Adafactor, whose state is factored;
 the user's own optimizers, and those that are refused.
 """
@@ -38,54 +38,34 @@ REFUSED = {
     "LBFGS": "updates all parameters together, with one state for the group",
     "SparseAdam": "takes sparse gradients, which are not paged",
 }
-EXTRAS: dict[str, list[dict[str, Any]]] = {
-    "SGD": [
-        {"momentum": 0.9},
-        {"momentum": 0.9, "nesterov": True},
-        {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
+EXTRAS: dict[type[Optimizer], list[dict[str, Any]]] = {
+    SGD: [
+        {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1, "maximize": True},
+        {"momentum": 0.9, "fused": True},
     ],
-    "Adam": [{"amsgrad": True}, {"weight_decay": 0.1, "decoupled_weight_decay": True}],
-    "AdamW": [{"amsgrad": True}],
-    "NAdam": [{"decoupled_weight_decay": True, "weight_decay": 0.1}],
-    "RAdam": [{"decoupled_weight_decay": True, "weight_decay": 0.1}],
-    "RMSprop": [{"centered": True}, {"momentum": 0.9, "centered": True}],
-    "Adagrad": [{"initial_accumulator_value": 0.1, "lr_decay": 0.01}],
-    "ASGD": [{"t0": 2.0, "weight_decay": 0.01}],
-    "Rprop": [{"etas": (0.4, 1.3)}],
-    "Muon": [
+    torch.optim.Adam: [{"weight_decay": 0.1, "decoupled_weight_decay": True, "foreach": False}],
+    AdamW: [{"lr": "tensor", "amsgrad": True, "fused": True}],
+    torch.optim.Adagrad: [{"initial_accumulator_value": 0.1, "lr": "tensor"}],
+    torch.optim.ASGD: [{"t0": 2.0, "weight_decay": 0.01}],
+    torch.optim.Rprop: [{"etas": (0.4, 1.3)}],
+    Muon: [
         {"nesterov": False},
         {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0},
         {"lr": "tensor"},
         {"dtype": torch.bfloat16, "nesterov": False},
     ],
 }
-
-
-def _stock() -> list[type[Optimizer]]:
-    return [
-        kind
-        for name, kind in sorted(vars(torch.optim).items())
-        if inspect.isclass(kind) and issubclass(kind, Optimizer) and name != "Optimizer"
-    ]
+"""Options beside those of `tests/test_exact_property.py`."""
 
 
 def _variants() -> list[Any]:
-    found = []
-    for kind in _stock():
-        if kind.__name__ in REFUSED:
-            continue
-        known = inspect.signature(kind).parameters
-        options: list[dict[str, Any]] = [{}, *EXTRAS.get(kind.__name__, [])]
-        options += [{name: True} for name in ("foreach", "fused", "maximize") if name in known]
-        options += [{"foreach": False}] if "foreach" in known else []
-        if kind.__name__ in ("SGD", "Adam", "AdamW", "Adagrad"):
-            options.append({"lr": "tensor", "foreach": False})
-            options += [{**extra, "fused": True} for extra in EXTRAS[kind.__name__][:1]]
-        found += [
-            pytest.param(kind, option, id=f"{kind.__name__}-{option or 'default'}")
-            for option in options
-        ]
-    return found
+    return [
+        pytest.param(kind, options, id=f"{name}-{options or 'default'}")
+        for name, kind in sorted(vars(torch.optim).items())
+        if inspect.isclass(kind) and issubclass(kind, Optimizer)
+        if kind is not Optimizer and name not in REFUSED
+        for options in [{}, *EXTRAS.get(kind, [])]
+    ]
 
 
 class Uneven(nn.Module):

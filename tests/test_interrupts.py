@@ -34,7 +34,7 @@ from torch import nn
 import dynoffload
 from dynoffload.runtime import budgeted, interrupts
 from dynoffload.runtime.interrupts import interruptible, let_come, uninterrupted
-from dynoffload.runtime.updates import speculative
+from dynoffload.runtime.updates import pending
 
 BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped"]
 SLOW = pytest.mark.slow
@@ -84,7 +84,7 @@ def of(model, optimizer):
 plain, model = Grows(), Grows()
 theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-config = {**PAGES, "backend": backend, "step_aside": False, "draft_share": 0.5}
+config = {**PAGES, "backend": backend, "step_aside": False}
 budget, _ = least_budget(model, optimizer, footprint_of(model) // 3, config)
 came = {"gradients": 0, "step": 0, "made": 0}
 lines = {"gradients": 0, "step": 0}
@@ -330,19 +330,19 @@ def test_a_block_whose_hooks_fail_is_undone(
 
 def test_an_interrupt_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that comes while the runtime has views of what is paged, and is caught outside."""
-    trained = Trained(policy="repeat", draft_share=1.0)
+    trained = Trained(policy="repeat")
     before = descriptors()
-    real, sent = speculative.snapshot, []
+    real, sent = pending.neighbours, []
 
-    def snapshot(*args: Any) -> Any:
+    def neighbours(*args: Any) -> Any:
         if not sent:
             sent.append(signal.raise_signal(signal.SIGINT))
         return real(*args)
 
-    monkeypatch.setattr(speculative, "snapshot", snapshot)
+    monkeypatch.setattr(pending, "neighbours", neighbours)
     with handled(), pytest.raises(KeyboardInterrupt) as caught:
         trained.run()
-    assert sent, "no draft was made"
+    assert sent, "no update was made"
     assert descriptors() == before, "the pool and the spill file stay"
     assert_ordinary(trained.model, trained.optimizer)
     del caught

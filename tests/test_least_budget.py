@@ -27,7 +27,6 @@ from dynoffload.memory.device import Device
 from dynoffload.memory.pager import Pager
 from dynoffload.runtime import paging
 from dynoffload.runtime.sizing import sizing_of
-from dynoffload.runtime.updates.speculative import SpeculativeUpdates
 from dynoffload.units import parse_bytes
 
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -226,27 +225,6 @@ def test_ways_to_make_updates(options: dict[str, Any], network: str) -> None:
     else:
         hits = [(seed, [seed % 3]) for seed in range(6)]
         train_at_the_least(Chosen(), MAKES["AdamW"], chosen_loss, hits, **options)
-
-
-@needs_pager
-@pytest.mark.parametrize("times", [1, 2, 3])
-@pytest.mark.parametrize("network", ["plain", "fused"])
-def test_updates_drafted_in_backward(
-    network: str, times: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On twins, which take room too: with three times the least budget there is some for them."""
-    made: list[bool] = []
-    take = SpeculativeUpdates.take
-    monkeypatch.setattr(SpeculativeUpdates, "take", lambda *a: made.append(take(*a)) or made[-1])
-    torch.manual_seed(0)
-    options: dict[str, Any] = {"times": times, "policy": "repeat", "draft_share": 1.0}
-    if network == "plain":
-        samples = small_samples(6, words=50)
-        train_at_the_least(Mixed(64), MAKES["AdamW"], mixed_loss, samples, **DEFAULT, **options)
-    else:
-        hits = [(seed, [seed % 3]) for seed in range(8)]
-        train_at_the_least(Chosen(), MAKES["AdamW"], chosen_loss, hits, **options)
-    assert any(made) or times < 3
 
 
 @each_backend

@@ -133,7 +133,7 @@ def test_a_failed_lock_locks_nothing(device: Pager, monkeypatch: pytest.MonkeyPa
     assert holds(device, b)
 
 
-@pytest.mark.parametrize("call", ["lock", "withdraw", "exchange", "hide"])
+@pytest.mark.parametrize("call", ["lock", "exchange", "hide"])
 def test_a_call_that_waits_for_a_driver_keeps_nobody_else_waiting(device: Pager, call: str) -> None:
     """Others fault, acquire and ask meanwhile; the call goes on when the driver lets go."""
     ring = _Ring()
@@ -150,7 +150,6 @@ def test_a_call_that_waits_for_a_driver_keeps_nobody_else_waiting(device: Pager,
     del at
     calls: dict[str, Any] = {
         "lock": lambda: device.lock([held]),
-        "withdraw": lambda: device.withdraw([held]),
         "exchange": lambda: device.exchange([held], [twin]),
         "hide": lambda: device.hide([held]),
     }

@@ -58,7 +58,7 @@ def test_first_gradients_come_late(
         return SGD(parameters, lr=0.05, momentum=0.9, foreach=True, **options)  # type: ignore[arg-type]
 
     twin = Twin(Experts().to(dtype), sgd)
-    config = {**SMALL_PAGES, "backend": backend, "draft_share": 1.0, "step_aside": False}
+    config = {**SMALL_PAGES, "backend": backend, "step_aside": False}
     with twin.paged(footprint_of(twin.model), config=config):
         twin.train(loss_of, range(8))
     twin.assert_same()

@@ -128,10 +128,10 @@ def test_each_quantity_is_named_by_its_argument() -> None:
         ("min_paged_bytes", 0, "must be at least 1"),
         ("page_bytes", True, "is an int or a text"),
         ("page_bytes", "96KiB", "is not a power of two between"),
-        ("draft_share", "half", "is not a share between 0 and 1"),
         ("policy", "dtr", "is not an option: known are auto, pilot, repeat, on-demand"),
-        ("draft_share", True, "is not a share between 0 and 1"),
-        ("draft_share", float("nan"), "is not a share between 0 and 1"),
+        ("rank_timeout", "long", "is not a number of seconds"),
+        ("rank_timeout", True, "is not a number of seconds"),
+        ("rank_timeout", float("nan"), "is not a number of seconds"),
     ],
 )
 def test_an_option_of_another_kind_is_named(option: str, value: object, text: str) -> None:

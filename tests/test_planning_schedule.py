@@ -270,8 +270,6 @@ def test_a_cursor_looks_forward_and_goes_back() -> None:
     assert sorted(cursor.advance(2)) == [0, 1, 2]
     assert [cursor.next_use(region) for region in range(4)] == [2, NEVER, NEVER, NEVER]
     assert cursor.regions() == (0,)
-    cursor.trade(0, 1)
-    assert (cursor.next_use(0), cursor.next_use(1)) == (NEVER, 2)
     cursor.advance(1)
     assert [cursor.next_use(region) for region in range(4)] == [2, 1, 1, NEVER]
 

@@ -9,15 +9,12 @@ ends; see faulty_graphs.py. Nowhere may it end in other bits.
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_graphs import KINDS, STRUCK, Fault, Server
+from failing_disk import Server
+from faulty_graphs import KINDS, STRUCK, Fault, live_struck
 from hypothesis import HealthCheck, Phase, given, settings
 from lives import LIVES, Life, compare
 
@@ -33,16 +30,7 @@ pytest.importorskip("transformers")
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A process whose disk can be made to fail."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if not sys.platform.startswith("linux") or compiler is None:
-        pytest.skip("a C compiler and Linux are needed to let a disk fail")
-    shim = tmp_path_factory.mktemp("shim") / "failing_disk.so"
-    source = Path(__file__).parent / "failing_disk.c"
-    command = [compiler, "-shared", "-fPIC", "-O1", "-o", shim, source, "-ldl"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"the failing disk cannot be compiled here: {done.stderr[-300:]}")
-    with Server(shim, tmp_path_factory.mktemp("faulty")) as started:
+    with Server("faulty_graphs.py", tmp_path_factory.mktemp("faulty")) as started:
         yield started
 
 
@@ -60,7 +48,7 @@ def live_all(server: Server, lives: settings) -> list[dict[str, Any]]:
     @lives
     @given(STRUCK)
     def one(struck: tuple[Life, Fault]) -> None:
-        ended.append(server.live(*struck))
+        ended.append(live_struck(server, *struck))
 
     one()
     return ended

@@ -163,7 +163,7 @@ def test_sparse_gradients_have_no_bucket() -> None:
 
 @pytest.mark.usefixtures("group")
 def test_a_replica_that_is_a_part_of_the_model() -> None:
-    """A root of the user's around it: no update is drafted, and the buckets count."""
+    """A root of the user's around it: the buckets count."""
     torch.manual_seed(0)
     model, reference = nn.Sequential(Dropped()), nn.Sequential(Dropped())
     reference.load_state_dict(model.state_dict())

@@ -31,7 +31,7 @@ CASES: list[Any] = [
         {},
         "4MiB",
     ),
-    ({"network": "moe", "clip": 0.3, "width": 95, "steps": 3}, {"draft_share": 0.0}, "8MiB"),
+    ({"network": "moe", "clip": 0.3, "width": 95, "steps": 3}, {}, "8MiB"),
     ({**WIDE, "low": True, "accumulate": 2, "sync_last": True, "clip": 1.0}, {}, "6MiB"),
     ({**WIDE, "optimizer": "AdamW(fused)", "accumulate": 2}, {"rollback": True}, "6MiB"),
     (WIDE, {"backend": "mapped"}, "6MiB"),

@@ -70,7 +70,7 @@ def lost(backend: str, *, for_good: bool = False) -> Iterator[tuple[Twin, Saved]
     model = Mlp(depth=2)
     model.register_buffer("seen", torch.ones(3))
     twin = Twin(model, optimizer_of)
-    config = {"backend": backend, "draft_share": 0.0}
+    config = {"backend": backend}
     with twin.paged(footprint_of(twin.model), loses=for_good, config=config):
         twin.train(loss_of, range(2))
         saved = copy.deepcopy((twin.model.state_dict(), twin.optimizer.state_dict()))
@@ -344,7 +344,7 @@ def test_a_block_that_is_left_by_an_error(
 def test_state_that_was_changed_and_no_parameter(backend: str) -> None:
     """Of what stays in memory, Adam changes the moments first: the others are a step behind."""
     twin = Twin(Mlp(depth=2), lambda p: AdamW(p, lr=1e-2, foreach=True))
-    config = {"backend": backend, "draft_share": 0.0}
+    config = {"backend": backend}
     with twin.paged(footprint_of(twin.model), loses=True, config=config):
         twin.train(loss_of, range(2))
         loss_of(twin.model, 2).backward()

@@ -133,7 +133,6 @@ _SHIPPED = _fitted(
             "save_s": 4.93e-05,
             "ask_s": 1.74e-05,
             "update_s": 0.000627,
-            "draft_s": 0.00041,
             "settle_s": 0.000157,
             "plan_s": 1.44e-05,
             "copy_s": 3.04e-10,

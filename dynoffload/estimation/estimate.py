@@ -295,8 +295,7 @@ def _simulated(
     options: OffloadConfig,
     calibration: Calibration,
 ) -> Estimate:
-    sizes = {key: value for key, value in asdict(sizing).items() if key in _DIVIDED}
-    division = Division(**sizes, draft_share=options.draft_share)
+    division = Division(**{key: value for key, value in asdict(sizing).items() if key in _DIVIDED})
 
     def trained(machine: Machine) -> tuple[list[StepResult], Training]:
         training = Training(

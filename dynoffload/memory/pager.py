@@ -205,34 +205,6 @@ class Pager(RegionAllocator):
             self._native.pager_hide(self._handle, region, alias)
             self._give(alias, self._places[region].pages)
 
-    def withdraw(self, regions: Sequence[int]) -> list[int]:
-        """Move resident regions off their addresses; return the `visits` of all.
-
-        Raises:
-            BackendError: the kernel holds a region's pages.
-        """
-        visits = _ids(regions)
-        self._try(self._native.pager_withdraw, regions, visits)
-        return list(visits)
-
-    def visits(self, regions: Sequence[int]) -> list[int]:
-        """Return how often each region was installed at its address, discarded or cleared.
-
-        A withdrawn region whose count has not changed was neither read nor written since.
-        """
-        visits = _ids(regions)
-        self._native.pager_visits(self._handle, visits, len(visits), visits)
-        return list(visits)
-
-    def lend(self, regions: Sequence[int], twins: Sequence[int]) -> bool:
-        """Move each region's pages to its empty twin, without a copy.
-
-        The region keeps its content in the spill file. Returns False, and does nothing, unless all
-        regions are staged in the pool and unmodified.
-        """
-        ids = _ids(regions), len(regions), _ids(twins)
-        return bool(self._native.pager_lend(self._handle, *ids))
-
     def exchange(self, regions: Sequence[int], twins: Sequence[int]) -> None:
         """Exchange the contents of each region and its twin, in any tier; moves no byte.
 

@@ -68,11 +68,6 @@ class PlanCursor:
         self.position = position
         return changed
 
-    def trade(self, one: int, other: int) -> None:
-        """Exchange the next uses of two regions, after they exchanged contents."""
-        first, second = self.next_use(one), self.next_use(other)
-        self._next[one], self._next[other] = second, first
-
     def coming(self, count: int) -> list[int]:
         """Return the regions of the next ``count`` remaining fetches, due or not."""
         left = self._actions[self._acted : self._acted + 2 * count]

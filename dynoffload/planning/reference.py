@@ -2,20 +2,18 @@
 
 A string is built from an order of units (predicted or recorded), by the rules of every training
 step. Forward uses parameters and applies pending updates. Backward visits the units in reverse,
-uses their parameters and saved activations, creates their gradients and drafts some updates. Then
-the next forward begins. The runtime and the simulated runtime both use this code: their slots and
+uses their parameters and saved activations, and creates their gradients. Then the next forward
+begins. The runtime and the simulated runtime both use this code: their slots and
 units satisfy `Held` and `Visited`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from dynoffload.planning.schedule import Use
-
-_ROOM = 0.5  # share of the capacity that drafting one unit's updates may take
 
 
 class Held(Protocol):
@@ -62,10 +60,6 @@ class Visited(Protocol[HeldT_co]):
         """The parameters, or slices, that it owns."""
 
 
-Chosen = Mapping[HeldT, Mapping[int, int]]
-"""Slots whose updates are drafted in backward, each with a map from its regions to their twins."""
-
-
 @dataclass(frozen=True)
 class Visit(Generic[HeldT]):
     """One forward call of a unit, with the chunks of activations saved until the next call."""
@@ -96,7 +90,6 @@ class Reference(Generic[HeldT]):
         pending: Callable[[HeldT], bool],
         *,
         ahead: bool = False,
-        drafted: Chosen[HeldT] | None = None,
     ) -> None:
         """Add a forward over ``visits``; updates of ``pending`` slots are applied at first use.
 
@@ -104,19 +97,14 @@ class Reference(Generic[HeldT]):
             visits: the visits, in order.
             pending: whether a slot's update is pending.
             ahead: whether it is the forward after the backward of this sample.
-            drafted: the slots whose updates that backward drafted, on twins.
         """
         index = self.ahead if ahead else self.forward
-        drafted = drafted or {}
         done: set[HeldT] = set()
         born: set[int] = set()
         for visit in visits:
             regions: list[int] = []
             frees: list[int] = []
             for slot in visit.unit.slots:
-                if slot in drafted:
-                    regions.append(drafted[slot][slot.region])
-                    continue
                 regions.append(slot.region)
                 if slot not in done and pending(slot):
                     regions += slot.states.values()
@@ -132,11 +120,8 @@ class Reference(Generic[HeldT]):
             index.setdefault(visit.unit.index, []).append(len(self.uses))
             self.uses.append(Use(use, creates=creates, frees=tuple(frees), writes=use))
 
-    def add_backward(
-        self, visits: Sequence[Visit[HeldT]], drafted: Chosen[HeldT] | None = None
-    ) -> None:
-        """Add the backward of a forward over ``visits``, with the updates of ``drafted`` slots."""
-        drafted = drafted or {}
+    def add_backward(self, visits: Sequence[Visit[HeldT]]) -> None:
+        """Add the backward of a forward over ``visits``."""
         last: dict[int, int] = {}  # chunk -> the visit, in reverse, that uses it last
         final: dict[HeldT, int] = {}  # slot -> the visit after which its gradient is complete
         for number, visit in enumerate(reversed(visits)):
@@ -147,7 +132,6 @@ class Reference(Generic[HeldT]):
         for number, visit in enumerate(reversed(visits)):
             regions = list(visit.chunks)
             creates: list[int] = []
-            frees: list[int] = []
             for slot in visit.unit.slots:
                 regions.append(slot.region)
                 self.backward.setdefault(slot.region, []).append(len(self.uses))
@@ -158,35 +142,19 @@ class Reference(Generic[HeldT]):
                     regions.append(slot.gradient)
                 else:
                     creates.append(slot.gradient)
-                if slot in drafted:  # the state's pages are moved to its twins
-                    regions += slot.states.values()
-                    frees += slot.states.values()
-                    creates += drafted[slot].values()
-            frees += [chunk for chunk in visit.chunks if last[chunk] == number]
+            frees = [chunk for chunk in visit.chunks if last[chunk] == number]
             use = tuple(dict.fromkeys(regions))
             self.uses.append(Use(use, creates=tuple(creates), frees=tuple(frees), writes=use))
 
-    def add_return(
-        self,
-        visits: Sequence[Visit[HeldT]],
-        order: Sequence[Visited[HeldT]],
-        drafted: Chosen[HeldT] | None = None,
-    ) -> None:
+    def add_return(self, visits: Sequence[Visit[HeldT]], order: Sequence[Visited[HeldT]]) -> None:
         """Add the backward over ``visits`` and the next forward over ``order``."""
-        self.add_backward(visits, drafted)
+        self.add_backward(visits)
         ahead = [Visit(unit) for unit in order]
-        self.add_forward(ahead, _will_pend, ahead=True, drafted=drafted)
+        self.add_forward(ahead, _will_pend, ahead=True)
 
 
 def _will_pend(slot: Held) -> bool:
     return slot.gradient is not None
-
-
-def completing(visits: Sequence[Visit[HeldT]]) -> list[Sequence[HeldT]]:
-    """Return the slots of each unit in the order in which backward completes their gradients: at
-    the unit's first visit, which backward reaches last."""
-    units = dict.fromkeys(visit.unit for visit in visits)
-    return [unit.slots for unit in reversed(units)]
 
 
 class Saved:
@@ -234,40 +202,3 @@ def visits_made(
         reach = (*reach[-1:], *opened)
         made.append(Visit(unit, reach))
     return made
-
-
-def choose_drafts(
-    order: Iterable[Sequence[HeldT]],
-    *,
-    share: float,
-    capacity: int,
-    size: Callable[[int], int],
-    eligible: Callable[[HeldT], bool],
-) -> Iterator[HeldT]:
-    """Yield the slots whose updates a backward drafts that completes gradients in ``order``.
-
-    Args:
-        order: the slots of each unit, whose gradients are complete at one time.
-        share: share of the parameters' bytes to draft, 0 to 1, spread evenly over the order.
-        capacity: bytes of fast memory that plans may use.
-        size: returns the bytes of a region.
-        eligible: whether the update of a slot can be drafted.
-    """
-    due = 0.0  # bytes to draft to reach the share
-    for slots in order:
-        # Parameters and gradients are resident anyway; drafts add state and twins.
-        room = _ROOM * capacity - sum(2 * size(slot.region) for slot in slots)
-        for slot in slots:
-            if slot.gradient is None:
-                continue
-            due += share * size(slot.region)
-            need = 2 * sum(map(size, drafted_regions(slot))) - size(slot.region)
-            if due >= size(slot.region) / 2 and need <= room and eligible(slot):
-                due -= size(slot.region)
-                room -= need
-                yield slot
-
-
-def drafted_regions(slot: HeldT) -> tuple[int, ...]:
-    """Return the regions that need twins if the update of ``slot`` is drafted."""
-    return (slot.region, *slot.states.values())

@@ -98,8 +98,6 @@ class Collector:
                 "backward() for gradients",
                 once="graphs",
             )
-        if self._updates is not None:
-            self._updates.speculate(slot)
 
     @uninterrupted
     def _collect_fused(self, fused: Fused, parameter: torch.Tensor) -> None:

@@ -137,8 +137,6 @@ def _plan(
         options,
     )
     check_replicas(replicas, optimizer, accelerator=target.queues is not None)
-    if replicas:
-        options = replace(options, draft_share=0.0)  # gradients are not final before step()
     if given.profile_dir is not None:
         return Planned(profiled(model, optimizer, given, options), lambda session: None)
     limit = given.budget if budget is None else parse_bytes(budget, "budget")

@@ -167,8 +167,6 @@ class Paging(Stepping):
             self.loss,
             defer=config.defer_updates == "auto",
             log=log,
-            share=config.draft_share,
-            capacity=self.sizing.pool_bytes - self.sizing.reserve_bytes,
             hear=self._hear,
             check=self._check_step,
             on_whole=self._begin_whole_step,

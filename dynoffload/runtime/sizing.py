@@ -9,16 +9,13 @@ the reserve, for unpredicted accesses. Resident tensors are estimated here, and 
 [Note: the least pool]  Pinned regions cannot be evicted, so the pool must exceed all that is pinned
 at one time; otherwise allocation deadlocks. Pinned are: the regions of one update
 (`States.update_bytes`), as updates are made one after the other; in forward the chunk that is being
-filled; a saved tensor larger than a chunk, while it is copied; speculative updates, which
-`SpeculativeUpdates` limits to what fits half of the pool. A second chunk and the reserve remain for
-the thread that makes the update, and for the running operator.
+filled; a saved tensor larger than a chunk, while it is copied. A second chunk and the reserve
+remain for the thread that makes the update, and for the running operator.
 
 [Note: the spill file]  Its least size is allocated before anything is changed: parameters,
 gradients and optimizer state, padded. Gradients of parameters paged by slices count twice, as those
-of one step may be pending while the next are made. Where backward may draft updates, their shadow
-regions (twins) count too. Chunks come on top, as their size is unknown before a sample has run; so
-do twins beyond those that one backward drafts. A disk too full for chunks stops a forward, in which
-no parameter changes; one too full for twins ends speculative updates.
+of one step may be pending while the next are made. Chunks come on top, as their size is unknown
+before a sample has run. A disk too full for chunks stops a forward, in which no parameter changes.
 """
 
 from __future__ import annotations
@@ -38,7 +35,6 @@ from dynoffload.runtime.adoption.held import held_parameters
 from dynoffload.runtime.adoption.slicing import may_slice, slice_bytes, slices_of, sole_owners
 from dynoffload.runtime.adoption.store import can_move, moved_bytes
 from dynoffload.runtime.counting import SCALARS, States, is_trained, padded, parts_of
-from dynoffload.runtime.updates.update import can_split
 from dynoffload.units import KiB, MiB, Quantity, format_bytes, parse_bytes
 
 _LEAST_PAGES = 40  # of a pool, so that regions of several pages find room
@@ -247,7 +243,7 @@ class _Divider:
             least = config.min_paged_bytes or min(least, sliced)
         alone = sole_owners(model.parameters()) if config.slices and may_slice(optimizer) else set()
         queues = may_queue(config)
-        total = spilled = updated = widest = biggest = 0
+        total = spilled = biggest = 0
         moved: set[int] = set()  # storages that are counted
         kept = States(optimizer)
         largest, culprit = 0, ""
@@ -276,9 +272,6 @@ class _Divider:
                 changes += whole
                 if slices > 1:  # pending gradients, and one slice of zeros
                     spilled += whole + whole // slices
-                if paged:
-                    updated += changes
-                    widest = max(widest, changes // slices)
             spilled += changes
             biggest = max(biggest, storage // slices)
             update = kept.update_bytes(parameter, page, least, slices=slices, queues=queues)
@@ -308,7 +301,7 @@ class _Divider:
             small_bytes=small,
             chunk_bytes=chunk,
             reserve_bytes=reserve,
-            spill_bytes=spilled + _twins(optimizer, config, updated, widest, biggest),
+            spill_bytes=spilled,
             states_bytes=total,
             bucket_bytes=self.buckets,
         )
@@ -325,31 +318,6 @@ def _defers(config: OffloadConfig) -> bool:
 def may_queue(config: OffloadConfig) -> bool:
     """Return whether the updates of several steps may wait for a slice that is not hit."""
     return _defers(config) and not config.rollback
-
-
-def _twins(
-    optimizer: Optimizer | None, config: OffloadConfig, updated: int, widest: int, biggest: int
-) -> int:
-    """Return the bytes of the twins on which one backward drafts updates.
-
-    Args:
-        optimizer: makes the updates.
-        config: says whether and how many are drafted.
-        updated: bytes of the paged parameters that have state, and of that.
-        widest: the most of them that one update changes.
-        biggest: bytes of the largest region.
-    """
-    if (
-        optimizer is None
-        or not can_split(optimizer)
-        or not config.draft_share
-        or config.policy == "on-demand"  # what is drafted is part of a plan
-        or config.backend == ACCELERATOR  # where nothing is drafted
-        or not _defers(config)
-    ):
-        return 0
-    drafted = min(updated, int(config.draft_share * updated) + widest // 2)
-    return drafted + biggest  # the copy of a gradient, to see if it is written
 
 
 def _least_for(model: nn.Module, optimizer: Optimizer | None, budget: int) -> int:

@@ -127,8 +127,6 @@ class Stepping(Mode):
     def _begin_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], order: list[Unit] | None
     ) -> None:
-        if self.updates is not None and self.updates.speculative is not None:
-            self.updates.speculative.begin_forward()
         self.activations.begin_forward(tensors_in((args, kwargs), depth=4))
         self.migrator.set_prefetch(self._forecast.pays)
         self.migrator.begin_forward(order)

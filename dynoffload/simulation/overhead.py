@@ -19,7 +19,6 @@ class Division:
         min_paged_bytes: parameters and state below this stay in memory.
         min_moved_bytes: saved tensors below this stay in place, up to `kept_bytes` in total.
         kept_bytes: most bytes of tensors saved in place.
-        draft_share: share of the parameters' bytes whose updates are drafted in backward.
     """
 
     pool_bytes: int
@@ -29,7 +28,6 @@ class Division:
     min_paged_bytes: int
     min_moved_bytes: int
     kept_bytes: int
-    draft_share: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -60,10 +58,9 @@ class RuntimeOverhead:
         save_s: saving a tensor for backward.
         ask_s: fetching a parameter or saved tensor in backward.
         update_s: a deferred update, without its arithmetic.
-        draft_s: an update drafted in backward, without its arithmetic.
         settle_s: a parameter with a gradient when the optimizer steps.
         plan_s: one use of a planned reference string.
-        copy_s: one byte copied into chunks, gradients' regions or twins.
+        copy_s: one byte copied into chunks or gradients' regions.
         moves: moving a page of the pool between a slot and a region's address, by page size in
             bytes; an empty mapping means no cost.
     """
@@ -72,7 +69,6 @@ class RuntimeOverhead:
     save_s: float = 0.0
     ask_s: float = 0.0
     update_s: float = 0.0
-    draft_s: float = 0.0
     settle_s: float = 0.0
     plan_s: float = 0.0
     copy_s: float = 0.0

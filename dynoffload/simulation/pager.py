@@ -2,7 +2,7 @@
 
 `SimulatedPager` is a `FastMemory` with the runtime's pager interface and rules. A region that was
 only staged is clean, one that was placed is dirty. Methods renew a region's LRU stamp, accesses do
-not. An access to an absent region waits for it. Regions have twins.
+not. An access to an absent region waits for it.
 
 [Note: places]  A resident region is either stored in slots ("staged") or mapped at its address
 ("placed"), where the program may write it. Only a placed region can be accessed. Placing a region
@@ -60,7 +60,6 @@ class SimulatedPager(FastMemory):
         self._free: list[int] = []  # indices of released regions, the latest last
         self._extents = Extents(sys.maxsize)
         self._extra = self.most_extra = 0
-        self._twins: dict[int, int] = {}
         # Only accesses pay the fault latency; methods wait for their transfers without it.
         self._fault_s = machine.link.fault_s
         link = replace(machine.link, fault_s=0.0)
@@ -99,14 +98,6 @@ class SimulatedPager(FastMemory):
         self._extra -= its.extra * self.sizes[region]
         self.sizes[region] = its.content = 0
         self._free.append(region)
-
-    def twin(self, region: int) -> int:
-        """Return the twin of ``region``, with which it can exchange contents; created if needed."""
-        other = self._twins.get(region)
-        if other is None:
-            content = self._regions[region].content
-            other = self._twins[region] = self.allocate(content)
-        return other
 
     def size(self, region: int) -> int:
         """Return the bytes of the pool that a region takes; 0 if it does not exist."""
@@ -235,7 +226,7 @@ class SimulatedPager(FastMemory):
         """Wait until the region is not in transfer."""
         self._wait(lambda: self.state[region] in (State.ABSENT, State.HERE))
 
-    # Locks and twins
+    # Locks
 
     def lock(self, regions: Iterable[int]) -> None:
         """Withdraw and lock regions, because an update of them is deferred."""
@@ -257,41 +248,6 @@ class SimulatedPager(FastMemory):
                 self._pins[region] += 1
                 self._move(self._moves(region))
                 self._pins[region] -= 1
-                if self._may_leave(region):
-                    self._offer(region)
-
-    def lend(self, regions: Sequence[int], twins: Sequence[int]) -> bool:
-        """Move the pages of each region to its twin; does nothing and returns False unless all are
-        staged and clean."""
-        pairs = list(zip(regions, twins, strict=True))
-        if not all(self._may_lend(region, twin) for region, twin in pairs):
-            return False
-        for region, twin in pairs:
-            self.state[region], self.state[twin] = State.ABSENT, State.HERE
-            self.dirty[twin] = True
-            self._renew(twin)
-            self._offer(twin)
-        return True
-
-    def _may_lend(self, region: int, twin: int) -> bool:
-        staged = self.state[region] is State.HERE and not self._regions[region].placed
-        clean = self._copied[region] and not self.dirty[region]
-        held = self._pins[region] or self._regions[region].locked
-        empty = self.state[twin] is State.ABSENT and not self._copied[twin]
-        return staged and clean and not held and empty
-
-    def exchange(self, regions: Sequence[int], twins: Sequence[int]) -> None:
-        """Exchange the contents of each region and its twin."""
-        resting = (State.ABSENT, State.HERE)
-        self.withdraw((*regions, *twins))
-        self._wait(lambda: all(self.state[r] in resting for r in (*regions, *twins)))
-        for one, other in zip(regions, twins, strict=True):
-            for flags in (self.dirty, self._copied):
-                flags[one], flags[other] = flags[other], flags[one]
-            self.state[one], self.state[other] = self.state[other], self.state[one]
-            self._stamp[one], self._stamp[other] = self._stamp[other], self._stamp[one]
-            self._plan.trade(one, other)
-            for region in (one, other):
                 if self._may_leave(region):
                     self._offer(region)
 

@@ -2,10 +2,10 @@
 
 `Training` runs the steps of a `Network` on a `SimulatedPager`. Parameters, gradients and optimizer
 state are in regions of whole pages; saved activations are in chunks filled in order. Updates are
-deferred to their parameter's next use or drafted in backward. Plans are made when forward and
-backward begin, from reference strings built by the runtime's own code
-(`dynoffload.planning.reference`). Not simulated: loops with more than forward, backward, step and
-dropping gradients; parameters that are paged by slices or have external references.
+deferred to their parameter's next use. Plans are made when forward and backward begin, from
+reference strings built by the runtime's own code (`dynoffload.planning.reference`). Not simulated:
+loops with more than forward, backward, step and dropping gradients; parameters that are paged by
+slices or have external references.
 """
 
 from __future__ import annotations
@@ -20,9 +20,6 @@ from dynoffload.planning.reference import (
     Reference,
     Saved,
     Visit,
-    choose_drafts,
-    completing,
-    drafted_regions,
     visits_made,
 )
 from dynoffload.planning.schedule import Schedule
@@ -131,9 +128,6 @@ class Training:
         self._position = 0
         self._pending: dict[Slot, Recorded] = {}
         self._begun: set[Slot] = set()  # slots that had an update
-        self._drafted: dict[Slot, None] = {}
-        self._spent: list[Slot] = []
-        self._chosen: dict[Slot, dict[int, int]] = {}
         self._visits: list[tuple[Unit, list[int]]] = []
         self._order: list[Unit] = []
         self._outstanding: list[Visit[Slot]] = []
@@ -189,12 +183,6 @@ class Training:
         self.phases.append(phase)
 
     def _begin_forward(self, predicted: Sequence[str] | None) -> None:
-        self._drafted.clear()
-        self._chosen = {}
-        while self._spent:
-            slot = self._spent.pop()
-            assert slot.gradient is not None
-            self.pager.discard(slot.gradient)
         self._visits, self._in_backward = [], False
         order = self._order
         if predicted is not None:
@@ -204,7 +192,7 @@ class Training:
             visits = self._saved.visits(order, regions)
             reference: Reference[Slot] = Reference()
             reference.add_forward(visits, lambda slot: slot in self._pending)
-            reference.add_return(visits, order, self._choose(visits))
+            reference.add_return(visits, order)
             self._follow(reference)
 
     def _forward(self, step: Recorded, piece: Piece) -> None:
@@ -274,21 +262,19 @@ class Training:
             visits, self._outstanding = self._outstanding, []
             if self._prefetch and visits:
                 reference: Reference[Slot] = Reference()
-                reference.add_return(visits, self._order, self._choose(visits))
+                reference.add_return(visits, self._order)
                 self._follow(reference)
         self._anchor(self.reference.backward.get(slot.region))
         self.pager.touch([slot.region])
         self._work(ask_s=1)
 
     def _collect(self, slot: Slot) -> None:
-        """Move a complete gradient into its region, and draft the update if it is chosen."""
+        """Move a complete gradient into its region."""
         assert slot.gradient is not None
         self.chunks.settle()
         self.pager.acquire([slot.gradient])
         slot.has_gradient = True
         self._work(copy_s=slot.nbytes)
-        if slot in self._chosen and slot not in self._pending:
-            self._draft(slot)
 
     def _end_backward(self, step: Recorded) -> None:
         for slot in self._slots.values():
@@ -296,14 +282,6 @@ class Training:
                 continue
             slot.has_gradient = False
             self._work(settle_s=1)
-            if slot in self._drafted:
-                regions = drafted_regions(slot)
-                twins = [self.pager.twin(region) for region in regions]
-                self.pager.exchange(regions, twins)
-                for twin in twins:
-                    self.pager.discard(twin)
-                self._spent.append(slot)
-                continue
             self._pending[slot] = step
             if slot not in self._begun and step.states.get(slot.number):
                 self._update(slot)  # the first update, which creates the state, is not deferred
@@ -331,38 +309,6 @@ class Training:
                 self._work(copy_s=nbytes)
         assert slot.gradient is not None
         pager.discard(slot.gradient)
-
-    def _choose(self, visits: Sequence[Visit[Slot]]) -> dict[Slot, dict[int, int]]:
-        self._chosen = {}
-        if self.division.draft_share:
-            chosen = choose_drafts(
-                completing(visits),
-                share=self.division.draft_share,
-                capacity=self._capacity,
-                size=self.pager.size,
-                eligible=lambda slot: bool(slot.states),
-            )
-            for slot in chosen:
-                self._chosen[slot] = {r: self.pager.twin(r) for r in drafted_regions(slot)}
-        return self._chosen
-
-    def _draft(self, slot: Slot) -> None:
-        """Draft the update on twins, if the state is resident."""
-        pager, states, twins = self.pager, list(slot.states.values()), self._chosen[slot]
-        assert slot.gradient is not None
-        copied = [slot.region]
-        if not pager.lend(states, [twins[region] for region in states]):
-            if not set(states) <= set(pager.resident()):
-                return
-            copied += states
-        made = [*twins.values()]
-        pinned = list({*copied, slot.gradient, *made})
-        pager.acquire(pinned, pin=True)
-        self._work(draft_s=1, copy_s=sum(map(pager.size, copied)))
-        pager.work(slot.nbytes * self._update_rate)
-        pager.unpin(pinned)
-        pager.withdraw([slot.region, *states, slot.gradient])
-        self._drafted[slot] = None
 
     def _work(self, **done: int) -> None:
         """Simulate the runtime's own work: counts of operations by the names in `COSTS`."""

@@ -57,7 +57,6 @@ static void forget(struct pager *p, uint32_t id)
 {
     struct region *r = settle(p, id);
     transfer_drop(p, id);
-    r->visits++; /* it holds something else from now on */
     r->locked = r->busy = r->reported = 0;
     gil_release_unlocked(p);
     pthread_cond_broadcast(&p->done);

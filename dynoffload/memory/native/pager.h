@@ -19,9 +19,8 @@
  * who updates it at another address ("alias") and unlocks it.
  *
  * [Note: twins]  Two regions of one size may exchange contents: pages, dirtiness and file offset, but
- * not addresses. So new content can be made in one while the other keeps the old, in the file if it
- * is unmodified. An exchange commits the new content; dropping it discards it. A region's count of
- * visits shows whether any access could have read or written it since it was withdrawn.
+ * not addresses. So a gradient that a deferred update still needs moves out of the way of the next
+ * one, in whatever tier it is, without a copy.
  *
  * [Note: clear regions]  A region may be declared to hold zeros only. Until it is next at its address
  * there is nothing to read or write: its pages are zeroed as it is fetched, and dropped as it is
@@ -106,7 +105,6 @@ struct region {
     uint8_t shown;      /* its pages are at an alias */
     int32_t pins;
     uint32_t locks;     /* how often it was locked */
-    uint32_t visits;    /* how often it was installed at its address, discarded or cleared */
     struct failure failure; /* of the last request, for the callers that wait */
     uint32_t told;      /* the last thread that was signalled to release the GIL */
     uint32_t page, pages; /* place in the arena */

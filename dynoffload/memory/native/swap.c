@@ -1,4 +1,4 @@
-/* Twins: regions that exchange contents for speculative updates; see [Note: twins]. */
+/* Twins: regions that exchange contents; see [Note: twins]. */
 #include "pager.h"
 
 #include <errno.h>
@@ -21,62 +21,6 @@ int region_put_aside(struct pager *p, uint32_t id)
     if (!error)
         r->state = STAGED;
     return error;
-}
-
-/* Move regions off their addresses and return their visits. 0, or 1 with `*failure`. */
-API int pager_withdraw(struct pager *p, const uint32_t *ids, uint32_t count, uint32_t *visits,
-                       struct failure *failure)
-{
-    int failed = 0;
-    HOLD(p);
-    for (uint32_t i = 0; i < count && !failed; i++) {
-        int error = region_put_aside(p, ids[i]);
-        if (error)
-            failed = fail(failure, FAILED_MOVE, error, ids[i]);
-        visits[i] = p->regions[ids[i]].visits;
-    }
-    pthread_cond_broadcast(&p->work);
-    return failed;
-}
-
-/* How often each region was installed at its address, discarded or cleared. */
-API void pager_visits(struct pager *p, const uint32_t *ids, uint32_t count, uint32_t *visits)
-{
-    HOLD(p);
-    for (uint32_t i = 0; i < count; i++)
-        visits[i] = p->regions[ids[i]].visits;
-}
-
-static int can_lend(const struct region *r, const struct region *twin)
-{
-    return r->state == STAGED && (r->has_copy || r->clear) && !r->dirty && !r->pins && !r->shown &&
-           !r->locked && !r->waited && !r->asleep && twin->state == ABSENT && !twin->waited &&
-           !twin->asleep && !twin->queued && !twin->has_copy && !twin->clear && r->pages == twin->pages;
-}
-
-/* Move the pages of each region to its twin, which must be empty; the region itself keeps its
- * content in the file. 1, or 0 with no change unless all regions are staged and unmodified. */
-API int pager_lend(struct pager *p, const uint32_t *ids, uint32_t count, const uint32_t *twins)
-{
-    int all = 1;
-    HOLD(p);
-    for (uint32_t i = 0; i < count; i++)
-        all = all && can_lend(&p->regions[ids[i]], &p->regions[twins[i]]);
-    for (uint32_t i = 0; i < count && all; i++) {
-        struct region *r = &p->regions[ids[i]], *twin = &p->regions[twins[i]];
-        uint32_t *slots = r->slots;
-        r->slots = twin->slots;
-        twin->slots = slots;
-        r->state = ABSENT;
-        twin->state = STAGED;
-        twin->dirty = 1;
-        twin->stamp = ++p->clock;
-        if (r->prefetched) {
-            r->prefetched = 0;
-            p->counters.used_bytes += r->bytes;
-        }
-    }
-    return all;
 }
 
 /* Exchange the contents of each region and its twin. 0, or 1 with `*failure`: then none are. */

@@ -83,7 +83,6 @@ int transfer_install(struct pager *p, uint32_t id)
     if (error && r->asleep)
         pager_end("the kernel cannot move region %u, on which a thread sleeps, into place: %s", id,
                   strerror(error));
-    r->visits++; /* also if it was moved in part, and back */
     if (error)
         return error;
     r->state = RESIDENT;

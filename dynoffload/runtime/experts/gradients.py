@@ -37,21 +37,15 @@ class SliceGradients:
     def __init__(self, gradients: FusedGradients, fused: Fused) -> None:
         self._gradients, self._fused = gradients, fused
         self._whole: torch.Tensor | None = None  # the row's tensor while backward runs
-
-    def _begin(self) -> torch.Tensor:
-        gradients, fused = self._gradients, self._fused
-        self._row = gradients.row_for(fused)
+        self._row: list[int] = []
         self._only: int | None = None  # number of the only slice so far; -1: there are several
-        self._may_draft = fused.parameter.grad is None
-        if self._may_draft:
-            gradients.rows.point(fused, self._row)
-        return gradients.rows.view(fused, self._row)
 
     @uninterrupted
     def put(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
         """Write one slice's gradient into the row and return it; see [Note: signed zeros]."""
         if self._whole is None:
-            self._whole = self._begin()
+            self._row, self._only = self._gradients.row_for(self._fused), None
+            self._whole = self._gradients.rows.view(self._fused, self._row)
         place = self._whole[number]
         self._gradients.make_room(self._row[number])
         if self._only is None:
@@ -59,21 +53,12 @@ class SliceGradients:
             return place.copy_(gradient)
         if self._only >= 0:
             self._whole[self._only].add_(0.0)
-            self._draft(self._only)
             self._only = -1
-        torch.add(gradient, 0.0, out=place)
-        self._draft(number)
-        return place
-
-    def _draft(self, number: int | None) -> None:
-        if self._may_draft and number is not None and number >= 0:
-            self._gradients.draft(self._fused.slots[number])
+        return torch.add(gradient, 0.0, out=place)
 
     @uninterrupted
     def finish(self) -> torch.Tensor | None:
         """Return the parameter's gradient, or None if no slice had one."""
-        if self._whole is not None:
-            self._draft(self._only)
         whole, self._whole = self._whole, None
         return whole
 
@@ -124,11 +109,6 @@ class FusedGradients:
         """Make ``region`` resident without fetching or zeroing it: it will be overwritten whole."""
         self._device.discard(region)
         self._device.acquire([region])
-
-    def draft(self, slot: Slot) -> None:
-        """Make a speculative update of a slice: its gradient is probably complete."""
-        if self._updates is not None:
-            self._updates.speculate(slot)
 
     @unseen
     def adopt(self, fused: Fused) -> None:

@@ -17,7 +17,7 @@ from enum import Enum
 from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
 from dynoffload.planning.lookahead import LookAhead
-from dynoffload.planning.reference import Reference, Saved, Visit, completing, visits_made
+from dynoffload.planning.reference import Reference, Saved, Visit, visits_made
 from dynoffload.planning.schedule import Schedule
 from dynoffload.runtime.adoption.slots import Slot
 from dynoffload.runtime.adoption.units import Unit
@@ -78,14 +78,14 @@ class Migrator:
             visits = self._with_chunks(order)
             reference: Reference[Slot] = Reference()
             reference.add_forward(visits, self._is_pending)
-            self._add_backward(reference, visits, order)
+            reference.add_return(visits, order)
             self._follow(reference)
 
     def revise(self, rest: Sequence[Unit]) -> None:
         """Replan the running forward, which will continue with ``rest``.
 
-        This plan ends with the sample's backward, without speculative updates. The plan made when
-        backward begins covers them and the next forward.
+        This plan ends with the sample's backward. The plan made when backward begins covers the
+        next forward.
         """
         if self.phase is Phase.FORWARD and self.prefetch:
             under_way = [Visit(unit) for unit, _ in self._visits[-1:]]
@@ -167,21 +167,13 @@ class Migrator:
         if self.prefetch and visits:
             visits = [replace(visit, chunks=self._alive(visit.chunks)) for visit in visits]
             reference: Reference[Slot] = Reference()
-            self._add_backward(reference, visits, self.last_order)
+            reference.add_return(visits, self.last_order)
             self._follow(reference)
 
     def _alive(self, chunks: Sequence[int]) -> tuple[int, ...]:
         """Return those of ``chunks`` still in use. Tensors saved after the last parameter use are
         freed before backward's first."""
         return tuple(chunk for chunk in chunks if self._device.size(chunk))
-
-    def _add_backward(
-        self, reference: Reference[Slot], visits: Sequence[Visit[Slot]], order: Sequence[Unit]
-    ) -> None:
-        """Add the backward over ``visits``, then the next forward in ``order``."""
-        drafts = None if self._updates is None else self._updates.speculative
-        drafted = None if drafts is None else drafts.choose(completing(visits))
-        reference.add_return(visits, order, drafted)
 
     def _follow(self, reference: Reference[Slot]) -> None:
         highest = max(

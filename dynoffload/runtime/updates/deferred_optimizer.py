@@ -32,17 +32,14 @@ from torch.utils.hooks import RemovableHandle
 
 from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.device import Device
-from dynoffload.memory.pager import Pager
 from dynoffload.runtime.adoption.fused import FusedStore
-from dynoffload.runtime.adoption.slots import Slot
 from dynoffload.runtime.adoption.store import Store
 from dynoffload.runtime.interrupts import admit, hold, uninterrupted
 from dynoffload.runtime.updates.failure import StepFailure
 from dynoffload.runtime.updates.observed_state import ObservedState, Order
 from dynoffload.runtime.updates.pending import PendingUpdates
-from dynoffload.runtime.updates.speculative import SpeculativeUpdates
 from dynoffload.runtime.updates.step_commit import StepCommit
-from dynoffload.runtime.updates.torch_context import TorchContext, may_wait
+from dynoffload.runtime.updates.torch_context import TorchContext
 from dynoffload.runtime.updates.undo_log import UndoLog
 from dynoffload.runtime.updates.update import Group, PagedOptimizer, can_split, check_optimizer
 from dynoffload.runtime.updates.whole_steps import (
@@ -68,9 +65,7 @@ class DeferredOptimizer:
         failure: records a partially applied step.
         defer: whether updates may be deferred; needs a guarded device.
         log: keeps what a step overwrites, so that an interrupted step is undone; or None. With a
-            log, a step's updates are all made before the next step's, and none in backward.
-        share: share of the parameters' bytes whose updates are made in backward, 0 to 1.
-        capacity: bytes of the pool that plans may use.
+            log, a step's updates are all made before the next step's.
         hear: called first in each user ``step()``, outside `uninterrupted` and `unseen`.
         check: called before each user ``step()``; may raise to refuse it.
         on_whole: called before the optimizer's own code runs over all parameters at once.
@@ -78,7 +73,6 @@ class DeferredOptimizer:
 
     Attributes:
         pending: makes updates, and holds the deferred ones.
-        speculative: updates made in backward, or None.
         splits: whether steps are split into updates.
     """
 
@@ -92,8 +86,6 @@ class DeferredOptimizer:
         *,
         defer: bool,
         log: UndoLog | None,
-        share: float,
-        capacity: int,
         hear: Callable[[], None],
         check: Callable[[], None],
         on_whole: Callable[[], None],
@@ -107,15 +99,10 @@ class DeferredOptimizer:
         self._groups: list[Group] | None = None
         paged = PagedOptimizer(optimizer, store, rows, device, failure)
         self.pending = PendingUpdates(paged, locks=self._defer)
-        self.speculative: SpeculativeUpdates | None = None
         self.splits = can_split(optimizer)
         if log is not None:
             self.pending.undo_log, failure.undo = log, self._undo
-        elif self._defer and isinstance(device, Pager) and self.splits:
-            self.speculative = SpeculativeUpdates(
-                paged, capacity=capacity, share=share, run=self.pending.run_on
-            )
-        self._commit = StepCommit(paged, self.pending, self.speculative, defer=self._defer)
+        self._commit = StepCommit(paged, self.pending, defer=self._defer)
         self._signature = inspect.signature(self.pending.step)
         self._observe()
         before = optimizer.register_step_pre_hook(self._before)
@@ -184,7 +171,6 @@ class DeferredOptimizer:
         if not failure or failure.undo():
             self.pending.flush_all()
         else:  # pending updates are of the lost step or earlier, and could fail again
-            self._drop_speculative()
             self.pending.forget()
         self.forget_undo()
 
@@ -198,14 +184,9 @@ class DeferredOptimizer:
     def abandon(self) -> None:
         """Forget every pending update and any failure: all tensors are about to be replaced."""
         with self.pending.mutex:
-            self._drop_speculative()
             self.forget_undo()
             self.pending.forget()
             self.pending.failure.forgive()
-
-    def _drop_speculative(self) -> None:
-        if self.speculative is not None:
-            self.speculative.drop_all()
 
     # The user's step()
 
@@ -258,8 +239,6 @@ class DeferredOptimizer:
             self._whole.end()
         if not self.splits:
             self.adopt_all()
-        if self.speculative is not None:
-            self.speculative.end_step()
         self._store.release_orphans()
         for fused in self._store.fused.values():
             homes = {slot.home for slot in fused.slots if slot.home is not None}
@@ -273,18 +252,6 @@ class DeferredOptimizer:
             self.optimizer.param_groups = self._groups
             self._groups = None
             admit()
-
-    @uninterrupted
-    def speculate(self, slot: Slot) -> None:
-        """Make the update of ``slot`` before ``step()`` if possible: its gradient is complete.
-
-        See `SpeculativeUpdates`.
-        """
-        if self.speculative is None or not may_wait(self.optimizer, self._device.device.type):
-            return
-        with self.pending.mutex:
-            if slot not in self.pending.by_slot:
-                self.speculative.make(slot)
 
     def adopt_all(self) -> None:
         """Adopt all existing state, after a load or a step that could not be split."""
@@ -306,7 +273,6 @@ class DeferredOptimizer:
             self.optimizer.__dict__.pop(_REGISTER, None)
             for handle in self._handles:
                 handle.remove()
-            self._drop_speculative()
             if not failure or failure.undo():
                 self.pending.flush_all()
             failure.report()

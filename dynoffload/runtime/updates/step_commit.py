@@ -23,7 +23,6 @@ from dynoffload.runtime.updates.failure import note
 from dynoffload.runtime.updates.observed_state import Order
 from dynoffload.runtime.updates.pending import OF_SCALER, PendingUpdates
 from dynoffload.runtime.updates.slices import SliceUpdate
-from dynoffload.runtime.updates.speculative import SpeculativeUpdates
 from dynoffload.runtime.updates.torch_context import TorchContext, depends_on_dtype, may_wait
 from dynoffload.runtime.updates.update import (
     FIRST_TIMERS,
@@ -35,11 +34,6 @@ from dynoffload.runtime.updates.update import (
 )
 
 _OF_ENTRY = 2  # references to a state entry: `ObservedState`'s and the original mapping's
-
-
-def _any_sparse(groups: Iterable[Group]) -> bool:
-    gradients = (parameter.grad for group in groups for parameter in group["params"])
-    return any(g is not None and g.layout is not torch.strided for g in gradients)
 
 
 @unseen
@@ -75,26 +69,17 @@ class StepCommit:
     Args:
         paged: the optimizer and its tensors.
         pending: makes updates, and holds the deferred ones.
-        speculative: the updates made in backward, or None.
         defer: whether updates may be deferred beyond the step.
 
     Attributes:
         order: the order of the state's entries in plain PyTorch.
     """
 
-    def __init__(
-        self,
-        paged: PagedOptimizer,
-        pending: PendingUpdates,
-        speculative: SpeculativeUpdates | None,
-        *,
-        defer: bool,
-    ) -> None:
+    def __init__(self, paged: PagedOptimizer, pending: PendingUpdates, *, defer: bool) -> None:
         self._optimizer, self._store, self._device = paged.optimizer, paged.store, paged.device
         self._pending, self._defer = pending, defer
         self._slices = pending.slices
         self.order = Order()
-        self._speculative = speculative
         self._begun = False  # whether a running step has changed something
 
     @uninterrupted
@@ -109,8 +94,6 @@ class StepCommit:
         groups, failure = optimizer.param_groups, pending.failure
         scaled = any(getattr(optimizer, name, None) is not None for name in OF_SCALER)
         with pending.mutex:
-            if self._speculative is not None and (scaled or _any_sparse(groups)):
-                self._speculative.drop_all()  # the step may fail, and must change nothing then
             if scaled or log is not None:
                 pending.flush_all()  # updates of earlier steps must not be scaled
             self._flush_used(groups)
@@ -191,8 +174,6 @@ class StepCommit:
                     whole.append(parameter)
                 elif fused is not None and self._slices.splits(fused, hyper):
                     split.sliced.append((fused, hyper))
-                elif slot is not None and self._takes_over(slot, hyper):
-                    continue
                 elif slot is not None and self._is_paged(slot):
                     self._store.adopt_gradient(slot)
                     split.paged.append((slot, hyper))
@@ -201,13 +182,6 @@ class StepCommit:
                     split.shared.append(parameter)
             split.whole.append({**hyper, "params": whole})
         return split
-
-    def _takes_over(self, slot: Slot, hyper: Group) -> bool:
-        """Apply the speculative update of ``slot`` if it is valid; return whether it was."""
-        if self._speculative is None or not self._speculative.has(slot):
-            return False
-        self._begun = True
-        return self._speculative.take(slot, hyper)
 
     def _is_paged(self, slot: Slot) -> bool:
         """Return whether a parameter is updated alone, in its region; see [Note: shards]."""
@@ -272,11 +246,8 @@ class StepCommit:
 
     def _update_slices(self, fused: Fused, group: Group) -> None:
         self._begun = True
-        taken = {slot for slot in fused.slots if self._takes_over(slot, group)}
         waits = self._may_wait(first=False)
         for slot, step in self._slices.steps(fused, group):
-            if slot in taken:
-                continue
             waiting = self._pending.by_slot.get(slot)
             if isinstance(waiting, SliceUpdate):
                 if waits and self._slices.joins(waiting, step):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from dynoffload.distributed.sharded import replica_beside
@@ -188,11 +188,6 @@ def _is_foreach(group: Group) -> bool:
     return bool(foreach)
 
 
-def writes_gradients(optimizer: Optimizer, group: Group) -> bool:
-    """Return whether a step over ``group`` writes into gradients: SGD's Nesterov with foreach."""
-    return type(optimizer) is SGD and bool(group.get("nesterov")) and _is_foreach(group)
-
-
 def neighbours(group: Group, device: torch.device) -> list[nn.Parameter]:
     """Return one-element parameters on ``device`` to update together with those of ``group``; see
     [Note: neighbours]."""
@@ -204,19 +199,6 @@ def neighbours(group: Group, device: torch.device) -> list[nn.Parameter]:
     for parameter in made:
         parameter.grad = torch.zeros_like(parameter)
     return made
-
-
-def same(one: Group, other: Group) -> bool:
-    """Return whether two `snapshot` results are equal."""
-    return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return type(one) is type(other) and bool(one == other)
 
 
 def copied(value: Any) -> Any:
