@@ -12,7 +12,8 @@ from dynoffload.errors import ConfigError
 from dynoffload.experiments import largest
 from dynoffload.experiments.baselines.cgroup import why_unavailable
 from dynoffload.experiments.harness import carry_out
-from dynoffload.experiments.largest import WAYS, Capacity, MaxBatch, Params, Subject, Try, Way
+from dynoffload.experiments.largest import Capacity, MaxBatch
+from dynoffload.experiments.tries import WAYS, Params, Subject, Try, Way
 
 
 def _measured(
