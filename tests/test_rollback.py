@@ -19,6 +19,7 @@ import torch
 import transformers
 from emulated import DEVICE, accelerated
 from exactness import Twin, assert_ordinary, assert_same, footprint_of, least_budget, needs_pager
+from faulty import state_of
 from fused_networks import PAGES, Chosen
 from hazards import Mlp, each_paged, guarded, loss_of
 from slice_cases import chosen_step
@@ -73,12 +74,6 @@ def broken(session: Any, at: int = 0, *, writes: bool = True) -> Iterator[list[i
         yield calls
     finally:
         runner.step = plain
-
-
-def state_of(model: nn.Module, optimizer: Optimizer) -> Any:
-    """Return copies of all that a step changes."""
-    state = copy.deepcopy(optimizer.state_dict()["state"])
-    return [parameter.detach().clone() for parameter in model.parameters()], state
 
 
 def states_of(twin: Twin, loss_of: Any) -> list[Any]:
