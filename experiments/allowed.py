@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from dynoffload.config import OffloadConfig
 from dynoffload.errors import BudgetError
 from dynoffload.runtime.sizing import sizing_of
-from dynoffload.units import format_bytes, parse_bytes
+from dynoffload.units import format_bytes
 
 CONFIG: dict[str, Any] = {"page_bytes": 4096, "min_paged_bytes": 1024, "step_aside": False}
 """Options that page networks of a few hundred kilobytes, and never switch to resident mode."""
@@ -51,10 +50,9 @@ def budget_of(
     try:
         sizing_of(model, optimizer, share, options)
     except BudgetError as error:
-        named = re.search(r"at least ([0-9.]+ [KMG]?i?B)", str(error))
-        if named is None:
+        if not error.lacking:
             raise
-        budget = parse_bytes(named.group(1))
+        budget = share + error.lacking
         small = format_bytes(sizing_of(model, optimizer, budget, options).small_bytes)
         return Allowed(whole, budget, f"{error}; the smaller tensors take {small}")
     return Allowed(whole, share)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Inputs = Callable[[torch.Generator, Any], dict[str, Tensor]]
+from dynoffload.experiments import architecture_inputs as inputs
 
-_WORDS = 64
+Inputs = Callable[[torch.Generator, Any], dict[str, Tensor]]
 
 
 def _own_loss(output: Any) -> Tensor:
@@ -30,7 +30,6 @@ class Architecture:
     """Builds one network and its samples.
 
     Attributes:
-        family: kind of network.
         model: name of the class in transformers; its configuration class has the same prefix.
         inputs: draws the arguments of one forward from a generator.
         options: of the configuration.
@@ -38,7 +37,6 @@ class Architecture:
         checkpoints: whether activation checkpointing recomputes anything when enabled.
     """
 
-    family: str
     model: str
     inputs: Inputs
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -69,79 +67,6 @@ def experts_of(model: Any) -> str:
     return str(getattr(model.config, "_experts_implementation", "")) if fused else ""
 
 
-def _tokens(generator: torch.Generator, rows: int = 2, longest: int = 12) -> Tensor:
-    length = int(torch.randint(longest // 2, longest, (), generator=generator))
-    return torch.randint(3, _WORDS, (rows, length), generator=generator)
-
-
-def _language(generator: torch.Generator, config: Any) -> dict[str, Tensor]:
-    ids = _tokens(generator)
-    return {"input_ids": ids, "labels": ids}
-
-
-def _translation(generator: torch.Generator, config: Any) -> dict[str, Tensor]:
-    return {"input_ids": _tokens(generator), "labels": _tokens(generator)}
-
-
-def _classes(generator: torch.Generator, config: Any) -> dict[str, Tensor]:
-    return {
-        "input_ids": _tokens(generator),
-        "labels": torch.randint(0, 2, (2,), generator=generator),
-    }
-
-
-def _pixels(generator: torch.Generator, config: Any) -> Tensor:
-    size = getattr(config, "image_size", 32)
-    return torch.randn(2, 3, size, size, generator=generator)
-
-
-def _image(generator: torch.Generator, config: Any) -> dict[str, Tensor]:
-    return {
-        "pixel_values": _pixels(generator, config),
-        "labels": torch.randint(0, 2, (2,), generator=generator),
-    }
-
-
-def _masked_image(generator: torch.Generator, config: Any) -> dict[str, Tensor]:
-    return {"pixel_values": _pixels(generator, config)}
-
-
-def _image_and_text(generator: torch.Generator, config: Any) -> dict[str, Any]:
-    return {
-        "pixel_values": _pixels(generator, config.vision_config),
-        "input_ids": torch.randint(3, _WORDS, (2, 6), generator=generator),
-        "return_loss": True,
-    }
-
-
-def _wave(generator: torch.Generator, config: Any) -> dict[str, Tensor]:
-    length = int(torch.randint(300, 450, (), generator=generator))
-    return {
-        "input_values": torch.randn(2, length, generator=generator),
-        "labels": torch.randint(1, 20, (2, 3), generator=generator),
-    }
-
-
-def _spectrum(generator: torch.Generator, config: Any) -> dict[str, Tensor]:
-    frames = 2 * config.max_source_positions
-    return {
-        "input_features": torch.randn(2, config.num_mel_bins, frames, generator=generator),
-        "labels": _tokens(generator),
-    }
-
-
-def _spectrogram(generator: torch.Generator, config: Any) -> dict[str, Tensor]:
-    return {
-        "input_values": torch.randn(2, config.max_length, config.num_mel_bins, generator=generator),
-        "labels": torch.randint(0, 2, (2,), generator=generator),
-    }
-
-
-def _protein(generator: torch.Generator, config: Any) -> dict[str, Tensor]:
-    length = int(torch.randint(6, 10, (), generator=generator))
-    return {"input_ids": torch.randint(0, 20, (1, length), generator=generator)}
-
-
 def _of_structure(output: Any) -> Tensor:
     total: Tensor = output.positions.square().mean() + output.distogram_logits.square().mean()
     total += output.plddt.mean() + output.lm_logits.square().mean()
@@ -149,7 +74,7 @@ def _of_structure(output: Any) -> Tensor:
 
 
 _ENCODER = {
-    "vocab_size": _WORDS,
+    "vocab_size": inputs.WORDS,
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 3,
@@ -171,7 +96,7 @@ _PICTURE = {
     "num_labels": 2,
 }
 _SEQUENCES = {
-    "vocab_size": _WORDS,
+    "vocab_size": inputs.WORDS,
     "d_model": 32,
     "encoder_layers": 2,
     "decoder_layers": 2,
@@ -189,7 +114,7 @@ _SEQUENCES = {
     "forced_eos_token_id": 2,
 }
 _T5 = {
-    "vocab_size": _WORDS,
+    "vocab_size": inputs.WORDS,
     "d_model": 32,
     "d_kv": 8,
     "d_ff": 64,
@@ -258,7 +183,6 @@ _FOLDING = {
 
 
 def _of(
-    family: str,
     model: str,
     inputs: Inputs,
     *options: Mapping[str, Any],
@@ -267,33 +191,29 @@ def _of(
 ) -> Architecture:
     """Return an architecture; later options override earlier ones."""
     merged = {name: value for one in options for name, value in one.items()}
-    return Architecture(family, model, inputs, merged, loss, checkpoints)
+    return Architecture(model, inputs, merged, loss, checkpoints)
 
 
-def _decoder(name: str, *options: Mapping[str, Any], family: str = "dense") -> Architecture:
-    return _of(family, f"{name}ForCausalLM", _language, _DECODER, *options)
+def _decoder(name: str, *options: Mapping[str, Any]) -> Architecture:
+    return _of(f"{name}ForCausalLM", inputs.language, _DECODER, *options)
 
 
 def _experts(name: str, *options: Mapping[str, Any]) -> Architecture:
-    return _decoder(name, _FUSED, *options, family="mixture of experts")
-
-
-def _space(name: str, *options: Mapping[str, Any]) -> Architecture:
-    return _decoder(name, *options, family="state space")
+    return _decoder(name, _FUSED, *options)
 
 
 def _masked(name: str, *options: Mapping[str, Any], checkpoints: bool = True) -> Architecture:
     model = f"{name}ForMaskedLM"
-    return _of("encoder", model, _language, _ENCODER, *options, checkpoints=checkpoints)
+    return _of(model, inputs.language, _ENCODER, *options, checkpoints=checkpoints)
 
 
 def _pair(model: str, options: Mapping[str, Any]) -> Architecture:
-    return _of("encoder-decoder", model, _translation, options)
+    return _of(model, inputs.translation, options)
 
 
 def _seen(name: str, *options: Mapping[str, Any], checkpoints: bool = True) -> Architecture:
     model = f"{name}ForImageClassification"
-    return _of("vision", model, _image, *options, checkpoints=checkpoints)
+    return _of(model, inputs.image, *options, checkpoints=checkpoints)
 
 
 def _less(options: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -303,18 +223,16 @@ def _less(options: Mapping[str, Any], key: str) -> dict[str, Any]:
 ARCHITECTURES: dict[str, Architecture] = {
     # Decoders
     "gpt2": _of(
-        "dense",
         "GPT2LMHeadModel",
-        _language,
-        {"vocab_size": _WORDS, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
+        inputs.language,
+        {"vocab_size": inputs.WORDS, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
     ),
     "gpt-neox": _decoder("GPTNeoX", {"rotary_pct": 0.5}),
     "opt": _decoder("OPT", {"ffn_dim": 64, "word_embed_proj_dim": 32, "layerdrop": 0.3}),
     "bloom": _of(
-        "dense",
         "BloomForCausalLM",
-        _language,
-        {"vocab_size": _WORDS, "hidden_size": 32, "n_layer": 3, "n_head": 4},
+        inputs.language,
+        {"vocab_size": inputs.WORDS, "hidden_size": 32, "n_layer": 3, "n_head": 4},
     ),
     "falcon": _decoder(
         "Falcon", {"num_hidden_layers": 4, "new_decoder_architecture": True, "num_kv_heads": 2}
@@ -348,35 +266,33 @@ ARCHITECTURES: dict[str, Architecture] = {
         "GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
     ),
     "switch": _of(
-        "mixture of experts",
         "SwitchTransformersForConditionalGeneration",
-        _translation,
+        inputs.translation,
         _T5,
         {"num_experts": 4, "expert_capacity": 16, "num_sparse_encoder_layers": 1},
     ),
     "nllb-moe": _of(
-        "mixture of experts",
         "NllbMoeForConditionalGeneration",
-        _translation,
+        inputs.translation,
         _SEQUENCES,
         {"num_experts": 4, "expert_capacity": 16, "encoder_sparse_step": 2},
         {"decoder_sparse_step": 2},
     ),
     # State spaces and recurrence
-    "mamba": _space("Mamba", {"num_hidden_layers": 4, "state_size": 16, "time_step_rank": 8}),
-    "mamba2": _space(
+    "mamba": _decoder("Mamba", {"num_hidden_layers": 4, "state_size": 16, "time_step_rank": 8}),
+    "mamba2": _decoder(
         "Mamba2",
         {"num_hidden_layers": 5, "state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2},
         {"chunk_size": 4},
     ),
-    "rwkv": _space("Rwkv", {"attention_hidden_size": 32, "context_length": 64}),
-    "recurrent-gemma": _space(
+    "rwkv": _decoder("Rwkv", {"attention_hidden_size": 32, "context_length": 64}),
+    "recurrent-gemma": _decoder(
         "RecurrentGemma",
         {"hidden_size": 64, "intermediate_size": 128, "lru_width": 64},
         {"attention_window_size": 8, "num_key_value_heads": 1},
         {"block_types": ("recurrent", "attention")},
     ),
-    "jamba": _space(
+    "jamba": _decoder(
         "Jamba",
         {"intermediate_size": 64, "num_experts": 4, "mamba_d_state": 8, "mamba_dt_rank": 4},
         {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
@@ -396,9 +312,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "type_vocab_size": 0},
     ),
     "electra": _of(
-        "encoder",
         "ElectraForSequenceClassification",
-        _classes,
+        inputs.classes,
         _ENCODER,
         {"embedding_size": 16, "num_labels": 2},
     ),
@@ -407,10 +322,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"global_attn_every_n_layers": 2, "local_attention": 4, "reference_compile": False},
     ),
     "funnel": _of(
-        "encoder",
         "FunnelForMaskedLM",
-        _language,
-        {"vocab_size": _WORDS, "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 64},
+        inputs.language,
+        {"vocab_size": inputs.WORDS, "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 64},
         {"block_sizes": [1, 1]},
         checkpoints=False,
     ),
@@ -428,9 +342,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"num_hidden_layers": 4, "drop_path_rate": 0.3, "use_relative_position_bias": True},
     ),
     "vit-mae": _of(
-        "vision",
         "ViTMAEForPreTraining",
-        _masked_image,
+        inputs.masked_image,
         _PICTURE,
         {"decoder_hidden_size": 16, "decoder_num_hidden_layers": 1},
         {"decoder_num_attention_heads": 2, "decoder_intermediate_size": 32},
@@ -453,33 +366,30 @@ ARCHITECTURES: dict[str, Architecture] = {
         checkpoints=False,
     ),
     "clip": _of(
-        "vision",
         "CLIPModel",
-        _image_and_text,
+        inputs.image_and_text,
         {"text_config": {**_ENCODER, "bos_token_id": 1, "eos_token_id": 2}},
         {"vision_config": _less(_PICTURE, "num_labels"), "projection_dim": 16},
     ),
     # Speech
-    "wav2vec2": _of("speech", "Wav2Vec2ForCTC", _wave, _SPEECH),
-    "hubert": _of("speech", "HubertForCTC", _wave, _SPEECH),
+    "wav2vec2": _of("Wav2Vec2ForCTC", inputs.wave, _SPEECH),
+    "hubert": _of("HubertForCTC", inputs.wave, _SPEECH),
     "whisper": _of(
-        "speech",
         "WhisperForConditionalGeneration",
-        _spectrum,
+        inputs.spectrum,
         _less(_SEQUENCES, "max_position_embeddings"),
         {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32},
         {"suppress_tokens": None, "begin_suppress_tokens": None},
     ),
     "ast": _of(
-        "speech",
         "ASTForAudioClassification",
-        _spectrogram,
+        inputs.spectrogram,
         _less(_PICTURE, "image_size"),
         {"max_length": 32, "num_mel_bins": 16, "frequency_stride": 8, "time_stride": 8},
     ),
     # Proteins
     "esm": _masked("Esm", {"mask_token_id": 3, "position_embedding_type": "rotary"}),
     "esmfold": _of(
-        "folding", "EsmForProteinFolding", _protein, _FOLDING, loss=_of_structure, checkpoints=False
+        "EsmForProteinFolding", inputs.protein, _FOLDING, loss=_of_structure, checkpoints=False
     ),
 }

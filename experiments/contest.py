@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from dynoffload.experiments import harness
+from dynoffload.experiments import harness, trainer
 from dynoffload.experiments.baselines.cgroup import (
     LimitError,
     MemoryGroup,
@@ -22,15 +22,8 @@ from dynoffload.experiments.baselines.cgroup import (
     swap_file,
     swapped_bytes,
 )
-from dynoffload.experiments.trainer import Spec
-from dynoffload.experiments.workers import (
-    Step,
-    Worker,
-    WorkerError,
-    losses_equal,
-    median_seconds,
-    worker,
-)
+from dynoffload.experiments.processes import Process, WorkerError
+from dynoffload.experiments.ways import Spec
 from dynoffload.memory.spill import default_spill_dir
 
 START_S = 600.0
@@ -39,6 +32,7 @@ LEAST_S = 10.0
 """Minimum time limit of a step, however short a plain one is."""
 SLOWEST = 60.0
 """Time limit of a step, in multiples of a plain one."""
+_BEFORE = 3  # processes measured without a network
 _MESSAGE_CHARS = 400
 _OOM_WHY = ", as the kernel does where what it may reclaim in a memory group is less than is wanted"
 
@@ -63,6 +57,26 @@ class Turns:
     def steps(self) -> int:
         """All steps of one method."""
         return self.warmup + self.rounds * (self.lead + self.per_turn)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a training process.
+
+    Attributes:
+        seconds: whole step; ``forward_s``, ``backward_s`` and ``optimizer_s`` are its parts.
+        loss: exact value in `float.hex` format.
+        stats: fields of `dynoffload.telemetry.StepStats`, for a session.
+        measured: False for warm-up steps.
+    """
+
+    seconds: float
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    loss: str
+    stats: Mapping[str, Any] = field(default_factory=dict)
+    measured: bool = True
 
 
 @dataclass(frozen=True)
@@ -121,22 +135,37 @@ class Side:
 
 
 class Contestant:
-    """A worker that may drop out.
+    """A training process, which drops out when it fails.
+
+    Args:
+        name: in messages.
+        way: what it runs.
+        patience: returns the seconds that a step may take.
+        required: raise `WorkerError` instead of dropping out.
 
     Attributes:
-        name: of the method.
         why: why it dropped out, "" if it has not.
+        every: its steps so far.
     """
 
-    def __init__(self, name: str, way: Way, patience: Callable[[], float]) -> None:
-        self.name, self.why, self._way, self._patience = name, "", way, patience
-        self._state: dict[str, Any] = {}
-        self._worker: Worker | None = None
+    def __init__(
+        self,
+        name: str,
+        way: Way,
+        patience: Callable[[], float] = lambda: START_S,
+        *,
+        required: bool = False,
+    ) -> None:
+        self.name, self.why, self.every = name, "", list[Step]()
+        self._way, self._patience, self._required = way, patience, required
+        self._process: Process | None = None
         self._group: MemoryGroup | None = None
+        self._charged = 0  # bytes of its group just before it entered the block
+        self._state: dict[str, Any] = {}
         self._swapped: list[tuple[int, int]] = []  # bytes in and out of each measured step
 
     def start(self, stack: ExitStack) -> None:
-        """Start it in ``stack``."""
+        """Start it in ``stack`` and wait until it has entered its block."""
         way, directory = self._way, Path(self._way.spec.spill_dir or default_spill_dir())
         try:
             if way.swap_bytes:
@@ -144,42 +173,59 @@ class Contestant:
             if way.limit is not None:
                 group = memory_group(way.limit, swap=way.swap_bytes > 0)
                 self._group = stack.enter_context(group)
-            self._worker = stack.enter_context(worker(self.name, way.spec, self._group, START_S))
-            self._state = self._worker.ask("state")
+            process = Process(self.name, group=self._group, patience=START_S)
+            self._process = stack.enter_context(process)
+            self._charged = process.call(trainer.build, way.spec)
+            process.call(trainer.enter)
+            self._state = process.call(trainer.ask, "state")
         except (WorkerError, LimitError) as error:
             self._drop_out(error)
 
-    def step(self, *, measured: bool = True) -> object:
-        """Make a step, unless it has dropped out."""
-        if self._worker is None or self.why:
-            return None
-        self._worker.patience = self._patience()
+    def step(self, *, measured: bool = True, do: str = "step") -> dict[str, Any]:
+        """Make a step and return the answer; {} once it has dropped out."""
+        if self._process is None or self.why:
+            return {}
+        self._process.patience = self._patience()
         before = swapped_bytes() if self._way.swap_bytes else (0, 0)
-        args = [json.dumps(self._way.orders[len(self._worker.steps)])] if self._way.orders else []
+        args = [json.dumps(self._way.orders[len(self.every)])] if self._way.orders else []
         try:
-            made = self._worker.step(*args, measured=measured)
+            answer = self._process.call(trainer.ask, do, *args)
         except WorkerError as error:
             self._drop_out(error)
-            return None
+            return {}
+        known = {key: answer[key] for key in Step.__dataclass_fields__ if key in answer}
+        self.every.append(Step(**known, measured=measured))
         if self._way.swap_bytes and measured:
             after = swapped_bytes()
             self._swapped.append((after[0] - before[0], after[1] - before[1]))
-        return made
+        return answer
 
     def _drop_out(self, error: Exception) -> None:
+        if self._required:
+            raise error
         lines = str(error).strip().splitlines()
         self.why = lines[-1].removeprefix(f"{self.name!r} failed: ")[-_MESSAGE_CHARS:]
         if self._way.swap_bytes and "was killed by signal 9" in self.why:
             self.why += _OOM_WHY
 
-    def result(self, plain: Worker) -> Side:
-        """Return its result, compared with ``plain``."""
-        own = self._worker
-        equal = losses_equal(plain, own) if own is not None and own.steps else None
+    @property
+    def steps(self) -> list[Step]:
+        """The measured steps."""
+        return [step for step in self.every if step.measured]
+
+    @property
+    def losses(self) -> list[str]:
+        """The losses of all its steps."""
+        return [step.loss for step in self.every]
+
+    def result(self, plain: Sequence[str]) -> Side:
+        """Return its result, compared with the losses of plain training."""
+        common = min(len(plain), len(self.losses))
+        equal = self.losses[:common] == list(plain[:common]) if common else None
         sizing = self._state.get("sizing") if self._state.get("paging") else None
-        if self.why or own is None:
+        if self.why or self._process is None:
             return Side(self.why, losses_equal=equal, sizing=sizing)
-        state, steps = own.ask("state"), own.measured
+        state, steps = self._process.call(trainer.ask, "state"), self.steps
         aside = self._state.get("paging") and not state["paging"]
         moved = self._swapped or [
             (s.stats.get("bytes_in", 0), s.stats.get("bytes_out", 0)) for s in steps
@@ -194,18 +240,8 @@ class Contestant:
             stall_s=median(s.stats["stall_s"] for s in steps) if state else None,
             peak_fast_bytes=state.get("peak_fast_bytes"),
             group_peak_bytes=None if self._group is None else self._group.usage().peak_bytes,
-            group_before_bytes=None if self._group is None else own.charged_bytes,
+            group_before_bytes=None if self._group is None else self._charged,
         )
-
-    @property
-    def steps(self) -> list[Step]:
-        """The measured steps."""
-        return [] if self._worker is None else self._worker.measured
-
-    @property
-    def losses(self) -> list[str]:
-        """The losses of all its steps."""
-        return [] if self._worker is None else self._worker.losses
 
 
 class Found(NamedTuple):
@@ -247,25 +283,24 @@ def measure(
         WorkerError: plain training failed.
     """
     with ExitStack() as stack:
-        plain = stack.enter_context(worker("plain", spec, patience=START_S))
-        plain.wait_ready()
+        plain = Contestant("plain", Way(spec), required=True)
+        plain.start(stack)
 
         def patience() -> float:
-            known = plain.steps[1:] or plain.steps
+            known = plain.every[1:] or plain.every
             return max(LEAST_S, SLOWEST * median_seconds(known)) if known else START_S
 
-        everyone = [Contestant(name, way, patience) for name, way in ways.items()]
-        for one in everyone:
+        others = [Contestant(name, way, patience) for name, way in ways.items()]
+        for one in others:
             on_step(one.name)
             one.start(stack)
         described: dict[str, Any] = {}
         if describe:
             described = plain.step(measured=False, do="describe")
-            for one in everyone:
+            for one in others:
                 one.step(measured=False)
-        turning: list[Worker | Contestant] = [plain, *everyone]
         for each, measured in harness.turns(
-            turning,
+            [plain, *others],
             warmup=turns.warmup,
             rounds=turns.rounds,
             per_turn=turns.per_turn,
@@ -274,9 +309,24 @@ def measure(
             each.step(measured=measured)
             on_step(each.name)
         return Found(
-            plain.measured,
+            plain.steps,
             plain.losses,
-            {one.name: one.steps for one in everyone},
-            {one.name: one.result(plain) for one in everyone},
+            {one.name: one.steps for one in others},
+            {one.name: one.result(plain.losses) for one in others},
             described,
         )
+
+
+def charged_before(spec: Spec) -> int:
+    """Return the bytes charged to a process without a network: the minimum of several, as the
+    first process to read a library's files is charged for them and later ones are not."""
+    charged = []
+    for _ in range(_BEFORE):
+        with memory_group(None) as group, Process("before", group=group) as one:
+            charged.append(one.call(trainer.build, replace(spec, meta=True)))
+    return min(charged)
+
+
+def median_seconds(steps: Sequence[Step]) -> float:
+    """Return the median seconds of ``steps``."""
+    return median(step.seconds for step in steps)

@@ -23,8 +23,9 @@ import torch
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import provenance
 from dynoffload.experiments.comparing import Table
-from dynoffload.experiments.harness import Experiment, Row, option, table
-from dynoffload.experiments.networks import COSTED, Sample, Subject
+from dynoffload.experiments.harness import Experiment, Row, check_known, option, table
+from dynoffload.experiments.networks import COSTED, Subject
+from dynoffload.experiments.zoo.building import ZooSample
 from dynoffload.profiler import Recorder, Trace
 from dynoffload.profiler.cost_fitting import SHORTEST, fit
 from dynoffload.profiler.costs import CostModel, Kind
@@ -56,8 +57,7 @@ class Params:
     model: Path | None = option(None, "where to write the model fitted to all", place=True)
 
     def __post_init__(self) -> None:
-        if strange := [name for name in self.networks if name not in COSTED]:
-            raise ConfigError(f"no network is named {strange[0]!r}; there are {', '.join(COSTED)}")
+        check_known("networks", self.networks, COSTED)
         if len(set(self.networks or COSTED)) < 2 or self.samples < 1:
             raise ConfigError(
                 "a residual on held-out networks takes two networks and a sample of each"
@@ -134,7 +134,7 @@ def measure(network: Subject, samples: int) -> _Measured:
     found = _Measured()
     traces: list[Trace] = []
 
-    def step(sample: Sample) -> None:
+    def step(sample: ZooSample) -> None:
         sample.call(model).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -21,7 +21,8 @@ from dynoffload.experiments import make_room
 from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.harness import Experiment, Row, option
 from dynoffload.experiments.pilot_recording import learned
-from dynoffload.experiments.trainer import BUDGETED, PLAIN, Spec, Trainer, finite
+from dynoffload.experiments.trainer import Trainer, finite
+from dynoffload.experiments.ways import BUDGETED, PLAIN, Spec
 from dynoffload.pilot.progress import Report
 from dynoffload.units import format_bytes, format_seconds
 

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from dynoffload.errors import BudgetError, ConfigError
 from dynoffload.experiments.comparing import Table, draw_diagonal, judged, marked
-from dynoffload.experiments.harness import Experiment, Row, option, table
+from dynoffload.experiments.harness import Experiment, Row, check_known, option, table
 from dynoffload.experiments.networks import FIT
 from dynoffload.experiments.processes import NEVER_LEFT, ONE_THREAD, fresh
+from dynoffload.experiments.trainer import Trainer
+from dynoffload.experiments.ways import BUDGETED, Spec, adamw, network, samples
 from dynoffload.units import MiB
 
 if TYPE_CHECKING:
@@ -61,8 +63,7 @@ class Params:
     spill_dir: Path | None = option(None, "where the spill files lie", place=True)
 
     def __post_init__(self) -> None:
-        if unknown := [one for one in self.only if one not in NETWORKS]:
-            raise ConfigError(f"only names {unknown[0]!r}: there are {', '.join(NETWORKS)}")
+        check_known("only", self.only, NETWORKS)
         if not 0 < self.warmup < self.steps <= _MOST_STEPS:
             raise ConfigError(
                 f"warmup={self.warmup} of steps={self.steps}: leave some steps that count, of "
@@ -80,13 +81,11 @@ class Estimates(Experiment[Params]):
         return {f"{name}, {share:g}": (name, share) for name, share in pairs}
 
     def run(self, case: tuple[str, float]) -> Row:
-        network, share = case
+        name, share = case
 
         def child(function: Any, *args: Any) -> Any:
-            name = f"{network}, {function.__name__}"
-            return fresh(
-                name, function, network, *args, patience=_TIMEOUT_S, environment=ONE_THREAD
-            )
+            what = f"{name}, {function.__name__}"
+            return fresh(what, function, name, *args, patience=_TIMEOUT_S, environment=ONE_THREAD)
 
         spill_dir, steps = self.params.spill_dir, self.params.steps
         budget = int(share * child(footprint))
@@ -95,7 +94,7 @@ class Estimates(Experiment[Params]):
             child(trained, budget, steps, self.params.warmup, spill_dir)
             for _ in range(self.params.runs)
         ]
-        return compared(network, share, ours, real, seconds)
+        return compared(name, share, ours, real, seconds)
 
     def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
         shown = table("estimated and real", _COLUMNS, result["rows"], ["bound by"])
@@ -125,32 +124,28 @@ class Estimates(Experiment[Params]):
 # Run in child processes
 
 
-def footprint(network: str) -> int:
+def footprint(name: str) -> int:
     """Return the bytes of a network's parameters, gradients and optimizer state."""
-    from dynoffload.experiments.networks import NETWORKS
-    from dynoffload.experiments.simulated_run import adamw
     from dynoffload.runtime.counting import whole_bytes
 
-    model = NETWORKS[network]().build()
-    return whole_bytes(model, adamw(model))
+    model = network(Spec(name, ""))
+    return whole_bytes(model, adamw(model, Spec(name, "")))
 
 
 def estimated(
-    network: str, budget: int, calibration: Path | None, spill_dir: Path | None
+    name: str, budget: int, calibration: Path | None, spill_dir: Path | None
 ) -> tuple[dict[str, Any], float]:
     """Return the estimate, and the seconds it took."""
     from dynoffload.estimation import estimates
-    from dynoffload.experiments.networks import NETWORKS
-    from dynoffload.experiments.simulated_run import adamw
 
-    kind = NETWORKS[network]()
-    model = kind.build()
+    spec = Spec(name, "")
+    model = network(spec)
     begin = time.perf_counter()
     (found,) = estimates(
         model,
-        kind.samples(0),
+        samples(spec),
         budgets=(budget,),
-        optimizer=adamw(model),
+        optimizer=adamw(model, spec),
         config=_CONFIG,
         spill_dir=spill_dir,
         calibration=calibration,
@@ -159,30 +154,22 @@ def estimated(
 
 
 def trained(
-    network: str, budget: int, steps: int, warmup: int, spill_dir: Path | None
+    name: str, budget: int, steps: int, warmup: int, spill_dir: Path | None
 ) -> dict[str, Any]:
     """Train under a budget; return step times and peaks."""
-    import dynoffload
-    from dynoffload.experiments.networks import NETWORKS
-    from dynoffload.experiments.simulated_run import adamw
-
-    kind = NETWORKS[network]()
-    model = kind.build()
-    optimizer, seconds, file = adamw(model), list[float](), 0
-    block = dynoffload.offload(model, optimizer, budget=budget, config=_CONFIG, spill_dir=spill_dir)
+    where = None if spill_dir is None else str(spill_dir)
+    options: dict[str, Any] = {"mode": BUDGETED, "config": _CONFIG, "spill_dir": where}
+    trainer = Trainer(Spec(name, "", budget=budget, **options))
+    trainer.samples = itertools.cycle(list(itertools.islice(trainer.samples, _SAMPLES)))
     try:
-        session = NEVER_LEFT.enter_context(block)
+        NEVER_LEFT.enter_context(trainer.training())
     except BudgetError as error:
         return {"refused": str(error)}
-    seen = list(itertools.islice(kind.samples(0), _SAMPLES))
-    for sample in itertools.islice(itertools.cycle(seen), steps):
-        begin = time.perf_counter()
-        sample.call(model).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seconds.append(time.perf_counter() - begin)
-        file = max(file, session.spill_bytes)
-    made = session.log.steps
+    seconds, file = list[float](), 0
+    for _ in range(steps):
+        seconds.append(trainer.step()["seconds"])
+        file = max(file, trainer.session.spill_bytes)
+    made = trainer.session.log.steps
     return {
         "refused": "",
         "step_s": fmean(seconds[warmup:]),

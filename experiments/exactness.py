@@ -15,13 +15,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dynoffload.errors import ConfigError
 from dynoffload.experiments.allowed import CONFIG, budget_of
 from dynoffload.experiments.architectures import ARCHITECTURES, experts_of
 from dynoffload.experiments.comparing import Table
-from dynoffload.experiments.harness import Experiment, Row, option, table
+from dynoffload.experiments.harness import Experiment, Row, check_known, option, table
 from dynoffload.experiments.loops import Loop, loops
-from dynoffload.experiments.processes import ONE_THREAD, QUIET, Process, WorkerError
+from dynoffload.experiments.processes import ONE_THREAD, QUIET, Renewed, WorkerError
 from dynoffload.units import format_bytes
 
 _PATIENCE = 660.0  # seconds for one case and the start of its process
@@ -61,15 +60,19 @@ class Params:
     spill_dir: Path | None = option(None, "where the spill files lie", place=True)
 
     def __post_init__(self) -> None:
-        if unknown := [name for name in self.architectures if name not in ARCHITECTURES]:
-            known = ", ".join(ARCHITECTURES)
-            raise ConfigError(f"no architecture is named {', '.join(unknown)}; there are {known}")
+        check_known("architectures", self.architectures, ARCHITECTURES)
 
 
 class Exactness(Experiment[Params]):
     """A case is an architecture trained with one loop; cases share a process until it fails."""
 
     parameters = Params
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params)
+        environment = {**ONE_THREAD, **QUIET}
+        self.processes = Renewed("a case", patience=_PATIENCE, environment=environment)
+        self.stack.callback(self.processes.close)
 
     def cases(self) -> Mapping[str, Case]:
         names = list(self.params.architectures or ARCHITECTURES)
@@ -82,28 +85,13 @@ class Exactness(Experiment[Params]):
     def run(self, case: Case) -> Row:
         row = {"architecture": case.architecture, "loop": asdict(case.loop), "looks": case.looks}
         try:
-            found = self._process().call(train_case, case, self.params.spill_dir)
+            found = self.processes.call(train_case, case, self.params.spill_dir)
         except WorkerError as error:
-            self._end()
             found = {"exact": False, "why": str(error)}
         return {**row, **found}
 
     def settled(self, row: Row) -> bool:
         return bool(row["exact"])
-
-    _started: Process | None = None
-
-    def _process(self) -> Process:
-        if self._started is None:
-            environment = {**ONE_THREAD, **QUIET}
-            self._started = Process("a case", patience=_PATIENCE, environment=environment)
-            self.stack.callback(self._end)
-        return self._started
-
-    def _end(self) -> None:
-        if self._started is not None:
-            self._started.close()
-            self._started = None
 
     def summary(self, rows: Sequence[Row]) -> dict[str, Any]:
         return {

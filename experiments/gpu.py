@@ -13,6 +13,7 @@ least as long as its copies in the slower direction, at the rates measured with 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
@@ -24,14 +25,23 @@ from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.gpu_check import about, accelerator
 from dynoffload.experiments.gpu_check_training import environment
 from dynoffload.experiments.gpu_rows import MEASURED, NO_ROOM, NOT_MEASURED, measure, measure_link
-from dynoffload.experiments.gpu_ways import COUNTED, FILES, PLAIN, WAYS, Task
-from dynoffload.experiments.harness import Experiment, Row, option, table
+from dynoffload.experiments.harness import Experiment, Row, check_known, option, table
 from dynoffload.experiments.processes import WorkerError, fresh
-from dynoffload.experiments.trainer import Spec
+from dynoffload.experiments.ways import BUDGETED, CHECKPOINT, PLAIN, Spec
 from dynoffload.memory.spill import default_spill_dir
 from dynoffload.units import format_bytes, format_seconds, parse_bytes
 
 LINK, CAPACITY = "link", "capacity"
+OURS, FILES = "ours", "ours-file"
+COUNTED = (OURS, FILES)
+"""Ways that take a budget in bytes; the second has a spill file below host memory."""
+WAYS = {
+    PLAIN: PLAIN,
+    OURS: BUDGETED,
+    FILES: BUDGETED,
+    **{name: name for name in ("save-on-cpu", CHECKPOINT, "fsdp2", "host-optimizer")},
+}
+"""Way by its name in ``--ways`` -> mode of its `Spec`."""
 HEADROOM = (0.9, 0.75, 0.5)
 """Budgets for methods that count bytes, as shares of a cap; tried in order until one runs."""
 _FILE_AT = "1/8"  # the only cap at which the method with a spill file is measured
@@ -72,13 +82,10 @@ class Params:
     spill_dir: Path | None = option(None, "where files lie", place=True)
 
     def __post_init__(self) -> None:
-        if self.preset not in PRESETS:
-            raise ConfigError(f"no preset {self.preset!r}; there are {', '.join(PRESETS)}")
-        for name, there_are in (("networks", ("moe", "evoformer")), ("ways", tuple(WAYS))):
-            for one in getattr(self, name):
-                found, colon, tokens = one.partition(":")
-                if found not in there_are or (colon and not (found == "moe" and tokens.isdigit())):
-                    raise ConfigError(f"{name} names {one!r}; there are {', '.join(there_are)}")
+        check_known("preset", [self.preset], PRESETS)
+        check_known("ways", self.ways, WAYS)
+        named = [one for one in self.networks if not re.fullmatch(r"moe:\d+", one)]
+        check_known("networks", named, ("moe", "evoformer"))
         for share in self.budgets:
             try:
                 right = 0 < Fraction(share) <= 1
@@ -133,33 +140,35 @@ class Gpu(Experiment[Params]):
             return {**row, "state": MEASURED, "why": "", **link}
         name, _, tokens = case.part.partition(":")
         spec = PRESETS[self.params.preset][name]
-        shape = {"rows": 1, "length": int(tokens)} if tokens else spec.shape
-        where = str(self.params.spill_dir or default_spill_dir())
-        task = Task(
-            case.way,
-            replace(spec, shape=shape, spill_dir=where),
-            str(accelerator()),
-            steps=self.params.steps,
-            warmup=self.params.warmup,
+        spec = replace(
+            spec,
+            mode=WAYS[case.way],
+            shape={"rows": 1, "length": int(tokens)} if tokens else spec.shape,
+            device=str(accelerator()),
+            pilot="auto",
+            spill_dir=str(self.params.spill_dir or default_spill_dir()),
         )
         if case.part == CAPACITY:
-            return {**row, **self._largest(task)}
-        return {**row, **(self._at(case, task) if case.share else self.train(task))}
+            return {**row, **self._largest(case.way, spec)}
+        return {**row, **(self._at(case, spec) if case.share else self.train(case.way, spec))}
 
-    def train(self, task: Task) -> Row:
-        """Return a task's row: ``task``, ``state``, ``why`` and its numbers."""
-        found = self._ask(f"{task.way}, {task.spec.network}", measure, task)
-        return {"task": asdict(task), **found}
+    def train(
+        self, way: str, spec: Spec, cap: int = 0, steps: tuple[int, int] | None = None
+    ) -> Row:
+        """Return the row of a training: ``spec``, ``cap_bytes``, ``state``, ``why``, numbers."""
+        measured, warmup = steps or (self.params.steps, self.params.warmup)
+        found = self._ask(f"{way}, {spec.network}", measure, spec, cap, measured, warmup)
+        return {"spec": asdict(spec), "cap_bytes": cap, **found}
 
-    def _ask(self, what: str, function: Callable[[Any], Row], given: Any) -> Row:
+    def _ask(self, what: str, function: Callable[..., Row], *given: Any) -> Row:
         self.report(what)
         limits: dict[str, Any] = {"patience": self.params.patience, "environment": environment()}
         try:
-            return fresh(what, function, given, **limits)
+            return fresh(what, function, *given, **limits)
         except WorkerError as error:
             return {"state": NOT_MEASURED, "why": str(error)}
 
-    def _at(self, case: Case, task: Task) -> Row:
+    def _at(self, case: Case, spec: Spec) -> Row:
         """Return the row of a method at a cap; skipped if it did not fit a larger cap."""
         mine = [row for row in self.rows if row["part"] == case.part]
         plain = next(row for row in mine if row["way"] == PLAIN)
@@ -170,41 +179,32 @@ class Gpu(Experiment[Params]):
                 return {"state": NO_ROOM, "why": f"it has no room under {row['share']}"}
         whole = plain["peak_reserved"] or 16 * plain["parameters"]
         host = 4 * plain["parameters"]  # a quarter of its training state with AdamW
-        task = replace(task, cap_bytes=int(Fraction(case.share) * whole))
-        found = self._within(replace(task, host_bytes=host if case.way == FILES else 0))
+        spec = replace(spec, host_budget=host if case.way == FILES else 0)
+        found = self._within(case.way, spec, int(Fraction(case.share) * whole))
         if found["state"] == MEASURED:
             found["losses_equal"] = found["losses"] == plain["losses"]
         return found
 
-    def _within(self, task: Task) -> Row:
-        """Return the row of a task with the first budget that runs; see [Note: caps]."""
+    def _within(self, way: str, spec: Spec, cap: int, steps: tuple[int, int] | None = None) -> Row:
+        """Return the row with the first budget that runs; see [Note: caps]."""
         found: Row = {}
-        for share in HEADROOM if task.way in COUNTED else (0.0,):
-            spec = replace(task.spec, budget=int(share * task.cap_bytes))
-            found = self.train(replace(task, spec=spec))
+        for share in HEADROOM if way in COUNTED else (0.0,):
+            found = self.train(way, replace(spec, budget=int(share * cap)), cap, steps)
             if found["state"] != NO_ROOM:
                 break
         return found
 
-    def _largest(self, task: Task) -> Row:
+    def _largest(self, way: str, spec: Spec) -> Row:
         """Return the row of the most layers that fit, among powers of two."""
-        params = self.params
-        task = replace(
-            task,
-            cap_bytes=parse_bytes(params.cap),
-            host_bytes=parse_bytes(params.host) if task.way == FILES else 0,
-            steps=2,
-            warmup=1,
-        )
+        host = parse_bytes(self.params.host) if way == FILES else 0
+        spec = replace(spec, host_budget=host, meta=way in COUNTED)
         best: Row = {"state": NO_ROOM, "why": "one layer does not fit"}
         layers = 1
         while layers <= _MOST_LAYERS:
-            sizes = {**task.spec.sizes, "layers": layers}
-            spec = replace(task.spec, sizes=sizes, meta=task.way in COUNTED)
-            found = self._within(replace(task, spec=spec))
+            sized = replace(spec, sizes={**spec.sizes, "layers": layers})
+            found = self._within(way, sized, parse_bytes(self.params.cap), (2, 1))
             if found["state"] != MEASURED:
-                best = best if found["state"] == NO_ROOM else found
-                break
+                return best if found["state"] == NO_ROOM else found
             best = {**found, "layers": layers}
             layers *= 2
         return best
@@ -259,7 +259,7 @@ _TIMES = {
     "out": _cell("bytes_out", lambda nbytes: format_bytes(int(nbytes))),
     "stalled": _cell("stall_s", format_seconds),
     "allocator's peak": _cell("peak_allocated", format_bytes),
-    "budget": lambda row: format_bytes(row["task"]["spec"]["budget"]) if "bytes_in" in row else "",
+    "budget": lambda row: format_bytes(row["spec"]["budget"]) if "bytes_in" in row else "",
     "losses equal": _cell("losses_equal", lambda equal: "yes" if equal else "NO"),
 }
 _SIZES = {

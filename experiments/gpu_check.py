@@ -13,13 +13,13 @@ are written after each case. Exit code 0: none failed and at least one case of e
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from dynoffload.errors import BackendError, ConfigError, DynOffloadError
 from dynoffload.experiments import make_room, write_json
 from dynoffload.experiments.gpu_check_cases import Case, cases
 from dynoffload.experiments.gpu_check_training import Verdict, environment, train_case
-from dynoffload.experiments.processes import QUIET, Process, WorkerError
+from dynoffload.experiments.processes import QUIET, Renewed, WorkerError
 
 _SECONDS, _PATIENCE = 330.0, 135.0
 
@@ -144,35 +144,21 @@ def _run(device: torch.device, options: argparse.Namespace) -> int:
             result = {"environment": known, "passed": passed(rows), "rows": rows}
             write_json(options.json, result)
 
-    with Cases(device, options.spill_dir, options.patience) as asked:
-        check(asked.train, chosen, options.seconds, tell)
+    # Once a kernel has failed on an accelerator, everything after it in its process fails.
+    processes = Renewed("a case", patience=options.patience, environment=QUIET)
+
+    def ask(case: Case) -> dict[str, Any]:
+        try:
+            return processes.call(train_case, case, device, options.spill_dir)
+        except WorkerError as error:
+            return {"why": str(error)}
+
+    with contextlib.closing(processes):
+        check(ask, chosen, options.seconds, tell)
     counts = Counter(row["verdict"] for row in rows)
     told = ", ".join(f"{counts[each.value]} {each.value}" for each in Verdict)
     sys.stdout.write(f"{told}: {'passed' if passed(rows) else 'NOT PASSED'}\n")
     return 0 if passed(rows) else 1
-
-
-class Cases(ExitStack):
-    """A process that trains cases, replaced after a failure: once a kernel has failed on an
-    accelerator, everything after it fails."""
-
-    def __init__(self, device: torch.device, spill_dir: str | None, patience: float) -> None:
-        super().__init__()
-        self._where = (device, spill_dir)
-        self._patience = patience
-        self.process: Process | None = None
-
-    def train(self, case: Case) -> dict[str, Any]:
-        """Return a case's row, or only ``why`` if there is none."""
-        if self.process is None:
-            process = Process("a case", patience=self._patience, environment=QUIET)
-            self.process = self.enter_context(process)
-        try:
-            return self.process.call(train_case, case, *self._where)
-        except WorkerError as error:
-            self.close()
-            self.process = None
-            return {"why": str(error)}
 
 
 if __name__ == "__main__":

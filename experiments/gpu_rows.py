@@ -1,6 +1,6 @@
-"""Measurements of one process of `dynoffload.experiments.gpu`: a task, or the link.
+"""Measurements of one process of `dynoffload.experiments.gpu`: a training, or the link.
 
-`measure` caps the accelerator's allocator and trains a task. A step's time ends, for all methods,
+`measure` caps the accelerator's allocator and trains. A step's time ends, for all methods,
 when the stream on which torch computes is idle; copies for the next step may still run. Charged
 host memory is the growth of the process's resident set since before the block. A step of a tiny
 network comes first, so that loading the accelerator's libraries is not counted.
@@ -9,7 +9,6 @@ network comes first, so that loading the accelerator's libraries is not counted.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -17,10 +16,9 @@ import torch
 
 from dynoffload.errors import BudgetError, DynOffloadError
 from dynoffload.experiments.gpu_check_training import deterministic
-from dynoffload.experiments.gpu_ways import PLAIN, WAYS, Task
 from dynoffload.experiments.processes import NEVER_LEFT
-from dynoffload.experiments.trainer import Spec, finite
-from dynoffload.experiments.zoo.building import moved
+from dynoffload.experiments.trainer import Trainer, finite
+from dynoffload.experiments.ways import Spec, place_of
 from dynoffload.memory.accelerator import torch_streams
 from dynoffload.memory.accelerator.streams import StreamEvent
 from dynoffload.memory.limits import resident_bytes
@@ -31,8 +29,14 @@ _MESSAGE_CHARS = 160
 _AHEAD = 4  # copies enqueued before the first is waited for
 
 
-def measure(task: Task) -> dict[str, Any]:
-    """Train a task and return the results; its block is never left.
+def measure(spec: Spec, cap_bytes: int, steps: int, warmup: int) -> dict[str, Any]:
+    """Train and return the results; the block is never left.
+
+    Args:
+        spec: what is trained.
+        cap_bytes: limit of the accelerator's allocator; 0 for no limit.
+        steps: measured steps.
+        warmup: steps before them.
 
     Returns:
         ``state`` (one of `MEASURED`, `NO_ROOM`, `NOT_MEASURED`) and ``why`` it is not measured. If
@@ -43,7 +47,8 @@ def measure(task: Task) -> dict[str, Any]:
         ``pinned_bytes`` and ``charged_bytes`` of the host, and ``backend``.
     """
     try:
-        return {"state": MEASURED, "why": "", **_trained(task)}
+        found = _trained(spec, cap_bytes, steps, warmup)
+        return {"state": MEASURED, "why": "", **found}
     except (torch.OutOfMemoryError, BudgetError, MemoryError) as error:
         return {"state": NO_ROOM, "why": _message(error)}
     except (DynOffloadError, RuntimeError, NotImplementedError) as error:
@@ -54,63 +59,42 @@ def _message(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip()[:_MESSAGE_CHARS]}"
 
 
-def _trained(task: Task) -> dict[str, Any]:
-    from dynoffload.experiments import zoo
-
-    device = place_of(task)
+def _trained(spec: Spec, cap_bytes: int, steps: int, warmup: int) -> dict[str, Any]:
+    device = place_of(spec)
     NEVER_LEFT.enter_context(deterministic())
-    spec = task.spec
-    tiny = replace(task, way=PLAIN, spec=Spec(spec.network, "tiny"))
-    with WAYS[PLAIN](tiny, device) as ready:
-        ready.step(moved(next(zoo.samples(spec.network)).args, device))
-    _cap(device, task.cap_bytes)
+    tiny = Trainer(Spec(spec.network, "tiny", device=spec.device))
+    with tiny.training():
+        tiny.step()
+    del tiny
+    _cap(device, cap_bytes)
     before = resident_bytes()
-    ready = NEVER_LEFT.enter_context(WAYS[task.way](task, device))
-    torch.manual_seed(0)
-    stream = zoo.samples(spec.network, "train", **spec.shape)
-    seconds, losses = [], []
-    for _ in range(task.warmup + task.steps):
-        args = moved(next(stream).args, device)
-        _wait(device)
-        start = time.perf_counter()
-        loss = ready.step(args)
-        _wait(device)
-        seconds.append(time.perf_counter() - start)
-        losses.append(float(loss).hex())
-    counted = seconds[task.warmup :]
+    trainer = Trainer(spec)
+    NEVER_LEFT.enter_context(trainer.training())
+    made = [trainer.step() for _ in range(warmup + steps)]
+    seconds = [one["seconds"] for one in made[warmup:]]
     found: dict[str, Any] = {
-        "seconds": median(counted),
-        "steps_s": counted,
-        "losses": losses,
-        "parameters": sum(p.numel() for p in ready.model.parameters()),
+        "seconds": median(seconds),
+        "steps_s": seconds,
+        "losses": [one["loss"] for one in made],
+        "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "peak_allocated": 0,
         "peak_reserved": 0,
     }
     if device.type != "cpu":
         found["peak_allocated"] = int(torch.accelerator.max_memory_allocated(device))
         found["peak_reserved"] = int(torch.accelerator.max_memory_reserved(device))
-    if ready.session is not None:
-        every = ready.session.log.steps
+    if trainer.session is not None:
+        every = trainer.session.log.steps
         for key in ("bytes_in", "bytes_out", "stall_s"):
-            found[key] = finite(float(median(getattr(one, key) for one in every[task.warmup :])))
+            found[key] = finite(float(median(getattr(one, key) for one in every[warmup:])))
         found["peak_fast_bytes"] = max(one.peak_fast_bytes for one in every)
         # A session resets the allocator's peak in each step.
         found["peak_allocated"] = max(one.peak_allocated_bytes for one in every[1:])
-        found["backend"] = ready.session.backend
-        if ready.session.paging:
-            found["pinned_bytes"] = ready.session._paging.device.taken_bytes()
+        found["backend"] = trainer.session.backend
+        if trainer.session.paging:
+            found["pinned_bytes"] = trainer.session._paging.device.taken_bytes()
             found["charged_bytes"] = resident_bytes() - before
     return found
-
-
-def place_of(task: Task) -> torch.device:
-    """Return the device of a task's accelerator tensors."""
-    return torch.device(task.device)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.current_stream(device).synchronize()
 
 
 def _cap(device: torch.device, nbytes: int) -> None:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -45,6 +45,13 @@ def option(default: T, meaning: str, *, place: bool = False) -> T:
     """
     found: T = field(default=default, metadata={"help": meaning, "place": place})
     return found
+
+
+def check_known(name: str, given: Sequence[str], known: Iterable[str]) -> None:
+    """Raise `ConfigError` if an option names what there is not."""
+    there_are = list(known)
+    if strange := [one for one in given if one not in there_are]:
+        raise ConfigError(f"{name} names {strange[0]!r}; there are {', '.join(there_are)}")
 
 
 @dataclass(frozen=True)

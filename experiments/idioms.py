@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from dynoffload.errors import ConfigError
 from dynoffload.experiments.architectures import ARCHITECTURES, Architecture
 from dynoffload.experiments.comparing import Table
-from dynoffload.experiments.harness import Experiment, Row, option, table
+from dynoffload.experiments.harness import Experiment, Row, check_known, option, table
 from dynoffload.profiler import Recorder, Trace, rule_of
 
 _SEED = 0
@@ -31,9 +30,7 @@ class Params:
     steps: int = option(2, "optimizer steps of each, on samples of their own")
 
     def __post_init__(self) -> None:
-        if strange := [name for name in self.architectures if name not in ARCHITECTURES]:
-            known = ", ".join(ARCHITECTURES)
-            raise ConfigError(f"no architecture is named {strange[0]!r}; there are {known}")
+        check_known("architectures", self.architectures, ARCHITECTURES)
 
 
 class Idioms(Experiment[Params]):
@@ -49,7 +46,6 @@ class Idioms(Experiment[Params]):
         executed = [operator.name for trace in traces for operator in trace.operators]
         return {
             "architecture": case,
-            "family": ARCHITECTURES[case].family,
             "steps": len(traces),
             "executed": len(executed),
             "operators": sorted(set(executed)),

@@ -10,124 +10,24 @@ longer than ``slowest`` times plain training's. The largest size is also reporte
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from statistics import median
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dynoffload.errors import ConfigError
-from dynoffload.experiments import contest
-from dynoffload.experiments.baselines import DTR, REPLAY
 from dynoffload.experiments.comparing import Table
-from dynoffload.experiments.contest import Contestant
+from dynoffload.experiments.contest import charged_before
 from dynoffload.experiments.harness import Experiment, Row, option, table
-from dynoffload.experiments.trainer import BUDGETED, PLAIN, Spec
-from dynoffload.experiments.workers import charged_before
+from dynoffload.experiments.tries import WAYS, Params, Room, Subject, Try, attempt
+from dynoffload.experiments.ways import Spec
 from dynoffload.experiments.zoo import FOLDING, TRUNK
-from dynoffload.memory.spill import default_spill_dir
-from dynoffload.units import format_seconds, parse_bytes
+from dynoffload.units import format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-OURS = "repeat"
-"""The method that represents this library: a pilot would have to be trained for each size."""
 PACES = (2.0, 4.0, 8.0)
 """Multiples of plain training's step time."""
-_START_S = 120.0  # to enter the block and make a first step
-_PLAIN_S = 600.0  # for a plain step, before its time is known
-_SPARE = 1.5  # factor of swap: pages keep their slot after they are read back
-
-
-@dataclass(frozen=True)
-class Way:
-    """A method of training.
-
-    Attributes:
-        title: in tables.
-        look: colour and marker in figures.
-        mode: see `Spec`.
-        policy: of `OffloadConfig`, for this library.
-        baseline: a name of `dynoffload.experiments.baselines`, for those.
-        swap: whether the system may page.
-    """
-
-    title: str
-    look: tuple[str, str]
-    mode: str = BUDGETED
-    policy: str = ""
-    baseline: str = ""
-    swap: bool = False
-
-
-WAYS = {
-    "plain": Way("plain PyTorch", ("ink", "o"), PLAIN),
-    "system": Way("paging by the system", ("fault", "v"), PLAIN, swap=True),
-    "dtr": Way("rematerialisation (DTR)", ("stall", "D"), baseline=DTR),
-    "on-demand": Way("dynoffload, on demand", ("rss", "^"), policy="on-demand"),
-    "replay": Way("dynoffload, recorded order", ("backward", "s"), baseline=REPLAY),
-    OURS: Way("dynoffload, last order", ("plan", "P"), policy=OURS),
-}
-"""Method by its name in ``--ways``."""
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A model or batch that grows.
-
-    Attributes:
-        title: above its table.
-        unit: what a size counts, in the plural.
-        spec: size -> what plain training runs.
-        meta: whether methods that count bytes build on the meta device.
-    """
-
-    title: str
-    unit: str
-    spec: Callable[[int], Spec]
-    meta: bool = False
-
-
-@dataclass(frozen=True)
-class Try:
-    """Result of one size.
-
-    Attributes:
-        size: the size.
-        why: the reason why it does not fit; "" if it does.
-        seconds: median of its steps; 0.0 without any.
-        losses: of its steps, in `float.hex` format.
-    """
-
-    size: int
-    why: str
-    seconds: float = 0.0
-    losses: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Params:
-    """Memory, sizes and limits of every method."""
-
-    memory: str = option("512MiB", "that a process may take beyond what it takes without a network")
-    share: float = option(0.5, "of that, as the budget of ways that count bytes")
-    tokens: int = option(512, "of a step")
-    steps: int = option(2, "that each try makes after the first")
-    slowest: float = option(8.0, "times plain training's time for as much, that is too slow")
-    most: int = option(64, "the largest size that is tried")
-    ways: tuple[str, ...] = option(tuple(WAYS), "of training; plain is always tried")
-    spill_dir: Path | None = option(None, "where spill and swap files lie", place=True)
-
-    def __post_init__(self) -> None:
-        if unknown := [key for key in self.ways if key not in WAYS]:
-            raise ConfigError(f"no way {unknown[0]!r}; there are {', '.join(WAYS)}")
-        if not (0 < self.share <= 1 and self.steps >= 1 and self.slowest > 1 and self.most >= 1):
-            raise ConfigError(
-                f"share={self.share} must be above 0 and at most 1, steps={self.steps} and "
-                f"most={self.most} at least 1, slowest={self.slowest} above 1"
-            )
 
 
 class Largest(Experiment[Params]):
@@ -148,19 +48,20 @@ class Largest(Experiment[Params]):
         subject, way = self.subjects()[name], WAYS[key]
         plain = next((row for row in self.rows if row["case"] == f"{name}, plain"), None)
         base = charged_before(subject.spec(1)) if plain is None else plain["process_before_bytes"]
-        room = _Room(base)
-        if plain is not None:
-            known = {one["size"]: one["seconds"] for one in plain["tries"] if not one["why"]}
-            room = _Room(base, plain["largest"], known)
-        tries = search(lambda size: self._try(subject, way, size, room), self.params.most)
+        room = _room(base, [] if plain is None else plain["tries"])
+
+        def tried(size: int) -> Try:
+            self.report(f"{subject.title}, {way.title}: {size}")
+            return attempt(self.params, subject, way, size, room)
+
+        tries = search(tried, self.params.most)
         best = max((each for each in tries if not each.why), key=lambda t: t.size, default=None)
         if plain is None:
             if best is None:
                 raise ConfigError(
                     f"plain training does not fit {self.params.memory} at size 1: {tries[0].why}"
                 )
-            known = {each.size: each.seconds for each in tries if not each.why}
-            room = _Room(base, best.size, known)
+            room = _room(base, list(map(asdict, tries)))
         told = [
             asdict(each) | {"pace": each.seconds / room.paced(each.size)}
             for each in sorted(tries, key=lambda each: each.size)
@@ -168,19 +69,15 @@ class Largest(Experiment[Params]):
         return {
             "subject": name,
             "way": key,
-            "largest": 0 if best is None else best.size,
-            "over_plain": 0.0 if best is None else best.size / room.holds,
-            "seconds": None if best is None else best.seconds,
-            "seconds_over_plain": None if best is None else best.seconds / room.paced(best.size),
+            "largest": best.size if best else 0,
+            "over_plain": best.size / room.holds if best else 0.0,
+            "seconds": best.seconds if best else None,
+            "seconds_over_plain": best.seconds / room.paced(best.size) if best else None,
             "within": within(told),
-            "ended_by": _ended_by(tries, self.params.most),
+            "ended_by": _ended_by(tries, best.size if best else 0, self.params.most),
             "process_before_bytes": base,
             "tries": told,
         }
-
-    def _try(self, subject: Subject, way: Way, size: int, room: _Room) -> Try:
-        self.report(f"{subject.title}, {way.title}: {size}")
-        return attempt(self.params, subject, way, size, room)
 
     def summary(self, rows: Sequence[Row]) -> dict[str, Any]:
         return {
@@ -191,7 +88,7 @@ class Largest(Experiment[Params]):
     def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
         parts: list[Table | str] = []
         for name, subject in self.subjects().items():
-            mine = [row for row in result["rows"] if row["subject"] == name]
+            mine = _rows_of(result, name)
             columns = {
                 head.replace("largest", f"largest ({subject.unit})"): cell
                 for head, cell in _COLUMNS.items()
@@ -206,7 +103,7 @@ class Largest(Experiment[Params]):
         subjects = self.subjects()
         every = figure.subplots(len(subjects), 2, squeeze=False)
         for (left, right), (name, subject) in zip(every, subjects.items(), strict=True):
-            rows = [row for row in result["rows"] if row["subject"] == name]
+            rows = _rows_of(result, name)
             _bars(left, color, f"{subject.title} in {self.params.memory}", rows)
             _paces(right, color, subject.unit, rows)
 
@@ -253,23 +150,8 @@ class MaxBatch(Largest):
         return {network: of(network) for network in (TRUNK, FOLDING)}
 
 
-@dataclass(frozen=True)
-class _Room:
-    """Reference values for a method's tries.
-
-    Attributes:
-        base: bytes of a process without a network.
-        holds: the largest size of plain training; 0 while unknown.
-        known: size -> seconds of a plain step.
-    """
-
-    base: int
-    holds: int = 0
-    known: Mapping[int, float] = field(default_factory=dict)
-
-    def paced(self, size: int) -> float:
-        """Return the measured or extrapolated seconds of a plain step of ``size``."""
-        return self.known.get(size, self.known[self.holds] / self.holds * size)
+def _room(base: int, tries: Sequence[Mapping[str, Any]]) -> Room:
+    return Room(base, {one["size"]: one["seconds"] for one in tries if not one["why"]})
 
 
 def search(attempt: Callable[[int], Try], most: int) -> list[Try]:
@@ -301,53 +183,11 @@ def search(attempt: Callable[[int], Try], most: int) -> list[Try]:
     return tries
 
 
-def spec_of(params: Params, subject: Subject, way: Way, size: int) -> Spec:
-    """Return the spec that ``way`` runs."""
-    spec = subject.spec(size)
-    if way.mode == PLAIN:
-        return spec
-    return replace(
-        spec,
-        mode=BUDGETED,
-        budget=int(parse_bytes(params.memory) * params.share),
-        config={} if way.baseline else {"policy": way.policy},
-        baseline=way.baseline,
-        meta=subject.meta and way.baseline != DTR,
-        spill_dir=str(params.spill_dir or default_spill_dir()),
-    )
-
-
-def attempt(params: Params, subject: Subject, way: Way, size: int, room: _Room) -> Try:
-    """Train one size and return whether it fits."""
-    allowed = params.slowest * room.paced(size) if room.holds else _PLAIN_S
-    memory, swap = parse_bytes(params.memory), 0
-    if way.swap:
-        swap = int(_SPARE * (room.base + memory * size // max(1, room.holds)))
-    runs = contest.Way(spec_of(params, subject, way, size), room.base + memory, swap)
-    one = Contestant(f"{way.title} {size}", runs, lambda: _START_S + 4 * allowed)
-    with ExitStack() as stack:
-        one.start(stack)
-        for number in range(params.steps + 1):
-            one.step(measured=number > 0)
-            if one.steps and one.steps[-1].seconds > allowed:
-                break
-        if one.why:
-            return Try(size, one.why)
-        seconds, losses = [step.seconds for step in one.steps], tuple(one.losses)
-    slowest = max(seconds)
-    why = ""
-    if slowest > allowed:
-        why = f"a step of {format_seconds(slowest)}, above {format_seconds(allowed)}"
-    return Try(size, why, median(seconds), losses)
-
-
-def _ended_by(tries: Sequence[Try], most: int) -> str:
-    """Return why the smallest size above the largest that fits does not fit."""
-    best = max((each.size for each in tries if not each.why), default=0)
+def _ended_by(tries: Sequence[Try], best: int, most: int) -> str:
+    """Return why the smallest size above ``best``, the largest that fits, does not fit."""
     failed = [each for each in tries if each.why and each.size > best]
-    if not failed:
-        return f"nothing: {most} is the largest that was tried"
-    return min(failed, key=lambda each: each.size).why
+    nothing = Try(most, f"nothing: {most} is the largest that was tried")
+    return min(failed, key=lambda each: each.size, default=nothing).why
 
 
 def within(tries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
@@ -361,14 +201,21 @@ def within(tries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 def same_losses(rows: Sequence[Row]) -> bool:
     """Return whether all methods have equal losses wherever they ran the same size."""
-    known: dict[int, list[str]] = {}
-    for each in (each for row in rows for each in row["tries"] if each["losses"]):
-        losses = list(each["losses"])
-        first = known.setdefault(each["size"], losses)
-        common = min(len(first), len(losses))
-        if first[:common] != losses[:common]:
-            return False
-    return True
+    known: dict[int, Sequence[str]] = {}
+    return all(
+        one == other
+        for row in rows
+        for each in row["tries"]
+        if each["losses"]
+        for one, other in zip(
+            known.setdefault(each["size"], each["losses"]), each["losses"], strict=False
+        )
+    )
+
+
+def _rows_of(result: Mapping[str, Any], subject: str) -> list[Row]:
+    """Return a subject's rows; older results have ways that there are no more."""
+    return [row for row in result["rows"] if row["subject"] == subject and row["way"] in WAYS]
 
 
 def _pace(most: float) -> Callable[[Mapping[str, Any]], str]:
@@ -393,9 +240,8 @@ def _bars(axes: Axes, color: Mapping[str, str], title: str, rows: Sequence[Row])
     bars = axes.barh(names, values, color=[color[WAYS[row["way"]].look[0]] for row in rows])
     labels = [f"{row['over_plain']:.1f}x ({row['largest']})" for row in rows]
     axes.bar_label(bars, labels=labels, padding=4)
-    axes.set_xlim(0, 1.4 * max(values))
     axes.set_title(title, loc="left")
-    axes.set_xlabel("largest, times that of plain training")
+    axes.set(xlim=(0, 1.4 * max(values)), xlabel="largest, times that of plain training")
 
 
 def _paces(axes: Axes, color: Mapping[str, str], unit: str, rows: Sequence[Row]) -> None:
@@ -406,13 +252,9 @@ def _paces(axes: Axes, color: Mapping[str, str], unit: str, rows: Sequence[Row])
         x, y = ([one[key] for one in made] for key in ("size", "pace"))
         look: dict[str, Any] = {"markersize": 4.5, "linewidth": 1.2, "color": color[shade]}
         axes.plot(x, y, marker=mark, label=way.title, **look)
-        refused = [one["size"] for one in row["tries"] if not one["seconds"]]
-        if refused and made:
-            axes.plot(min(refused), made[-1]["pace"], "x", markersize=7, color=color[shade])
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel(f"{unit} (× cannot run)")
-    axes.set_ylabel("step, times plain training's pace")
+    axes.set(xlabel=unit, ylabel="step, times plain training's pace")
     axes.legend(frameon=False, fontsize=7)

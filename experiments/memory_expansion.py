@@ -12,12 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dynoffload.experiments.comparing import Table
-from dynoffload.experiments.harness import Experiment, NoParameters, Row
+from dynoffload.experiments.harness import Cell, Experiment, NoParameters, Row, table
 from dynoffload.simulation.designs import (
-    AGGRESSIVE,
-    CONSERVATIVE,
     DESIGNS,
     STRATEGIES,
+    Placement,
     local_areas,
     pooled,
     remote_areas,
@@ -116,27 +115,25 @@ class MemoryExpansion(Experiment[NoParameters]):
 
     def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
         (row,) = result["rows"]
-        makers = (_published_table, _steps, _capacity, _sensitivity, _planned_updates, _pools)
-        return [make(row) for make in makers]
+        words = ("strategy", "movement")
+        return [table(title, _COLUMNS[key], row[key], words) for key, title in _TITLES.items()]
 
     def draw(self, figure: Figure, color: Mapping[str, str], result: Mapping[str, Any]) -> None:
-        (row,) = result["rows"]
-        panels = figure.subplots(2, 2).flat
-        for axes, (number, design) in zip(panels, row["designs"].items(), strict=True):
-            labels, bottoms = [], [0.0] * len(LABELS) * len(SCHEDULES)
-            for schedule in SCHEDULES:
-                labels += [f"{schedule}\n{letter}" for letter in LABELS.values()]
+        bars = result["rows"][0]["steps"]
+        designs = list(dict.fromkeys(bar["design"] for bar in bars))
+        for axes, design in zip(figure.subplots(2, 2).flat, designs, strict=True):
+            mine = [bar for bar in bars if bar["design"] == design]
+            mine.sort(key=lambda bar: list(SCHEDULES).index(bar["movement"]))
+            labels = [f"{bar['movement']}\n{LABELS[bar['strategy']]}" for bar in mine]
+            bottoms = [0.0] * len(mine)
             for key, (label, paint) in SEGMENTS.items():
-                heights = [
-                    design[strategy][schedule][key] * 1e3
-                    for schedule in SCHEDULES
-                    for strategy in LABELS
-                ]
+                heights = [bar[key] * 1e3 for bar in mine]
                 axes.bar(labels, heights, 0.86, bottoms, color=color[paint], label=label)
                 bottoms = [low + high for low, high in zip(bottoms, heights, strict=True)]
             for place, top in enumerate(bottoms):
                 axes.annotate(f"{top:.0f}", (place, top), ha="center", va="bottom", fontsize=7.5)
-            axes.set_title(f"({number}) {design['name']}", loc="left")
+            number, _, name = design.partition(" ")
+            axes.set_title(f"({number}) {name}", loc="left")
             axes.set_ylabel("ms of a step")
             axes.margins(y=0.1)
             handles, named = axes.get_legend_handles_labels()
@@ -144,33 +141,8 @@ class MemoryExpansion(Experiment[NoParameters]):
 
 
 def computed(shard: MoeShard) -> dict[str, Any]:
-    """Return all numbers for ``shard``."""
-    times = {
-        name: {
-            placement.name: {
-                number: schedule.time(visits(shard, placement, schedule.order), device)
-                for number, device in DESIGNS.items()
-            }
-            for placement in STRATEGIES
-        }
-        for name, schedule in SCHEDULES.items()
-    }
-    paper = times["serial"]
-    hbm = {p.name: sum(local_areas(shard, p).values()) / GB for p in STRATEGIES}
-    result: dict[str, Any] = {
-        **{f"ratio_design{number}": _ratio(paper, number) for number in DESIGNS},
-        "order_conservative": _order(_totals(paper[CONSERVATIVE.name])),
-        "order_aggressive": _order(_totals(paper[AGGRESSIVE.name])),
-        "hbm_gb": hbm,
-        "remote_gb": {p.name: sum(remote_areas(shard, p).values()) / GB for p in STRATEGIES},
-        "hbm_reduction": 1 - hbm[AGGRESSIVE.name] / hbm[CONSERVATIVE.name],
-    }
-    result["published"] = {
-        key: {"value": value, "deviation": _at(result, key) / value - 1}
-        for key, value in PUBLISHED.items()
-    }
+    """Return all numbers for ``shard``: the rows of each table by its key."""
     return {
-        **result,
         "setting": {
             **asdict(shard),
             "parameters": shard.model.parameters,
@@ -180,51 +152,69 @@ def computed(shard: MoeShard) -> dict[str, Any]:
             p.name: {"local": _gb(local_areas(shard, p)), "remote": _gb(remote_areas(shard, p))}
             for p in STRATEGIES
         },
-        "designs": {
-            str(number): {
-                "name": device.name,
-                **{
-                    p.name: {name: _segments(times[name][p.name][number]) for name in SCHEDULES}
-                    for p in STRATEGIES
-                },
-            }
+        "published": _published(shard),
+        "steps": [
+            {"design": f"{number} {device.name}", "strategy": p.name, "movement": name}
+            | _segments(schedule.time(visits(shard, p, schedule.order), device))
             for number, device in DESIGNS.items()
-        },
-        "schedules": {
-            name: _schedule(shard, schedule, times[name]) for name, schedule in SCHEDULES.items()
-        },
+            for p in STRATEGIES
+            for name, schedule in SCHEDULES.items()
+        ],
+        "capacity": [
+            {"movement": name, "strategy": p.name, **_capacity(shard, schedule, p)}
+            for name, schedule in SCHEDULES.items()
+            for p in STRATEGIES
+        ],
         "sensitivity": sensitivity(shard),
-        "planned_update": [_planned_update(shard, update) for update in Update],
-        "pooled": [_pool(shard, sharers) for sharers in POOLS],
+        "planned_update": [
+            _planned_update(shard, update, p) for update in Update for p in STRATEGIES
+        ],
+        "pooled": [_pool(shard, sharers, p) for sharers in POOLS for p in STRATEGIES],
     }
 
 
-def sensitivity(shard: MoeShard) -> dict[str, list[dict[str, Any]]]:
-    """Return the serial ratios and times of designs 1 and 4 when one assumption changes."""
+def _published(shard: MoeShard) -> list[Row]:
+    """Return the paper's figures and the computed ones."""
+    found = _serial(shard)
+    hbm = found["hbm_gb"]
+    flat = {**found, "hbm_reduction": 1 - hbm["aggressive"] / hbm["conservative"]}
+    flat |= {f"{k}.{p}": n for k in ("hbm_gb", "remote_gb") for p, n in found[k].items()}
+    rows: list[Row] = [
+        {"key": key, "paper": f"{value:g}", "computed": f"{flat[key]:.3g}"}
+        | {"deviation": flat[key] / value - 1}
+        for key, value in PUBLISHED.items()
+    ]
+    return rows + [
+        {"key": f"{key}, fastest first", "paper": "", "computed": _text(flat[key])}
+        for key in ("order_conservative", "order_aggressive")
+    ]
+
+
+def sensitivity(shard: MoeShard) -> list[Row]:
+    """Return the serial ratios and orders when one assumption changes."""
     total = shard.batch.sequences * shard.division.data
-    found: dict[str, list[dict[str, Any]]] = {
-        "batch": [
-            {"sequences": n, **_row(replace(shard, batch=replace(shard.batch, sequences=n)))}
-            for n in BATCHES
-        ],
-        "parallelism": [
-            {
-                **asdict(division),
-                **_row(replace(shard, division=division, batch=_batch(shard, division, total))),
-            }
-            for division in DIVISIONS
-        ],
-        "overlap": [{"share": share, **_row(shard, hidden=share)} for share in SHARES],
-        "update": [],
-    }
+    rows = [
+        {"changed": f"{n} sequence{'s' if n > 1 else ''}"}
+        | _serial(replace(shard, batch=replace(shard.batch, sequences=n)))
+        for n in BATCHES
+    ]
+    for one in DIVISIONS:
+        batch = replace(shard.batch, sequences=max(1, total // one.data))
+        text = f"TP{one.tensor} DP{one.data} EP{one.expert}×{one.slices}"
+        rows.append({"changed": text, **_serial(replace(shard, division=one, batch=batch))})
+    for share in SHARES:
+        text = f"{100 * share:g}% of a step hides movement"
+        rows.append({"changed": text, **_serial(shard, hidden=share)})
     for update in Update:
         for steps in (1,) if update is Update.NONE else STEPS_PER_UPDATE:
-            row = _row(shard, update=update, steps_per_update=steps)
-            found["update"].append({"update": update.value, "steps_per_update": steps, **row})
-    return found
+            text = "no optimizer I/O" if update is Update.NONE else update.value
+            text += "" if steps == 1 else f", 1 step in {steps}"
+            found = _serial(shard, update=update, steps_per_update=steps)
+            rows.append({"changed": text, **found})
+    return rows
 
 
-def _row(
+def _serial(
     shard: MoeShard,
     *,
     hidden: float = 0.0,
@@ -254,70 +244,45 @@ def _row(
     }
 
 
-def _batch(shard: MoeShard, division: Division, sequences: int) -> Batch:
-    """Return a batch with one data-parallel group's share of ``sequences``."""
-    return replace(shard.batch, sequences=max(1, sequences // division.data))
-
-
-def _schedule(
-    shard: MoeShard, schedule: Schedule, times: Mapping[str, Mapping[int, Segments]]
-) -> dict[str, Any]:
-    """Return the ratios and orders under ``schedule``, and the memory it needs."""
-    hbm, remote, moved = {}, {}, {}
-    for placement in STRATEGIES:
-        steps = visits(shard, placement, schedule.order)
-        areas = local_areas(shard, placement)
-        buffers = buffer_bytes(steps) if schedule.ahead else 0.0
-        hbm[placement.name] = (sum(areas.values()) + buffers) / GB
-        far = remote_areas(shard, placement)
-        if schedule.order is Order.BESIDE:
-            del far["activations"]  # they stay local
-        remote[placement.name] = sum(far.values()) / GB
-        moved[placement.name] = moved_bytes(steps, ahead=schedule.ahead) / GB
+def _capacity(shard: MoeShard, schedule: Schedule, placement: Placement) -> Row:
+    """Return the memory that ``schedule`` needs, and the bytes it moves."""
+    steps = visits(shard, placement, schedule.order)
+    buffers = buffer_bytes(steps) if schedule.ahead else 0.0
+    far = remote_areas(shard, placement)
+    if schedule.order is Order.BESIDE:
+        del far["activations"]  # they stay local
     return {
-        **{f"ratio_design{number}": _ratio(times, number) for number in DESIGNS},
-        "order_conservative": _order(_totals(times[CONSERVATIVE.name])),
-        "order_aggressive": _order(_totals(times[AGGRESSIVE.name])),
-        "hbm_gb": hbm,
-        "remote_gb": remote,
-        "moved_gb": moved,
+        "hbm_gb": (sum(local_areas(shard, placement).values()) + buffers) / GB,
+        "remote_gb": sum(far.values()) / GB,
+        "moved_gb": moved_bytes(steps, ahead=schedule.ahead) / GB,
     }
 
 
-def _planned_update(shard: MoeShard, update: Update) -> dict[str, Any]:
+def _planned_update(shard: MoeShard, update: Update, placement: Placement) -> Row:
     """Return local memory and times by design: planned movement, with ``update`` in each step."""
-    row: dict[str, Any] = {"update": update.value}
-    for placement in STRATEGIES:
-        steps = visits(shard, placement, Order.BESIDE, update)
-        areas = sum(local_areas(shard, placement).values())
-        row[placement.name] = {
-            "hbm_gb": (areas + buffer_bytes(steps)) / GB,
-            "seconds": {str(n): ahead(steps, device).total_s for n, device in DESIGNS.items()},
-        }
-    return row
-
-
-def _pool(shard: MoeShard, sharers: int) -> dict[str, Any]:
-    """Return design 2's times with a pool of remote memory shared by ``sharers`` devices."""
-    device = pooled(sharers)
-    row: dict[str, Any] = {
-        "sharers": sharers,
-        "gb_per_s_at_once": device.remote.share / GB,
+    steps = visits(shard, placement, Order.BESIDE, update)
+    areas = sum(local_areas(shard, placement).values())
+    return {
+        "update": update.value,
+        "strategy": placement.name,
+        "hbm_gb": (areas + buffer_bytes(steps)) / GB,
+        "seconds": {str(n): ahead(steps, device).total_s for n, device in DESIGNS.items()},
     }
-    for placement in STRATEGIES:
-        steps = visits(shard, placement)
-        whole = serial(steps, device)
-        row[placement.name] = {
-            "at_once": _segments(whole),
-            "in_turns": _segments(in_turns(whole, moved_bytes(steps), device.remote)),
-            "overlapped": _segments(ahead(steps, device)),
-            "planned": _segments(ahead(visits(shard, placement, Order.BESIDE), device)),
-        }
-    return row
 
 
-def _ratio(times: Mapping[str, Mapping[int, Segments]], number: int) -> float:
-    return times[AGGRESSIVE.name][number].total_s / times[CONSERVATIVE.name][number].total_s
+def _pool(shard: MoeShard, sharers: int, placement: Placement) -> Row:
+    """Return design 2's times with a pool of remote memory shared by ``sharers`` devices."""
+    device, steps = pooled(sharers), visits(shard, placement)
+    whole = serial(steps, device)
+    return {
+        "sharers": sharers,
+        "strategy": placement.name,
+        "gb_per_s_at_once": device.remote.share / GB,
+        "at_once": whole.total_s,
+        "in_turns": in_turns(whole, moved_bytes(steps), device.remote).total_s,
+        "overlapped": ahead(steps, device).total_s,
+        "planned": ahead(visits(shard, placement, Order.BESIDE), device).total_s,
+    }
 
 
 def _order(seconds: Mapping[int, float]) -> list[int]:
@@ -325,11 +290,7 @@ def _order(seconds: Mapping[int, float]) -> list[int]:
     return sorted(seconds, key=lambda number: (round(seconds[number], 9), -number))
 
 
-def _totals(times: Mapping[int, Segments]) -> dict[int, float]:
-    return {number: segments.total_s for number, segments in times.items()}
-
-
-def _segments(segments: Segments) -> dict[str, float]:
+def _segments(segments: Segments) -> dict[str, Any]:
     return {
         "seconds": segments.total_s,
         "compute_s": segments.compute_s,
@@ -343,119 +304,81 @@ def _gb(areas: Mapping[str, float]) -> dict[str, float]:
     return {name: size / GB for name, size in areas.items()}
 
 
-def _at(result: Mapping[str, Any], key: str) -> float:
-    found: Any = result
-    for part in key.split("."):
-        found = found[part]
-    return float(found)
-
-
 # Tables
-
-
-def _published_table(result: Mapping[str, Any]) -> Table:
-    rows = []
-    for key, row in result["published"].items():
-        value = row["value"]
-        rows.append(
-            [key, f"{value:g}", f"{value * (1 + row['deviation']):.3g}", f"{row['deviation']:+.1%}"]
-        )
-    for key in ("order_conservative", "order_aggressive"):
-        rows.append([f"{key}, fastest first", "", _text(result[key]), ""])
-    return Table("against the paper", ("published", "paper", "computed", "deviation"), rows)
-
-
-def _steps(result: Mapping[str, Any]) -> Table:
-    columns = ("design", "strategy", "movement", "ms", *(label for label, _ in SEGMENTS.values()))
-    rows = [
-        [
-            f"{number} {design['name']}",
-            strategy,
-            name,
-            *(f"{bar[key] * 1e3:.1f}" for key in ("seconds", *SEGMENTS)),
-        ]
-        for number, design in result["designs"].items()
-        for strategy in LABELS
-        for name, bar in design[strategy].items()
-    ]
-    return Table("a step", columns, rows, (0, 1, 2))
-
-
-def _capacity(result: Mapping[str, Any]) -> Table:
-    rows = [
-        [
-            name,
-            strategy,
-            *(f"{schedule[key][strategy]:.2f}" for key in ("hbm_gb", "remote_gb", "moved_gb")),
-        ]
-        for name, schedule in result["schedules"].items()
-        for strategy in LABELS
-    ]
-    columns = ("movement", "strategy", "local GB", "remote GB", "moved GB")
-    return Table("capacity", columns, rows, (0, 1))
-
-
-def _sensitivity(result: Mapping[str, Any]) -> Table:
-    columns = ("changed", "ratio 1", "ratio 4", "order C", "order A", "local GB C", "A")
-    rows = [
-        [
-            changed(row),
-            f"{row['ratio_design1']:.2f}",
-            f"{row['ratio_design4']:.2f}",
-            _text(row["order_conservative"]),
-            _text(row["order_aggressive"]),
-            *(f"{row['hbm_gb'][strategy]:.1f}" for strategy in LABELS),
-        ]
-        for rows in result["sensitivity"].values()
-        for row in rows
-    ]
-    return Table("sensitivity, serial movement", columns, rows)
-
-
-def _planned_updates(result: Mapping[str, Any]) -> Table:
-    columns = ("optimizer I/O", "strategy", "local GB", *(f"design {n}" for n in result["designs"]))
-    rows = [
-        [
-            row["update"],
-            strategy,
-            f"{row[strategy]['hbm_gb']:.2f}",
-            *(f"{seconds * 1e3:.0f}" for seconds in row[strategy]["seconds"].values()),
-        ]
-        for row in result["planned_update"]
-        for strategy in LABELS
-    ]
-    return Table("planned movement with optimizer I/O in each step, ms", columns, rows, (0, 1))
-
-
-def _pools(result: Mapping[str, Any]) -> Table:
-    columns = ("GPUs", "strategy", "GB/s at once", "at once", "in turns", "overlapped", "planned")
-    rows = [
-        [
-            str(row["sharers"]),
-            strategy,
-            f"{row['gb_per_s_at_once']:.0f}",
-            *(f"{bar['seconds'] * 1e3:.1f}" for bar in row[strategy].values()),
-        ]
-        for row in result["pooled"]
-        for strategy in LABELS
-    ]
-    return Table("one pool for many GPUs, ms of a step", columns, rows, (1,))
-
-
-def changed(row: Mapping[str, Any]) -> str:
-    """Return a row's changed assumption, in words."""
-    if "sequences" in row:
-        count = row["sequences"]
-        return f"{count} sequence{'s' if count > 1 else ''}"
-    if "share" in row:
-        return f"{100 * row['share']:g}% of a step hides movement"
-    if "tensor" in row:
-        return f"TP{row['tensor']} DP{row['data']} EP{row['expert']}×{row['slices']}"
-    update, steps = row["update"], row["steps_per_update"]
-    if update == "none":
-        return "no optimizer I/O"
-    return update if steps == 1 else f"{update}, 1 step in {steps}"
 
 
 def _text(designs: list[int]) -> str:
     return " ".join(map(str, designs))
+
+
+def _ms(key: str) -> Cell:
+    return lambda row: f"{row[key] * 1e3:.1f}"
+
+
+def _update(design: int) -> Cell:
+    return lambda row: f"{row['seconds'][str(design)] * 1e3:.0f}"
+
+
+def _as(key: str, form: str = "") -> Cell:
+    return lambda row: format(row[key], form)
+
+
+_TITLES = {
+    "published": "against the paper",
+    "steps": "a step",
+    "capacity": "capacity",
+    "sensitivity": "sensitivity, serial movement",
+    "planned_update": "planned movement with optimizer I/O in each step, ms",
+    "pooled": "one pool for many GPUs, ms of a step",
+}
+_COLUMNS: dict[str, dict[str, Cell]] = {
+    "published": {
+        "published": _as("key"),
+        "paper": _as("paper"),
+        "computed": _as("computed"),
+        "deviation": lambda row: f"{row['deviation']:+.1%}" if "deviation" in row else "",
+    },
+    "steps": {
+        "design": _as("design"),
+        "strategy": _as("strategy"),
+        "movement": _as("movement"),
+        "ms": _ms("seconds"),
+        **{label: _ms(key) for key, (label, _) in SEGMENTS.items()},
+    },
+    "capacity": {
+        "movement": _as("movement"),
+        "strategy": _as("strategy"),
+        **{
+            head: _as(key, ".2f")
+            for head, key in (
+                ("local GB", "hbm_gb"),
+                ("remote GB", "remote_gb"),
+                ("moved GB", "moved_gb"),
+            )
+        },
+    },
+    "sensitivity": {
+        "changed": _as("changed"),
+        "ratio 1": _as("ratio_design1", ".2f"),
+        "ratio 4": _as("ratio_design4", ".2f"),
+        "order C": lambda row: _text(row["order_conservative"]),
+        "order A": lambda row: _text(row["order_aggressive"]),
+        "local GB C": lambda row: f"{row['hbm_gb']['conservative']:.1f}",
+        "A": lambda row: f"{row['hbm_gb']['aggressive']:.1f}",
+    },
+    "planned_update": {
+        "optimizer I/O": _as("update"),
+        "strategy": _as("strategy"),
+        "local GB": _as("hbm_gb", ".2f"),
+        **{f"design {n}": _update(n) for n in DESIGNS},
+    },
+    "pooled": {
+        "GPUs": _as("sharers"),
+        "strategy": _as("strategy"),
+        "GB/s at once": _as("gb_per_s_at_once", ".0f"),
+        **{
+            key.replace("_", " "): _ms(key)
+            for key in ("at_once", "in_turns", "overlapped", "planned")
+        },
+    },
+}

@@ -21,7 +21,7 @@ import torch
 
 from dynoffload.errors import ConfigError
 from dynoffload.experiments.comparing import Table
-from dynoffload.experiments.harness import Experiment, Row, option, table
+from dynoffload.experiments.harness import Experiment, Row, check_known, option, table
 from dynoffload.experiments.moe_layer_ways import (
     ACTIVATIONS,
     OURS,
@@ -77,14 +77,9 @@ class Params:
     seed: int = option(0, "of weights, tokens and choices")
 
     def __post_init__(self) -> None:
-        for what, given, known in (
-            ("configurations", self.configurations, CONFIGURATIONS),
-            ("activations", self.activations, ACTIVATIONS),
-            ("dtype", [self.dtype], ["", *DTYPES]),
-        ):
-            if unknown := [one for one in given if one not in known]:
-                told = ", ".join(filter(None, known))
-                raise ConfigError(f"{what}={unknown[0]!r} is unknown; there are {told}")
+        check_known("configurations", self.configurations, CONFIGURATIONS)
+        check_known("activations", self.activations, ACTIVATIONS)
+        check_known("dtype", [self.dtype] if self.dtype else [], DTYPES)
         if self.rounds < 5:
             raise ConfigError(f"rounds={self.rounds}: medians are of five at least")
 

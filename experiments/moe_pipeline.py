@@ -24,7 +24,7 @@ import torch.distributed as dist
 from dynoffload.errors import ConfigError
 from dynoffload.experiments.allocations import Allocations
 from dynoffload.experiments.comparing import Table
-from dynoffload.experiments.harness import Cell, Experiment, Row, option, table
+from dynoffload.experiments.harness import Cell, Experiment, Row, check_known, option, table
 from dynoffload.experiments.processes import ONE_THREAD, at_once
 from dynoffload.experiments.slow_exchange import SlowExchange
 from dynoffload.memory.spill import default_spill_dir
@@ -63,8 +63,7 @@ class Params:
     patience: float = option(7200.0, "seconds after which a row is ended", place=True)
 
     def __post_init__(self) -> None:
-        if unknown := [name for name in self.sizes if name not in SIZES]:
-            raise ConfigError(f"sizes: {unknown[0]!r} is not one of {', '.join(SIZES)}")
+        check_known("sizes", self.sizes, SIZES)
         if self.steps < 1 or self.tokens < 1:
             raise ConfigError(f"steps={self.steps} and tokens={self.tokens} must be at least 1")
 

@@ -14,20 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynoffload.experiments.zoo.building import ZooSample
+
 Inputs = Callable[[torch.Generator], dict[str, Tensor]]
-
-
-@dataclass(frozen=True)
-class Sample:
-    """The arguments of one forward."""
-
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    source: str = ""
-
-    def call(self, model: nn.Module) -> Any:
-        """Return the loss."""
-        return model(*self.args, **self.kwargs).loss
 
 
 @dataclass(frozen=True)
@@ -41,7 +30,7 @@ class Subject:
     """
 
     build: Callable[[], nn.Module]
-    samples: Callable[[int], Iterator[Sample]]
+    samples: Callable[[int], Iterator[ZooSample]]
     adamw: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -55,10 +44,8 @@ def zoo_kind(
     """Return a zoo network; ``shape`` is its samples' and ``sizes`` its configuration."""
     from dynoffload.experiments import zoo
 
-    def samples(seed: int) -> Iterator[Sample]:
-        split = "train" if seed else "held-out"
-        for one in zoo.samples(name, split, seed=seed, **shape):
-            yield Sample(one.args, source=one.source)
+    def samples(seed: int) -> Iterator[ZooSample]:
+        return zoo.samples(name, "train" if seed else "held-out", seed=seed, **shape)
 
     return Subject(lambda: zoo.build(name, preset, **sizes), samples, adamw or {})
 
@@ -78,10 +65,10 @@ def transformers_kind(
         torch.manual_seed(0)
         return replace(found, options={**found.options, **options}).build()
 
-    def samples(seed: int) -> Iterator[Sample]:
+    def samples(seed: int) -> Iterator[ZooSample]:
         generator = torch.Generator().manual_seed(seed)
         while True:
-            yield Sample(kwargs=inputs(generator))
+            yield ZooSample((), kwargs=inputs(generator))
 
     return Subject(build, samples, adamw or {})
 

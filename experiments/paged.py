@@ -18,14 +18,11 @@ from typing import Any
 from dynoffload.doctor import measure_tiers
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import contest
-from dynoffload.experiments.baselines import DTR, REPLAY
 from dynoffload.experiments.baselines.cgroup import LimitError, why_unavailable
-from dynoffload.experiments.bound import StepVisit, step_bound, step_string
 from dynoffload.experiments.comparing import Table
-from dynoffload.experiments.contest import Side, Turns, Way
-from dynoffload.experiments.harness import Experiment, Row, option, table
-from dynoffload.experiments.trainer import BUDGETED, Spec
-from dynoffload.experiments.workers import Step, median_seconds
+from dynoffload.experiments.contest import Side, Step, Turns, Way, median_seconds
+from dynoffload.experiments.harness import Experiment, Row, check_known, option, table
+from dynoffload.experiments.ways import BUDGETED, REPLAY, Spec
 from dynoffload.experiments.zoo import FUSED
 from dynoffload.memory.limits import available_bytes
 from dynoffload.memory.spill import default_spill_dir
@@ -52,7 +49,7 @@ class Variant:
     optimizer: str = "fused"
     tokens: float = 1.0
     config: dict[str, Any] = field(default_factory=dict)
-    baseline: str = ""
+    mode: str = BUDGETED
     pilot: str | None = "auto"
 
 
@@ -62,22 +59,20 @@ VARIANTS: dict[str, Variant] = {
     "mapped": Variant(config={"backend": "mapped"}),
     "repeat": Variant(config={"policy": "repeat"}, pilot=None),
     "on_demand": Variant(config={"policy": "on-demand"}, pilot=None),
-    "replay": Variant(baseline=REPLAY, pilot=None),
-    "dtr": Variant(baseline=DTR, pilot=None),
+    "replay": Variant(mode=REPLAY, pilot=None),
     "rollback": Variant(config={"rollback": True}),
     "foreach": Variant(optimizer="foreach"),
     "tokens_512": Variant(tokens=0.5),
     "fused": Variant(network=FUSED),
 }
 """Variant by its name in ``--rows``."""
-ROWS = tuple(row for row in VARIANTS if row != DTR)
 
 
 @dataclass(frozen=True)
 class Params:
     """Options of the experiment."""
 
-    rows: tuple[str, ...] = option(ROWS, f"ways under the budget: {', '.join(VARIANTS)}")
+    rows: tuple[str, ...] = option(tuple(VARIANTS), "ways under the budget")
     preset: str = option("base", "sizes of the mixture of experts")
     tokens: int = option(1024, "per step")
     budget: str = option("1GB", "of dynoffload")
@@ -89,9 +84,7 @@ class Params:
     spill_dir: Path | None = option(None, "where the spill file and the swap file lie", place=True)
 
     def __post_init__(self) -> None:
-        unknown = [row for row in self.rows if row not in VARIANTS]
-        if unknown or not self.rows:
-            raise ConfigError(f"no row is named {unknown}; there are {', '.join(VARIANTS)}")
+        check_known("rows", self.rows, VARIANTS)
         if self.steps < 1 or self.warmup < 1 or self.paged_steps < 0:
             raise ConfigError("steps and warmup are at least 1, paged_steps at least 0")
 
@@ -163,12 +156,11 @@ class Paged(Experiment[Params]):
     def _budgeted(self, spec: Spec, variant: Variant, budget: int) -> Spec:
         return replace(
             spec,
-            mode=BUDGETED,
+            mode=variant.mode,
             budget=budget,
             config=variant.config,
-            baseline=variant.baseline,
             pilot=variant.pilot,
-            meta=variant.baseline != DTR,  # DTR counts the weights at entry
+            meta=True,
         )
 
     def _bytes_of(self, spec: Spec) -> int:
@@ -197,21 +189,44 @@ class Paged(Experiment[Params]):
 
 
 def _bound(described: Mapping[str, Any], plain: Sequence[Step], budget: int, where: Path) -> Row:
-    """Return the least time of a step under the budget, and the measured tiers it is based on."""
+    """Return the least time of a step under the budget, and the measured tiers it is based on.
+
+    As a phase begins or ends, at most the budget is resident. So each plan reads in a phase what it
+    uses beyond the budget, and writes what is modified beyond it. An update may be deferred to the
+    parameter's next use: forward and optimizer are one phase, backward is the other. For plans that
+    update in backward only the sum over both is a bound, ``spread_s``.
+    """
     tiers = measure_tiers(where, _TIER_SECONDS)
-    visits = [StepVisit(tuple(names), saved) for names, saved in described["visits"]]
-    least = step_bound(
-        step_string(visits, described["parameters"]),
-        budget,
-        Link(tiers.read_bps, tiers.write_bps, tiers.mixed_bps),
-        median(step.forward_s for step in plain) + median(step.optimizer_s for step in plain),
-        median(step.backward_s for step in plain),
-    )
-    rates = ("read_bps", "write_bps", "mixed_bps", "memory_bps")
-    return {
-        "bound": asdict(least),
-        "tiers": {name: getattr(tiers, name) for name in rates},
+    link = Link(tiers.read_bps, tiers.write_bps, tiers.mixed_bps)
+    names = {name for names, _ in described["visits"] for name in names}
+    weights = sum(described["parameters"][name] for name in names)
+    saved = sum(nbytes for _, nbytes in described["visits"])
+    forward_s = median(step.forward_s for step in plain) + median(s.optimizer_s for s in plain)
+    found: dict[str, Any] = {
+        # reads weights, gradients and two moments; leaves all but gradients, and activations
+        "forward": _phase(forward_s, 4 * weights - budget, 3 * weights + saved - budget),
+        # reads weights and activations; leaves gradients
+        "backward": _phase(
+            median(step.backward_s for step in plain), weights + saved - budget, weights - budget
+        ),
     }
+    phases = list(found.values())
+    both = {key: sum(phase[key] for phase in phases) for key in phases[0]}
+    found["seconds"] = sum(_seconds(phase, link) for phase in phases)
+    found["spread_s"] = _seconds(both, link)
+    rates = ("read_bps", "write_bps", "mixed_bps", "memory_bps")
+    return {"bound": found, "tiers": {name: getattr(tiers, name) for name in rates}}
+
+
+def _phase(compute_s: float, reads: int, writes: int) -> dict[str, float]:
+    return {"compute_s": compute_s, "bytes_in": max(0, reads), "bytes_out": max(0, writes)}
+
+
+def _seconds(phase: Mapping[str, float], link: Link) -> float:
+    """Return the least time of a phase; on a link without duplex, reads and writes alternate."""
+    reads, writes = phase["bytes_in"] / link.read_bps, phase["bytes_out"] / link.write_bps
+    moving = reads + writes if link.in_turns else max(reads, writes)
+    return max(phase["compute_s"], moving)
 
 
 def _lines(row: Row) -> list[Row]:

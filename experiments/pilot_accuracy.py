@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dynoffload.errors import ConfigError
 from dynoffload.experiments.comparing import Table
-from dynoffload.experiments.harness import Cell, Experiment, Row, option, table
+from dynoffload.experiments.harness import Cell, Experiment, Row, check_known, option, table
 from dynoffload.experiments.pilot_recording import CASES, DATA, STRUCTURE, record
 from dynoffload.experiments.pilot_scores import BASELINES, scores
 from dynoffload.experiments.processes import ONE_THREAD, fresh
@@ -74,8 +74,7 @@ class PilotAccuracy(Experiment[Params]):
 
     def cases(self) -> Mapping[str, tuple[str, int]]:
         own = self.params
-        if unknown := [one for one in own.only if one not in CASES]:
-            raise ConfigError(f"there is no network {unknown}; there are {', '.join(CASES)}")
+        check_known("only", own.only, CASES)
         if own.seeds < 1 or own.samples < _LEAST:
             raise ConfigError(
                 f"seeds={own.seeds} and samples={own.samples} are too few: take at least 1 and "

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -18,15 +19,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dynoffload.errors import ConfigError
-from dynoffload.experiments.baselines import REPLAY
 from dynoffload.experiments.comparing import Table
-from dynoffload.experiments.contest import Side, Turns, Way, measure
-from dynoffload.experiments.harness import Cell, Experiment, Row, option, table
+from dynoffload.experiments.contest import (
+    Contestant,
+    Side,
+    Step,
+    Turns,
+    Way,
+    measure,
+    median_seconds,
+)
+from dynoffload.experiments.harness import Cell, Experiment, Row, check_known, option, table
 from dynoffload.experiments.pilot_recording import Case, learned
 from dynoffload.experiments.processes import WorkerError
-from dynoffload.experiments.trainer import BUDGETED, Spec
-from dynoffload.experiments.workers import Step, median_seconds, worker
+from dynoffload.experiments.ways import BUDGETED, REPLAY, Spec
 from dynoffload.runtime.migration.gates import SETTLING, TRIED, WATCHED
 from dynoffload.units import format_bytes, format_seconds
 
@@ -47,7 +53,7 @@ ASKED: dict[str, tuple[float, str]] = {
 _PILOT, _CLAIRVOYANT = "pilot", "clairvoyant"
 POLICIES: dict[str, dict[str, Any]] = {
     "on_demand": {"config": {"policy": "on-demand"}},
-    "recorded": {"baseline": REPLAY},
+    "recorded": {"mode": REPLAY},
     "repeat": {"config": {"policy": "repeat"}},
     _PILOT: {"config": {"policy": "pilot"}},
     _CLAIRVOYANT: {"config": {"policy": "pilot"}, "clairvoyant": True},
@@ -70,25 +76,21 @@ class Params:
     spill_dir: Path | None = option(None, "where the spill files lie", place=True)
 
 
-def networks(size: str) -> dict[str, tuple[Case, float, int]]:
-    """Return the networks by key, each with its least share of the footprint, and its threads.
-
-    oneDNN's multithreaded convolutions differ between runs of plain PyTorch, so bits cannot be
-    compared: networks with convolutions get one thread.
+def networks(size: str) -> dict[str, tuple[Case, float]]:
+    """Return the networks by key, each with its least share of the footprint.
 
     Args:
         size: preset of the networks: ``tiny`` or ``small``.
     """
     found = (
-        (Case("moe_8", "moe", f"{size}-wide", {"length": 8}, "top-2 of 64, 8 tokens"), SHARE, 0),
-        (Case("moe_64", "moe", f"{size}-wide", {"length": 64}, "top-2 of 64, 64 tokens"), SHARE, 0),
-        (Case("switch", "switch", size, {"length": 64}, "Switch, 32 experts, 64 tokens"), SHARE, 0),
-        (Case("depths", "depths", size, {"length": 16}, "mixture of depths, 16 tokens"), SHARE, 0),
-        (Case("slim", "slim", size, title="slimmable, 4 widths"), 0.2, 1),
-        (Case("gan", "gan", size, title="unrolled GAN"), 0.2, 0),
-        (Case("tree", "tree", size, title="Child-Sum Tree-LSTM"), 0.5, 0),
+        (Case("moe_8", "moe", f"{size}-wide", {"length": 8}, "top-2 of 64, 8 tokens"), SHARE),
+        (Case("moe_64", "moe", f"{size}-wide", {"length": 64}, "top-2 of 64, 64 tokens"), SHARE),
+        (Case("switch", "switch", size, {"length": 64}, "Switch, 32 experts, 64 tokens"), SHARE),
+        (Case("depths", "depths", size, {"length": 16}, "mixture of depths, 16 tokens"), SHARE),
+        (Case("gan", "gan", size, title="unrolled GAN"), 0.2),
+        (Case("tree", "tree", size, title="Child-Sum Tree-LSTM"), 0.5),
     )
-    return {case.key: (case, share, threads) for case, share, threads in found}
+    return {case.key: (case, share) for case, share in found}
 
 
 class PilotBenefit(Experiment[Params]):
@@ -97,14 +99,13 @@ class PilotBenefit(Experiment[Params]):
     parameters = Params
     height = 7.4
 
-    def cases(self) -> Mapping[str, tuple[Case, float, int]]:
+    def cases(self) -> Mapping[str, tuple[Case, float]]:
         known = networks(self.params.size)
-        if unknown := [name for name in self.params.only if name not in known]:
-            raise ConfigError(f"no case is named {unknown}; there are {', '.join(known)}")
+        check_known("only", self.params.only, known)
         return {name: known[name] for name in self.params.only or known}
 
-    def run(self, case: tuple[Case, float, int]) -> Row:
-        (one, least, threads), own = case, self.params
+    def run(self, case: tuple[Case, float]) -> Row:
+        (one, least), own = case, self.params
         share = max(own.share, least)
         turns = Turns(-(-own.steps // own.per_turn), own.warmup, own.per_turn)
         where = None if own.spill_dir is None else str(own.spill_dir)
@@ -113,17 +114,16 @@ class PilotBenefit(Experiment[Params]):
             pilot = str(Path(folder) / "case.pilot")
             footprint, _ = learned(spec, own.samples, self.report, Path(pilot))
             held_out: dict[str, Any] = {"split": "held-out", "data_seed": 1}
-            spec = replace(spec, threads=threads, spill_dir=where, **held_out)
+            spec = replace(spec, spill_dir=where, **held_out)
             orders, losses = self._plain_orders(spec, turns.steps)
             budget = int(share * footprint)
             ways = {
                 key: Way(
                     replace(
                         spec,
-                        mode=BUDGETED,
                         budget=budget,
                         pilot=pilot if key == _PILOT else None,
-                        **of,
+                        **{"mode": BUDGETED, **of},
                     ),
                     orders=orders if key == _CLAIRVOYANT else (),
                 )
@@ -149,7 +149,9 @@ class PilotBenefit(Experiment[Params]):
         """Return the modules visited by each step of a plain run, and its losses; the run is not
         timed."""
         orders = []
-        with worker("watched", replace(spec, watched=True)) as watched:
+        with ExitStack() as stack:
+            watched = Contestant("watched", Way(replace(spec, watched=True)), required=True)
+            watched.start(stack)
             for number in range(steps):
                 self.report(f"{spec.network}: looking ahead", number, steps)
                 orders.append(watched.step()["visited"])

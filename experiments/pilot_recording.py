@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dynoffload.experiments.trainer import Spec, adamw, network
+from dynoffload.experiments.ways import Spec, adamw, network
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.labels import encode_example, label_traces
 from dynoffload.pilot.progress import Report
@@ -69,7 +69,6 @@ CASES: dict[str, Case] = {
     for case in (
         _structure("tree", "tree", "Child-Sum Tree-LSTM"),
         _structure("tree_untied", "tree", "Tree-LSTM, 12 cells by kind", "tiny-untied"),
-        _structure("slim", "slim", "slimmable, 4 widths"),
         _structure("gan", "gan", "unrolled GAN"),
         _structure("evoformer", "evoformer", "Evoformer, recycling"),
         _structure("esmfold", "esmfold", "ESMFold, recycling", share=0.25),

@@ -19,7 +19,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from dynoffload.errors import DynOffloadError
 from dynoffload.units import format_seconds
@@ -138,6 +138,35 @@ class Process:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Renewed:
+    """Calls functions in one process, which is replaced after a call that failed.
+
+    Args:
+        name: in messages.
+        options: of `Process`.
+    """
+
+    def __init__(self, name: str, **options: Any) -> None:
+        self.name, self._options = name, options
+        self.process: Process | None = None
+
+    def call(self, function: Callable[..., Value], *args: object) -> Value:
+        """See `Process.call`."""
+        if self.process is None:
+            self.process = Process(self.name, **self._options)
+        try:
+            return self.process.call(function, *args)
+        except WorkerError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the process, if one runs."""
+        if self.process is not None:
+            self.process.close()
+            self.process = None
 
 
 def fresh(

@@ -26,7 +26,7 @@ import dynoffload
 from dynoffload.distributed.replicas import bucket_bytes, replicas_of
 from dynoffload.errors import ConfigError
 from dynoffload.experiments.comparing import Table
-from dynoffload.experiments.harness import Experiment, Row, option, table
+from dynoffload.experiments.harness import Experiment, Row, check_known, option, table
 from dynoffload.experiments.processes import ONE_THREAD, at_once
 from dynoffload.numerics import settle_kernels
 from dynoffload.runtime.counting import whole_bytes
@@ -228,11 +228,8 @@ class Params:
     spill_dir: Path | None = option(None, "where files lie", place=True)
 
     def __post_init__(self) -> None:
-        for given, known, what in ((self.ways, WAYS, "way"), (self.networks, NETWORKS, "network")):
-            if unknown := [name for name in given if name not in known]:
-                raise ConfigError(
-                    f"no {what} is named {unknown[0]!r}; there are {', '.join(known)}"
-                )
+        check_known("ways", self.ways, WAYS)
+        check_known("networks", self.networks, NETWORKS)
         if self.ranks < 2 or self.steps < 2:
             raise ConfigError(f"ranks={self.ranks} and steps={self.steps} must be at least 2")
 

@@ -6,16 +6,16 @@ Each function builds its task's network and makes its steps, in its own process.
 from __future__ import annotations
 
 import itertools
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import median
+from typing import Any
 
-from dynoffload.experiments.networks import NETWORKS, Sample, Subject
+from dynoffload.experiments.networks import NETWORKS
 from dynoffload.experiments.processes import NEVER_LEFT
-
-if TYPE_CHECKING:
-    from torch import nn
+from dynoffload.experiments.simulation_fit import PHASES
+from dynoffload.experiments.trainer import Trainer
+from dynoffload.experiments.ways import BUDGETED, Spec, adamw
 
 _LEARNED = 48
 _TIMED = 3  # timed plain trainings; each step's median is used
@@ -43,43 +43,22 @@ class Task:
     pilot: str = ""
     spill_dir: str = ""
 
-    def kind(self) -> Subject:
-        """Return its network."""
-        return NETWORKS[self.network]()
+    @property
+    def spec(self) -> Spec:
+        """Its plain training."""
+        return Spec(self.network, "", spill_dir=self.spill_dir or None)
 
 
-def adamw(model: nn.Module) -> Any:
-    """Return the optimizer that all these trainings use."""
-    import torch
-
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-
-
-def _timed(kind: Subject, steps: int) -> list[tuple[float, float, float]]:
+def _timed(task: Task) -> list[list[float]]:
     """Return the seconds of forward, backward and optimizer of each step of a plain training."""
-    model = kind.build()
-    optimizer, times = adamw(model), []
-    for sample in itertools.islice(kind.samples(0), steps):
-        times.append(_step(model, optimizer, sample))
-    return times
-
-
-def _step(model: nn.Module, optimizer: Any, sample: Sample) -> tuple[float, float, float]:
-    """Return the seconds of forward, backward and optimizer."""
-    begin = time.perf_counter()
-    loss = sample.call(model)
-    forward = time.perf_counter()
-    loss.backward()
-    backward = time.perf_counter()
-    optimizer.step()
-    optimizer.zero_grad()
-    return forward - begin, backward - forward, time.perf_counter() - backward
+    trainer = Trainer(task.spec)
+    with trainer.training():
+        made = [trainer.step() for _ in range(task.steps)]
+    return [[step[key] for key in PHASES] for step in made]
 
 
 def plain(task: Task) -> dict[str, Any]:
     """Train plainly and save traces; return step times, predicted orders, and the network."""
-    from statistics import median
-
     from dynoffload.pilot.pilot import Pilot
     from dynoffload.profiler.profiling import file_of_step
     from dynoffload.profiler.recorder import Recorder
@@ -88,16 +67,16 @@ def plain(task: Task) -> dict[str, Any]:
     from dynoffload.runtime.migration.forecast import Forecast
     from dynoffload.simulation.recorded import network_of
 
-    kind = task.kind()
-    runs = [_timed(kind, task.steps) for _ in range(_TIMED)]
+    runs = [_timed(task) for _ in range(_TIMED)]
     times = [
         [median(parts) for parts in zip(*each, strict=True)] for each in zip(*runs, strict=True)
     ]
+    kind = NETWORKS[task.network]()
     model = kind.build()
     network = network_of(model)
     modules = dict(model.named_modules())
     units = [Unit(n, path, modules[path], ()) for n, path in enumerate(network.owners)]
-    optimizer, folder, orders = adamw(model), Path(task.folder), list[Any]()
+    optimizer, folder, orders = adamw(model, task.spec), Path(task.folder), list[Any]()
     forecast = Forecast(model, "pilot", Pilot.load(Path(task.pilot)) if task.pilot else None, None)
     forecast.watch(units)
     count = itertools.count()
@@ -120,42 +99,26 @@ def timed(task: Task) -> dict[str, Any]:
     from dynoffload.estimation.overhead_probe import probe_overhead
     from dynoffload.memory.spill import default_spill_dir
 
-    found = _timed(task.kind(), task.steps)
+    found = _timed(task)
     pace = probe_overhead(task.spill_dir or default_spill_dir())
     return {"times": found, "pace_s": pace.seconds}
 
 
 def budgeted(task: Task) -> dict[str, Any]:
     """Train under a budget; return each step's statistics, and how the budget is divided."""
-    import dynoffload
-
-    kind = task.kind()
-    model = kind.build()
-    optimizer, rows = adamw(model), []
-    block = dynoffload.offload(
-        model,
-        optimizer,
-        budget=task.budget,
-        pilot=task.pilot or None,
-        config={"policy": task.policy, "step_aside": False},
-        spill_dir=task.spill_dir or None,
+    config = {"policy": task.policy, "step_aside": False}
+    pilot = task.pilot or None
+    trainer = Trainer(
+        replace(task.spec, mode=BUDGETED, budget=task.budget, pilot=pilot, config=config)
     )
-    session = NEVER_LEFT.enter_context(block)
-    for sample in itertools.islice(kind.samples(0), task.steps):
-        forward, backward, rest = _step(model, optimizer, sample)
-        stats = session.log.steps[-1]
-        rows.append(
-            {
-                "seconds": forward + backward + rest,
-                "forward_s": forward,
-                "backward_s": backward,
-                "optimizer_s": rest,
-                "stall_s": stats.stall_s,
-                "bytes_in": stats.bytes_in,
-                "bytes_out": stats.bytes_out,
-                "prefetched_bytes": stats.prefetched_bytes,
-            }
-        )
+    NEVER_LEFT.enter_context(trainer.training())
+    made, session = [trainer.step() for _ in range(task.steps)], trainer.session
+    counts = ("stall_s", "bytes_in", "bytes_out", "prefetched_bytes")
+    rows = [
+        {key: step[key] for key in ("seconds", *PHASES)}
+        | {key: step["stats"][key] for key in counts}
+        for step in made
+    ]
     waits = [
         (one.end - one.start, one.nbytes)
         for one in session.log.transfers
@@ -170,10 +133,10 @@ def pilot(task: Task) -> str:
     from dynoffload.pilot.train import train_pilot
     from dynoffload.profiler import profile
 
-    folder, kind = Path(task.folder), task.kind()
+    folder, kind = Path(task.folder), NETWORKS[task.network]()
     model = kind.build()
     samples = list(itertools.islice(kind.samples(1), _LEARNED))
-    profile(model, samples, out=folder, optimizer=adamw(model), progress=False)
+    profile(model, samples, out=folder, optimizer=adamw(model, task.spec), progress=False)
     path = folder / "trained.pilot"
     train_pilot(folder, progress=False).pilot.save(path)
     return str(path)

@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynoffload.errors import ConfigError
-from dynoffload.experiments.baselines import BASELINES
 from dynoffload.experiments.baselines.cgroup import LimitError
 from dynoffload.experiments.comparing import Table
-from dynoffload.experiments.contest import Side, Turns, Way, measure
-from dynoffload.experiments.harness import Cell, Experiment, Row, option, table
+from dynoffload.experiments.contest import Side, Turns, Way, charged_before, measure, median_seconds
+from dynoffload.experiments.harness import Cell, Experiment, Row, check_known, option, table
 from dynoffload.experiments.pilot_recording import learned
-from dynoffload.experiments.trainer import BUDGETED, Spec
-from dynoffload.experiments.workers import charged_before, median_seconds
+from dynoffload.experiments.ways import BUDGETED, CHECKPOINT, REPLAY, Spec
 from dynoffload.experiments.zoo import TRUNK
 from dynoffload.memory.spill import default_spill_dir
 from dynoffload.units import format_bytes, format_seconds
@@ -51,13 +49,14 @@ PILOT, SYSTEM = "pilot", "os-paging"
 POLICIES = {
     PILOT: ("pilot", "o", "plan"),
     "repeat": ("last order", "s", "optimizer"),
-    "replay": ("recorded order, strict", "^", "backward"),
+    REPLAY: ("recorded order, strict", "^", "backward"),
     "on-demand": ("on demand", "v", "fault"),
-    "dtr": ("rematerialisation (DTR)", "D", "stall"),
+    CHECKPOINT: ("activation checkpointing", "D", "stall"),
     SYSTEM: ("paging by the system", "P", "ink"),
 }
 """Name in ``--policies`` -> title, marker and colour in the figure. Each is a policy of
-`OffloadConfig`, a baseline of that name, or plain training in a memory group with swap."""
+`OffloadConfig`, strict replay, or plain training in a memory group: with swap, or with activation
+checkpointing and without swap."""
 _LEARNED = 32  # recorded steps on which the pilot is trained
 _LEAST_STEPS = 5
 _SPARE = 2.0  # factor of swap: pages keep their slot after they are read back
@@ -86,10 +85,9 @@ class Params:
     spill_dir: Path | None = option(None, "where spill and swap files lie", place=True)
 
     def __post_init__(self) -> None:
-        if self.preset not in PRESETS:
-            raise ConfigError(f"no preset {self.preset!r}; there are {', '.join(PRESETS)}")
-        _check("network", self.network, PRESETS[self.preset])
-        _check("policies", self.policies, POLICIES)
+        check_known("preset", [self.preset], PRESETS)
+        check_known("network", self.network, PRESETS[self.preset])
+        check_known("policies", self.policies, POLICIES)
         if not self.shares:
             raise ConfigError("there are no budgets: give shares such as 1,1/2,1/4")
         if self.steps < _LEAST_STEPS:
@@ -99,13 +97,6 @@ class Params:
     def shares(self) -> list[Fraction]:
         """The budgets, in descending order."""
         return sorted({_share(text) for text in self.budgets}, reverse=True)
-
-
-def _check(name: str, asked: Sequence[str], known: Mapping[str, Any]) -> None:
-    strange = [one for one in asked if one not in known]
-    if strange or not asked:
-        named = ", ".join(map(repr, strange)) or "nothing"
-        raise ConfigError(f"{name} names {named}; there are {', '.join(known)}")
 
 
 def _share(text: str) -> Fraction:
@@ -188,7 +179,7 @@ class StepTime(Experiment[Params]):
             {"case": row["case"], "plain_s": row["plain_s"]["measured"], "policy": key} | one
             for row in rows
             for key, one in row["policies"].items()
-            if one["measured"] is not None
+            if key in POLICIES  # older results have others
         ]
         first = {row["network"]: row for row in reversed(rows)}
         return [
@@ -230,13 +221,16 @@ class StepTime(Experiment[Params]):
 
 
 def _way(key: str, spec: Spec, budget: int, footprint: int) -> Way:
-    if key == SYSTEM:
+    if key in (SYSTEM, CHECKPOINT):
         plain = replace(spec, pilot=None)
         base = charged_before(plain)
+        if key == CHECKPOINT:
+            return Way(replace(plain, mode=CHECKPOINT), base + budget)
         return Way(plain, base + budget, int(_SPARE * (base + footprint)))
-    of = {"baseline": key} if key in BASELINES else {"config": {"policy": key}}
-    pilot = spec.pilot if key == PILOT else None
-    return Way(replace(spec, mode=BUDGETED, budget=budget, pilot=pilot, **of))
+    if key == REPLAY:
+        return Way(replace(spec, mode=REPLAY, budget=budget, pilot=None))
+    pilot, config = spec.pilot if key == PILOT else None, {"policy": key}
+    return Way(replace(spec, mode=BUDGETED, budget=budget, pilot=pilot, config=config))
 
 
 # Results
@@ -266,8 +260,7 @@ def reasons(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for row in rows:
         for key, policy in row["policies"].items():
             side = policy["measured"]
-            why = side and (side["why"] or side["note"])
-            if why:
+            if key in POLICIES and (why := side["why"] or side["note"]):
                 about = row["network"], POLICIES[key][0], _NUMBER.sub("", why)
                 grouped.setdefault(about, (why, []))[1].append(row["budget"])
     return [

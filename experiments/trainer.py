@@ -1,6 +1,6 @@
 """A training process that steps on request: the child side of the comparisons.
 
-`dynoffload.experiments.workers` calls `build`, `enter` and `ask` in a child process. Each variant
+`dynoffload.experiments.contest` calls `build`, `enter` and `ask` in a child process. Each variant
 of a comparison has its own, so none shares memory, allocator or caches, and two can take turns. All
 make the same steps on the same samples, so their losses can be compared bit by bit.
 """
@@ -13,84 +13,11 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dynoffload.experiments.processes import NEVER_LEFT
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
-
-BUDGETED = "offload"
-PLAIN = "plain"
-
-
-@dataclass(frozen=True)
-class Spec:
-    """What one worker runs.
-
-    Attributes:
-        network: name in the zoo.
-        preset: its sizes.
-        sizes: sizes that override the preset's, for `dynoffload.experiments.zoo.build`.
-        mode: `PLAIN` or `BUDGETED`.
-        shape: of the samples, for `dynoffload.experiments.zoo.samples`.
-        split: which files samples come from.
-        data_seed: of the samples.
-        seed: of the weights.
-        optimizer: implementation of AdamW: ``"fused"``, ``"foreach"`` or ``"for-loop"``.
-        lr: its learning rate.
-        budget: bytes, if ``mode`` is `BUDGETED`.
-        config: options of `dynoffload.OffloadConfig`.
-        baseline: a name for `dynoffload.experiments.baselines.baseline`, instead of ``config``.
-        pilot: path of a pilot, ``"auto"`` or None.
-        meta: build on the meta device and materialize the weights inside the block.
-        spill_dir: of the spill file.
-        threads: compute threads; 0 for torch's default.
-        watched: each step reports the modules it visited.
-        clairvoyant: each step is given the modules it will visit, instead of a pilot.
-    """
-
-    network: str
-    preset: str
-    mode: str = PLAIN
-    sizes: dict[str, int] = field(default_factory=dict)
-    shape: dict[str, int] = field(default_factory=dict)
-    split: str = "train"
-    data_seed: int = 0
-    seed: int = 0
-    optimizer: str = "fused"
-    lr: float = 1e-3
-    budget: int = 0
-    config: dict[str, Any] = field(default_factory=dict)
-    baseline: str = ""
-    pilot: str | None = None
-    meta: bool = False
-    spill_dir: str | None = None
-    threads: int = 0
-    watched: bool = False
-    clairvoyant: bool = False
-
-
-def network(spec: Spec) -> nn.Module:
-    """Return the network of ``spec``, on the meta device if ``spec.meta``."""
-    from dynoffload.experiments import zoo
-
-    device = "meta" if spec.meta else "cpu"
-    return zoo.build(spec.network, spec.preset, seed=spec.seed, device=device, **spec.sizes)
-
-
-def adamw(model: nn.Module, spec: Spec) -> Optimizer:
-    """Return the optimizer of ``spec``."""
-    from torch.optim import AdamW
-
-    kinds: dict[str, dict[str, Any]] = {
-        "fused": {"fused": True},
-        "foreach": {"foreach": True},
-        "for-loop": {"foreach": False},
-    }
-    return AdamW(model.parameters(), lr=spec.lr, **kinds[spec.optimizer])
+from dynoffload.experiments.ways import WAYS, Ready, Spec, network, place_of, samples
+from dynoffload.experiments.zoo.building import moved
 
 
 class Trainer:
@@ -99,7 +26,6 @@ class Trainer:
     def __init__(self, spec: Spec) -> None:
         import torch
 
-        from dynoffload.experiments import zoo
         from dynoffload.experiments.predictors import Clairvoyant, watching
         from dynoffload.numerics import settle_kernels
 
@@ -108,8 +34,8 @@ class Trainer:
         if spec.threads:
             torch.set_num_threads(spec.threads)
         self.model = network(spec)
-        self.optimizer = adamw(self.model, spec)
-        self.samples = zoo.samples(spec.network, spec.split, seed=spec.data_seed, **spec.shape)
+        self.samples = samples(spec)
+        self.ready: Ready
         self.session: Any = None
         self.clairvoyant = Clairvoyant(self.model) if spec.clairvoyant else None
         self.visited = watching(self.model) if spec.watched else None
@@ -119,24 +45,19 @@ class Trainer:
         """Enter the block of the mode."""
         import torch
 
-        torch.manual_seed(self.spec.seed)  # reset_parameters() runs in construction order
-        block = contextlib.nullcontext() if self.spec.mode == PLAIN else self._block()
-        with block as self.session:
-            torch.manual_seed(self.spec.seed)  # for random operators in steps
+        spec = self.spec
+        torch.manual_seed(spec.seed)  # reset_parameters() runs in construction order
+        with WAYS[spec.mode](spec, self.model, self.clairvoyant or spec.pilot) as self.ready:
+            self.session = self.ready.session
+            torch.manual_seed(spec.seed)  # for random operators in steps
             yield
 
-    def _block(self) -> contextlib.AbstractContextManager[Any]:
-        import dynoffload
-        from dynoffload.experiments.baselines import baseline
+    def _wait(self) -> None:
+        """Wait until the accelerator has computed; copies for the next step may still run."""
+        if self.spec.device and place_of(self.spec).type != "cpu":
+            import torch
 
-        spec = self.spec
-        where: dict[str, Any] = {"budget": spec.budget, "spill_dir": spec.spill_dir}
-        if spec.baseline:
-            return baseline(spec.baseline, self.model, self.optimizer, **where)
-        pilot = self.clairvoyant or spec.pilot
-        return dynoffload.offload(
-            self.model, self.optimizer, pilot=pilot, config=spec.config, **where
-        )
+            torch.accelerator.current_stream(place_of(self.spec)).synchronize()
 
     def step(self, order: str = "") -> dict[str, Any]:
         """Make one training step and return its times, its loss and the session's statistics.
@@ -146,14 +67,19 @@ class Trainer:
         """
         if self.clairvoyant is not None:
             self.clairvoyant.tell(json.loads(order))
-        args = next(self.samples).args
+        sample = next(self.samples)
+        if self.spec.device:
+            sample = moved(sample, place_of(self.spec))
+        self._wait()
         begin = time.perf_counter()
-        loss = self.model(*args).loss
+        with self.ready.around():
+            loss = sample.call(self.model)
         forward = time.perf_counter()
         loss.backward()
         backward = time.perf_counter()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.ready.optimizer.step()
+        self.ready.optimizer.zero_grad()
+        self._wait()
         end = time.perf_counter()
         reply: dict[str, Any] = {
             "seconds": end - begin,

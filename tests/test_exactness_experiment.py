@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from dynoffload.errors import ConfigError
 from dynoffload.experiments import exactness
 from dynoffload.experiments.allowed import Allowed, budget_of
 from dynoffload.experiments.architectures import ARCHITECTURES
@@ -76,7 +75,7 @@ def test_a_case_above_its_share_is_counted_and_named(
         call = staticmethod(lambda function, *args: function(*args))
         close = staticmethod(lambda: None)
 
-    monkeypatch.setattr(exactness, "Process", lambda *args, **kwargs: Here())
+    monkeypatch.setattr(exactness, "Renewed", lambda *args, **kwargs: Here())
     result = carry_out(Exactness, Params(architectures=("llama",), rounds=1, steps=1))
     (row,), found = result["rows"], result["summary"]
     assert (found["cases"], found["exact"]) == (1, 1)
@@ -172,16 +171,3 @@ def test_it_runs_by_name_and_writes_what_it_has(
     assert (result["summary"]["cases"], result["summary"]["exact"]) == (2, 2)
     assert [row["backend"] for row in result["rows"]][-1] == "mapped"
     assert "2 of 2 cases of 1 architectures are exact" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="no architecture is named nothing"):
-        Params(architectures=("nothing",))
-
-
-def test_a_process_that_dies_is_a_failed_case_and_the_rest_goes_on() -> None:
-    one = Exactness(Params())
-    case = next(iter(one.cases().values()))
-    with one.stack:
-        one._process().kill()
-        row = one.run(case)
-        assert not row["exact"]
-        assert "killed by signal 9" in row["why"]
-        assert one.run(replace(case, loop=replace(case.loop, steps=1)))["exact"]

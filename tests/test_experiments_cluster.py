@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from dynoffload.errors import ConfigError
 from dynoffload.experiments.cluster import Clusters, Params, gathered
 from dynoffload.experiments.harness import carry_out
 
@@ -27,18 +24,3 @@ def test_steps_add_up_and_parts_keep_their_work() -> None:
     saved = found["summary"]["memory_range"]
     for parts, low, high in (("2", 0.13, 0.30), ("8", 0.34, 0.75)):
         assert low < saved[parts][0] < found["summary"]["memory"][parts] < saved[parts][1] < high
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"tokens": 0}, "tokens=0 is too few"),
-        ({"sequences": (2, 0)}, "sequences=0 is too few"),
-        ({"sequences": ()}, "names none"),
-        ({"between_gb": 0.0}, "between_gb=0"),
-        ({"skew": -1.0}, "skew=-1"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        Params(**options)

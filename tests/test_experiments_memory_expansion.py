@@ -8,76 +8,72 @@ from typing import Any
 import pytest
 
 from dynoffload.experiments.harness import NoParameters, carry_out
-from dynoffload.experiments.memory_expansion import (
-    PUBLISHED,
-    SETTING,
-    MemoryExpansion,
-    computed,
-)
+from dynoffload.experiments.memory_expansion import PUBLISHED, MemoryExpansion
 
 TOLERANCE = {key: 0.04 if key.startswith("ratio") else 0.03 for key in PUBLISHED}
 
 
 @pytest.fixture(scope="module")
-def result() -> dict[str, Any]:
-    return computed(SETTING)
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """The only row, and where the figure lies."""
+    path = tmp_path_factory.mktemp("expansion") / "new" / "numbers.json"
+    (row,) = carry_out(MemoryExpansion, NoParameters(), path)["rows"]
+    return row, path.with_suffix(".svg")
 
 
-def test_published_figures_and_orders(result: dict[str, Any]) -> None:
+def keyed(rows: list[dict[str, Any]], *keys: str) -> dict[Any, dict[str, Any]]:
+    return {tuple(row[key] for key in keys): row for row in rows}
+
+
+def test_published_figures_and_orders(found: tuple[dict[str, Any], Path]) -> None:
+    rows = {row["key"]: row for row in found[0]["published"]}
     for key, tolerance in TOLERANCE.items():
-        assert abs(result["published"][key]["deviation"]) <= tolerance, key
-    conservative, aggressive = result["order_conservative"], result["order_aggressive"]
-    assert conservative[0] == aggressive[0] == 4
-    assert conservative.index(2) < conservative.index(3)
-    assert aggressive.index(3) < aggressive.index(2)
+        assert abs(rows[key]["deviation"]) <= tolerance, key
+    assert rows["order_conservative, fastest first"]["computed"] == "4 2 3 1"
+    assert rows["order_aggressive, fastest first"]["computed"] == "4 3 2 1"
 
 
-def test_ahead_is_faster_and_takes_more_local_memory(result: dict[str, Any]) -> None:
-    schedules = result["schedules"]
-    for strategy in ("conservative", "aggressive"):
-        sizes = {name: schedules[name]["hbm_gb"][strategy] for name in schedules}
-        assert sizes["serial"] < sizes["overlapped"]
-        assert sizes["serial"] <= sizes["planned"] <= sizes["overlapped"]
-        for design in result["designs"].values():
-            times = {name: bar["seconds"] for name, bar in design[strategy].items()}
-            assert times["planned"] <= times["overlapped"] * (1 + 1e-9)
-            assert times["overlapped"] < times["serial"]
-    for design in result["designs"].values():
-        assert design["conservative"]["planned"]["exposed_remote_s"] == 0
+def test_ahead_is_faster_and_takes_more_local_memory(found: tuple[dict[str, Any], Path]) -> None:
+    sizes = keyed(found[0]["capacity"], "strategy", "movement")
+    bars = keyed(found[0]["steps"], "design", "strategy", "movement")
+    for design, strategy in {key[:2] for key in bars}:
+        serial, overlapped, planned = (
+            sizes[strategy, name]["hbm_gb"] for name in ("serial", "overlapped", "planned")
+        )
+        assert serial < overlapped
+        assert serial <= planned <= overlapped
+        serial, overlapped, planned = (
+            bars[design, strategy, name]["seconds"] for name in ("serial", "overlapped", "planned")
+        )
+        assert planned <= overlapped * (1 + 1e-9)
+        assert overlapped < serial
+        assert bars[design, "conservative", "planned"]["exposed_remote_s"] == 0
 
 
-def test_sensitivity_begins_where_the_result_is(result: dict[str, Any]) -> None:
-    rows = result["sensitivity"]
-    same = (rows["batch"][1], rows["parallelism"][1], rows["overlap"][0], rows["update"][0])
-    for row in same:
-        for number in (1, 4):
-            key = f"ratio_design{number}"
-            assert row[key] == pytest.approx(result[key])
-    ratios = [row["ratio_design1"] for row in rows["batch"]]
+def test_sensitivity_begins_where_the_result_is(found: tuple[dict[str, Any], Path]) -> None:
+    rows = {row["changed"]: row for row in found[0]["sensitivity"]}
+    same = ("2 sequences", "TP16 DP16 EP128×2", "0% of a step hides movement", "no optimizer I/O")
+    for changed in same:
+        for number, ratio in ((1, 2.84), (4, 1.43)):
+            assert rows[changed][f"ratio_design{number}"] == pytest.approx(ratio, abs=0.005)
+    ratios = [row["ratio_design1"] for text, row in rows.items() if text.endswith(("nce", "nces"))]
     assert ratios == sorted(ratios, reverse=True)
 
 
-def test_pools_slow_down_with_their_sharers(result: dict[str, Any]) -> None:
-    private = result["designs"]["2"]
+def test_pools_slow_down_with_their_sharers(found: tuple[dict[str, Any], Path]) -> None:
+    bars = keyed(found[0]["steps"], "design", "strategy", "movement")
     for strategy in ("conservative", "aggressive"):
-        first = result["pooled"][0][strategy]
-        assert first["at_once"] == private[strategy]["serial"]
-        assert first["planned"] == private[strategy]["planned"]
-        for way in first:
-            times = [row[strategy][way]["seconds"] for row in result["pooled"]]
+        pools = [row for row in found[0]["pooled"] if row["strategy"] == strategy]
+        for way, movement in (("at_once", "serial"), ("planned", "planned")):
+            own = bars["2 CXL memory per GPU", strategy, movement]["seconds"]
+            assert pools[0][way] == own  # of the memory of one GPU
+        for way in ("at_once", "in_turns", "overlapped", "planned"):
+            times = [row[way] for row in pools]
             assert times == sorted(times)
-        for row in result["pooled"]:
-            at_once, in_turns = (row[strategy][way]["seconds"] for way in ("at_once", "in_turns"))
-            assert in_turns <= at_once * (1 + 1e-9)
+        assert all(row["in_turns"] <= row["at_once"] * (1 + 1e-9) for row in pools)
 
 
-def test_the_command_writes_tables_and_a_figure(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "new" / "numbers.json"
-    carry_out(MemoryExpansion, NoParameters(), path)
-    printed, drawn = capsys.readouterr().out, path.with_suffix(".svg").read_text(encoding="utf-8")
-    assert "TP16 DP16 EP128×2" in printed
-    assert "+0.5%" in printed
+def test_the_figure_names_designs_and_segments(found: tuple[dict[str, Any], Path]) -> None:
+    drawn = found[1].read_text(encoding="utf-8")
     for words in ("exposed remote", "(3) integrated, network by CPU"):
         assert words in drawn

@@ -45,18 +45,3 @@ def test_a_way_that_computes_something_else_is_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(moe_layer, "ways_of", wrong)
     with pytest.raises(ConfigError, match="grouped_mm differs from eager by 1"):
         carry_out(Layers, SMALL)
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"configurations": ("conf9",)}, "configurations='conf9' is unknown; there are conf1"),
-        ({"activations": ("gelu",)}, "activations='gelu' is unknown"),
-        ({"dtype": "float64"}, "dtype='float64' is unknown"),
-        ({"rounds": 3}, "medians are of five at least"),
-        ({"fewer_tokens": 7}, "do not divide 65536 tokens of 512"),
-    ],
-)
-def test_what_cannot_be_measured(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        carry_out(Layers, Params(**options))

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from dynoffload.experiments import (
     pilot_benefit,
 )
 from dynoffload.experiments.baselines import cgroup
+from dynoffload.experiments.contest import Step
 from dynoffload.experiments.harness import carry_out
 from dynoffload.units import format_seconds
 
@@ -51,32 +54,45 @@ def check_paged(result: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_paged_without_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A way that refuses the budget has its reason in the table, and the others go on."""
-    params = tiny(rows=("main", "dtr"), limited=False)
-    result = carry_out(paged.Paged, params, tmp_path / "paged.json")
-    ways = check_paged(result)
-    assert "dtr moves nothing" in ways["dtr"]["why"]
-    assert "dtr cannot run: " in capsys.readouterr().out
-    assert ways["main"]["group_peak_bytes"] is None
-    assert paged.SYSTEM not in ways
+NO_GROUPS = cgroup.why_unavailable(swap=True)
 
 
-@pytest.mark.skipif(
-    bool(cgroup.why_unavailable(swap=True)), reason=cgroup.why_unavailable(swap=True)
-)
-def test_paged_within_real_limits() -> None:
-    result = carry_out(paged.Paged, tiny(rows=("main",), limit="700MB", paged_steps=1))
-    ways = check_paged(result)
-    assert ways[paged.SYSTEM]["losses_equal"] is True
+def test_paged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within real limits, where groups can be made. A way that refuses has its reason in the table,
+    and the others go on."""
+    refused = replace(paged.VARIANTS["foreach"], optimizer="fused", config={"page_bytes": 3})
+    monkeypatch.setitem(paged.VARIANTS, "foreach", refused)
+    params = tiny(rows=("main", "foreach"), limited=not NO_GROUPS, limit="700MB", paged_steps=1)
+    ways = check_paged(carry_out(paged.Paged, params, tmp_path / "paged.json"))
+    assert "page_bytes=3" in ways["foreach"]["why"]
+    assert "foreach cannot run: " in capsys.readouterr().out
     own = ways["main"]
+    if NO_GROUPS:
+        assert own["group_peak_bytes"] is None
+        assert paged.SYSTEM not in ways
+        return
+    assert ways[paged.SYSTEM]["losses_equal"] is True
     assert own["group_before_bytes"] < own["group_peak_bytes"] <= 700_000_000
     assert "dynoffload" not in Path("/proc/swaps").read_text()
 
 
+def test_the_bound_of_a_step_is_counted_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two weights of 10 bytes, one of which is visited twice, in 25 bytes of memory."""
+    visits = {"visits": [[["a"], 4], [["b"], 4], [["a"], 2]], "parameters": {"a": 10, "b": 10}}
+    plain = [Step(4.0, 1.0, 2.0, 1.0, "")]
+    for both_bps, forward in ((2.0, 55.0), (1.0, 100.0)):  # of a link with duplex, and without
+        tiers = SimpleNamespace(read_bps=1.0, write_bps=1.0, mixed_bps=both_bps, memory_bps=1.0)
+        monkeypatch.setattr(paged, "measure_tiers", lambda *_, tiers=tiers: tiers)
+        bound = paged._bound(visits, plain, 25, DISK)["bound"]
+        assert bound["forward"] == {"compute_s": 2.0, "bytes_in": 55, "bytes_out": 45}
+        assert bound["backward"] == {"compute_s": 2.0, "bytes_in": 5, "bytes_out": 0}
+        assert bound["seconds"] == forward + 5
+        assert bound["spread_s"] == (60.0 if both_bps == 2.0 else 105.0)
+
+
 def test_paged_says_what_it_cannot_measure(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="mapped"):
-        tiny(rows=("maped",))
     monkeypatch.setattr(paged, "why_unavailable", lambda swap: "limits are set by root alone")
     with pytest.raises(cgroup.LimitError, match=r"root alone: neither .* --no-limited"):
         paged.Paged(tiny(rows=("main",))).cases()
@@ -124,9 +140,6 @@ def test_pilot_benefit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert ratios["step_over_plain"] == runs["pilot"]["step_s"] / runs["plain"]["step_s"]
     assert "top-2 of 64, 8 tokens" in capsys.readouterr().out
     assert path.with_suffix(".svg").stat().st_size > 4000
-    strange = pilot_benefit.Params(only=("moe_63",))
-    with pytest.raises(ConfigError, match="moe_64"):
-        pilot_benefit.PilotBenefit(strange).cases()
 
 
 def test_steps_are_compared_on_the_same_sample() -> None:

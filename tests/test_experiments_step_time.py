@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
@@ -11,20 +10,17 @@ from typing import Any
 
 import pytest
 
-from dynoffload.errors import ConfigError
-from dynoffload.experiments.baselines.cgroup import why_unavailable
-from dynoffload.experiments.contest import Contestant, Side, Turns, Way, measure
+from dynoffload.experiments.contest import Contestant, Side, Way
 from dynoffload.experiments.harness import carry_out, rendered
+from dynoffload.experiments.processes import WorkerError
 from dynoffload.experiments.step_time import (
     POLICIES,
-    SYSTEM,
     Params,
     StepTime,
     reasons,
     standing,
 )
-from dynoffload.experiments.trainer import Spec
-from dynoffload.experiments.workers import WorkerError
+from dynoffload.experiments.ways import Spec
 
 
 @pytest.mark.slow
@@ -77,15 +73,15 @@ def made(budget: str = "1/4", **times: float | str) -> dict[str, Any]:
 
 
 def test_the_pilot_stands_against_the_best_of_the_others() -> None:
-    fastest, against = standing(made(pilot=2.0, repeat=3.0, dtr=1.9, os_paging=8.0))
-    assert fastest == ["dtr", "pilot"]  # a tie
+    fastest, against = standing(made(pilot=2.0, repeat=3.0, checkpoint=1.9, os_paging=8.0))
+    assert fastest == ["checkpoint", "pilot"]  # a tie
     assert against == pytest.approx(1.9 / 2)
-    assert standing(made(pilot="too little", dtr="too little")) == ([], None)
+    assert standing(made(pilot="too little", checkpoint="too little")) == ([], None)
 
 
 def test_reasons_that_differ_in_their_numbers_share_a_line() -> None:
     why = {"1/4": "it needs 3 MiB of 2", "1/8": "it needs 3 MiB of 1", "1/16": "it was killed"}
-    rows = [made(budget, pilot=told, dtr=1.0) for budget, told in why.items()]
+    rows = [made(budget, pilot=told, checkpoint=1.0) for budget, told in why.items()]
     assert reasons(rows) == [
         "net, 1/4, 1/8: pilot: it needs 3 MiB of 2",
         "net, 1/16: pilot: it was killed",
@@ -96,9 +92,9 @@ def test_table_and_figure_name_every_policy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     times: Mapping[str, Any] = {key.replace("-", "_"): 1.5 + n for n, key in enumerate(POLICIES)}
-    rows = [made("1", **times), made("1/16", **{**times, "dtr": "it needs 3 of 2"})]
+    rows = [made("1", **times), made("1/16", **{**times, "checkpoint": "it needs 3 of 2"})]
     rows[1]["policies"]["repeat"]["losses_equal"] = False
-    rows[1]["policies"]["capuchin"] = {"measured": None, "losses_equal": None}  # of an older run
+    rows[1]["policies"]["dtr"] = rows[0]["policies"]["pilot"]  # of an older run
     made_by = {"command": "dynoffload", "commit": "0123"}
     path = tmp_path / "small.json"
     path.write_text(json.dumps({"params": {}, "made_by": made_by, "summary": {}, "rows": rows}))
@@ -114,45 +110,18 @@ def test_table_and_figure_name_every_policy(
 def test_who_fails_in_the_middle_leaves_the_turns() -> None:
     class Dies:
         patience = 0.0
-        steps: tuple[Any, ...] = ()
 
-        def step(self, *, measured: bool = True) -> None:
+        def call(self, *_: Any) -> None:
             raise WorkerError("'x' failed: needs 3, has 2")
 
     one = Contestant("x", Way(Spec("moe", "tiny")), lambda: 12.0)
     dying: Any = Dies()
-    one._worker = dying
+    one._process = dying
     one.step()
     one.step()
     assert (one.why, dying.patience) == ("needs 3, has 2", 12.0)
-    assert one.result(dying) == Side("needs 3, has 2")
-
-
-@pytest.mark.skipif(bool(why_unavailable(swap=True)), reason=why_unavailable(swap=True))
-def test_paging_by_the_system_is_plain_training_in_a_group_with_swap() -> None:
-    """Its losses are those of plain training, and neither group nor swap file is left."""
-    where, told = Path("/var/tmp"), []
-    spec = Spec("moe", "tiny", shape={"length": 16}, spill_dir=str(where))
-    turns = Turns(rounds=1, warmup=1, per_turn=1)
-    ways = {SYSTEM: Way(spec, limit=400 << 20, swap_bytes=256 << 20)}
-    side = measure(spec, ways, turns, told.append).sides[SYSTEM]
-    assert (side.why, side.losses_equal) == ("", True)
-    assert len(side.steps_s) == 1
-    assert not list(where.glob(f".dynoffload-swap-{os.getpid()}-*"))
-    assert f"dynoffload-swap-{os.getpid()}" not in Path("/proc/swaps").read_text()
-
-
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        ({"network": ("llama",)}, "network names 'llama'; there are moe, tree"),
-        ({"preset": "huge"}, "no preset 'huge'"),
-        ({"policies": ("pilots",)}, "policies names 'pilots'"),
-        ({"budgets": ("1/0",)}, "'1/0' in budgets is no share above 0"),
-        ({"budgets": ()}, "there are no budgets"),
-        ({"steps": 4}, "at least 5"),
-    ],
-)
-def test_what_cannot_be_asked_is_refused(wrong: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        Params(**wrong)
+    assert one.result(["0x1p+0"]) == Side("needs 3, has 2")
+    plain = Contestant("x", Way(Spec("moe", "tiny")), required=True)
+    plain._process = dying
+    with pytest.raises(WorkerError, match="needs 3"):
+        plain.step()

@@ -239,8 +239,8 @@ def use_trace(path: Path, good: dict[str, list[Label]], *, learn: bool) -> None:
     examples = [encode_example(vocabulary, one) for one in labels]
     _check_blocks([b for b in examples[-1].blocks if b != -1], len(vocabulary))
     assert Vocabulary.from_json(vocabulary.to_json()) == vocabulary
-    sizes = _tried(lambda: footprint(trace))
-    assert sizes is None or min(sizes.total, sizes.need, temporaries(trace)) >= 0
+    whole = _tried(lambda: footprint(trace))
+    assert whole is None or min(whole, temporaries(trace)) >= 0
     pilot = _tried(lambda: fit_pilot(vocabulary, examples)) if learn else None
     if pilot is not None:
         _predict(pilot, label.sample)

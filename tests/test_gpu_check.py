@@ -19,6 +19,7 @@ from dynoffload.experiments.gpu_check import check, main, passed
 from dynoffload.experiments.gpu_check_cases import Case, Kind, cases
 from dynoffload.experiments.gpu_check_training import shortcoming, train_case
 from dynoffload.experiments.loops import Loop
+from dynoffload.experiments.processes import WorkerError
 from dynoffload.units import KiB, MiB
 
 CPU = torch.device("cpu")
@@ -249,12 +250,20 @@ def test_without_an_accelerator_it_says_so_in_one_line(capsys: pytest.CaptureFix
 def test_the_program_writes_what_it_has_and_says_whether_it_passed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answers: dict[bool, dict[str, Any]] = {True: {"why": "it broke"}, False: EXACT}
     monkeypatch.setattr(gpu_check, "accelerator", lambda: CPU)
     monkeypatch.setattr(gpu_check, "environment", dict)
-    monkeypatch.setattr(
-        gpu_check.Cases, "train", lambda self, case: answers[case.kind is Kind.RACES]
-    )
+
+    class Here:  # in the place of a process
+        def __init__(self, name: str, **options: Any) -> None: ...
+
+        def call(self, function: Any, case: Case, *where: Any) -> dict[str, Any]:
+            if case.kind is Kind.RACES:
+                raise WorkerError("it broke")
+            return EXACT
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(gpu_check, "Renewed", Here)
     path = tmp_path / "rows" / "check.json"
     assert main(["--json", str(path), "--only", "moe: AdamW foreach; "]) == 1
     found = json.loads(path.read_text())
@@ -266,13 +275,3 @@ def test_the_program_writes_what_it_has_and_says_whether_it_passed(
     assert main(["--only", "lying pilot 0"]) == 0
     assert main(["--only", "no such case"]) == 1
     assert "no case has" in capsys.readouterr().err
-
-
-def test_a_process_that_fails_is_replaced() -> None:
-    hosted = next(case for case in cases(1) if case.kind is Kind.HOST_OPTIMIZER)
-    with gpu_check.Cases(CPU, None, 60.0) as asked:
-        assert asked.train(hosted) == EXACT
-        assert asked.process is not None
-        asked.process.kill()
-        assert "killed by signal 9" in asked.train(hosted)["why"]
-        assert asked.train(hosted) == EXACT

@@ -53,7 +53,6 @@ CASES = {
     "early-lstm": Case(300, 1.5, 1.4, 5, {}, 3e-3),
     "exits": Case(200, 2.0, 1.0, 2, {"rows": 4}, 3e-3),
     "depths": Case(120, 4.5, 3.0, 10, {"rows": 2, "length": 64}, 3e-3),
-    "slim": Case(150, 2.0, 1.3, 4, {"rows": 8}),
     "gan": Case(200, 0.25, 0.18, 6, {}),
 }
 
@@ -143,7 +142,9 @@ def test_samples_are_the_same_for_the_same_seed_and_apart_by_split(name: str) ->
     assert not inside & aside
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(  # of those two see test_exact_zoo
+    "name", [name for name in CASES if name not in ("moe", "tree")]
+)
 def test_a_part_of_its_memory_is_enough_and_changes_no_bit(name: str) -> None:
     model = zoo.build(name, "tiny")
     twin = Twin(model, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
@@ -180,22 +181,6 @@ def test_presets_grow_and_weights_follow_from_the_seed(name: str) -> None:
 def test_what_makes_no_network_is_refused(name: str, sizes: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         zoo.build(name, **sizes)
-
-
-@pytest.mark.parametrize("name", ["moe", "tree"])
-def test_weights_follow_from_the_seed_also_by_way_of_meta(name: str) -> None:
-    """And the generator that others draw from is left alone."""
-    state = torch.get_rng_state()
-    plain, meta = zoo.build(name, seed=3), zoo.build(name, seed=3, device="meta")
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(tensor.is_meta for tensor in [*meta.parameters(), *meta.buffers()])
-    real = meta.to_empty(device="cpu")
-    torch.manual_seed(3)
-    for module in real.modules():
-        if list(module.parameters(recurse=False)) or list(module.buffers(recurse=False)):
-            module.reset_parameters()  # type: ignore[operator]
-    for (key, one), two in zip(real.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one, two), key
 
 
 # The mixture of experts

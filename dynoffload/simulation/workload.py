@@ -22,7 +22,7 @@ from typing import Any
 from dynoffload.errors import TraceError
 from dynoffload.planning.schedule import Use
 from dynoffload.profiler.costs import CostModel
-from dynoffload.profiler.trace import Operator, RegionInfo, Trace
+from dynoffload.profiler.trace import Operator, Phase, RegionInfo, Trace
 
 _PERSISTENT = frozenset(("parameter", "buffer", "state"))
 
@@ -34,11 +34,13 @@ class Step:
     Attributes:
         uses: its operators that touch data, in order.
         sizes: bytes of the regions that this step creates or is given.
+        phases: positions of forward, backward and optimizer, as half-open ranges.
         given: regions that exist before the step, such as the sample.
     """
 
     uses: tuple[Use, ...]
     sizes: Mapping[int, int]
+    phases: Mapping[Phase, tuple[int, int]]
     given: tuple[int, ...]
 
 
@@ -152,6 +154,7 @@ class _Reader:
         alive: set[int] = set()
         seen: Counter[Hashable] = Counter()
         uses: list[Use] = []
+        spans: dict[Phase, tuple[int, int]] = {}
         glue = 0.0  # seconds of operators that touch no data
         for number, operator in enumerate(trace.operators):
             touched = tuple(dict.fromkeys((*operator.reads, *operator.writes)))
@@ -166,6 +169,7 @@ class _Reader:
             parts = self._parts(operator, touched)
             whole = sum(self._bytes(part) for part in parts)
             ends, written = set(last.get(number, ())), set(operator.writes)
+            start, _ = spans.setdefault(operator.phase, (len(uses), 0))
             for part in parts:
                 indices = tuple(self._index[region] for region in part)
                 created = [
@@ -187,7 +191,8 @@ class _Reader:
                     )
                 )
                 glue = 0.0
-        return Step(tuple(uses), self._sizes, tuple(self._given))
+            spans[operator.phase] = start, len(uses)
+        return Step(tuple(uses), self._sizes, spans, tuple(self._given))
 
     def _bytes(self, regions: Iterable[int]) -> int:
         return sum(self._trace.regions[region].nbytes for region in regions)

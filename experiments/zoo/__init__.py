@@ -39,7 +39,6 @@ _PLACES = {
     "early-lstm": "early_lstm:EarlyLSTM",
     "exits": "multi_scale:MultiScale",
     "depths": "mixture_of_depths:MixtureOfDepths",
-    "slim": "slimmable:Slimmable",
     "gan": "unrolled_gan:UnrolledGAN",
 }
 ALL = tuple(_PLACES)

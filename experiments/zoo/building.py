@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dynoffload.datasets.sources import Split
 from dynoffload.datasets.text import batches
@@ -20,10 +20,16 @@ class ZooSample:
     Attributes:
         args: the positional arguments of the network's forward call; its result has a ``.loss``.
         source: name of the file, or of another origin, from which the sample was cut.
+        kwargs: the other arguments.
     """
 
     args: tuple[Any, ...]
-    source: str
+    source: str = ""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def call(self, model: nn.Module) -> Any:
+        """Return the loss."""
+        return model(*self.args, **self.kwargs).loss
 
 
 class Output(NamedTuple):
@@ -46,7 +52,7 @@ def moved(value: Any, device: torch.device) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return replace(
             value,
-            **{field.name: moved(getattr(value, field.name), device) for field in fields(value)},
+            **{one.name: moved(getattr(value, one.name), device) for one in fields(value)},
         )
     if isinstance(value, dict):
         return {key: moved(item, device) for key, item in value.items()}

@@ -1,0 +1,239 @@
+"""Ways of training one network: plain PyTorch, this library, a baseline, common alternatives.
+
+All have the same optimizer, samples and weights (drawn on the CPU). `BUDGETED` is `offload`;
+`REPLAY` is the same with strict replay of a recorded order. `CHECKPOINT` is plain training with
+`torch.utils.checkpoint` around each block of the network; ``save-on-cpu`` with
+`torch.autograd.graph.save_on_cpu`. ``fsdp2`` is `fully_shard` of each block and of the root with
+`CPUOffloadPolicy`, in a group of one process. ``host-optimizer`` is `dynoffload.HostOptimizer`. The
+last two update on the CPU, so their bits differ from an update on the accelerator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from dynoffload.experiments.zoo.building import ZooSample
+
+PLAIN, CHECKPOINT, BUDGETED, REPLAY = "plain", "checkpoint", "offload", "replay"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One training.
+
+    Attributes:
+        network: name in the zoo; with ``preset=""`` in `dynoffload.experiments.networks.NETWORKS`.
+        preset: its sizes.
+        mode: a key of `WAYS`.
+        sizes: sizes that override the preset's, for `dynoffload.experiments.zoo.build`.
+        shape: of the samples, for `dynoffload.experiments.zoo.samples`.
+        split: which files samples come from.
+        data_seed: of the samples.
+        seed: of the weights.
+        optimizer: implementation of AdamW: ``"fused"``, ``"foreach"`` or ``"for-loop"``.
+        lr: its learning rate.
+        budget: bytes, for `BUDGETED` and `REPLAY`.
+        host_budget: bytes of host memory above the spill file of an accelerator; 0 for no file.
+        config: options of `dynoffload.OffloadConfig`.
+        pilot: path of a pilot, ``"auto"`` or None.
+        meta: build on the meta device and materialize the weights inside the block.
+        spill_dir: of the spill file.
+        device: of the accelerator; "" trains on the CPU.
+        threads: compute threads; 0 for torch's default.
+        watched: each step reports the modules it visited.
+        clairvoyant: each step is given the modules it will visit, instead of a pilot.
+    """
+
+    network: str
+    preset: str
+    mode: str = PLAIN
+    sizes: dict[str, int] = field(default_factory=dict)
+    shape: dict[str, int] = field(default_factory=dict)
+    split: str = "train"
+    data_seed: int = 0
+    seed: int = 0
+    optimizer: str = "fused"
+    lr: float = 1e-3
+    budget: int = 0
+    host_budget: int = 0
+    config: dict[str, Any] = field(default_factory=dict)
+    pilot: str | None = None
+    meta: bool = False
+    spill_dir: str | None = None
+    device: str = ""
+    threads: int = 0
+    watched: bool = False
+    clairvoyant: bool = False
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A network that can be stepped: its optimizer, what is entered around each forward, and the
+    library's session, if there is one."""
+
+    optimizer: Optimizer
+    around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    session: Any = None
+
+
+Way = Callable[[Spec, "nn.Module", Any], AbstractContextManager[Ready]]
+"""Prepares a network for training; the last argument is the pilot."""
+
+
+def network(spec: Spec) -> nn.Module:
+    """Return the network of ``spec``, on the CPU, or on the meta device if ``spec.meta``."""
+    from dynoffload.experiments import zoo
+    from dynoffload.experiments.networks import NETWORKS
+
+    if not spec.preset:
+        return NETWORKS[spec.network]().build()
+    device = "meta" if spec.meta else "cpu"
+    return zoo.build(spec.network, spec.preset, seed=spec.seed, device=device, **spec.sizes)
+
+
+def samples(spec: Spec) -> Iterator[ZooSample]:
+    """Return the samples of ``spec``."""
+    from dynoffload.experiments import zoo
+    from dynoffload.experiments.networks import NETWORKS
+
+    if not spec.preset:
+        return NETWORKS[spec.network]().samples(spec.data_seed)
+    return zoo.samples(spec.network, spec.split, seed=spec.data_seed, **spec.shape)
+
+
+def adamw(model: nn.Module, spec: Spec) -> Optimizer:
+    """Return the optimizer of ``spec``."""
+    from torch.optim import AdamW
+
+    kinds: dict[str, dict[str, Any]] = {
+        "fused": {"fused": True},
+        "foreach": {"foreach": True},
+        "for-loop": {"foreach": False},
+    }
+    return AdamW(model.parameters(), lr=spec.lr, **kinds[spec.optimizer])
+
+
+def place_of(spec: Spec) -> torch.device:
+    """Return the device on which a training computes."""
+    import torch
+
+    return torch.device(spec.device or "cpu")
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the members of the `ModuleList` with the most parameters; the model if it has none."""
+    from torch import nn
+
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    largest = max(lists, key=lambda one: sum(p.numel() for p in one.parameters()), default=None)
+    return [model] if largest is None else list(largest)
+
+
+@contextlib.contextmanager
+def _plain(spec: Spec, model: nn.Module, pilot: Any) -> Iterator[Ready]:
+    yield Ready(adamw(model.to(place_of(spec)), spec))
+
+
+@contextlib.contextmanager
+def _checkpoint(spec: Spec, model: nn.Module, pilot: Any) -> Iterator[Ready]:
+    from torch.utils.checkpoint import checkpoint
+
+    for block in blocks_of(model.to(place_of(spec))):
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    yield Ready(adamw(model, spec))
+
+
+@contextlib.contextmanager
+def _save_on_cpu(spec: Spec, model: nn.Module, pilot: Any) -> Iterator[Ready]:
+    from torch.autograd.graph import save_on_cpu
+
+    device = place_of(spec)
+    around = functools.partial(save_on_cpu, pin_memory=device.type != "cpu")
+    yield Ready(adamw(model.to(device), spec), around)
+
+
+@contextlib.contextmanager
+def _fsdp2(spec: Spec, model: nn.Module, pilot: Any) -> Iterator[Ready]:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    device = place_of(spec)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")  # one process: stay on the loopback interface
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+    backend = dist.get_default_backend_for_device(device)
+    backends = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backends, store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh(device.type, (1,))
+        policy = CPUOffloadPolicy(pin_memory=device.type != "cpu")
+        for part in (*blocks_of(model), model):
+            fully_shard(part, mesh=mesh, offload_policy=policy)
+        yield Ready(adamw(model, spec))
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _host_optimizer(spec: Spec, model: nn.Module, pilot: Any) -> Iterator[Ready]:
+    from torch.optim import AdamW
+
+    import dynoffload
+
+    parameters = model.to(place_of(spec)).parameters()
+    with dynoffload.HostOptimizer(parameters, AdamW, lr=spec.lr) as optimizer:
+        yield Ready(optimizer)
+
+
+@contextlib.contextmanager
+def _budgeted(spec: Spec, model: nn.Module, pilot: Any) -> Iterator[Ready]:
+    import dynoffload
+
+    optimizer = adamw(model, spec)
+    with dynoffload.offload(
+        model,
+        optimizer,
+        budget=spec.budget,
+        host_budget=spec.host_budget or None,
+        device=spec.device or None,
+        spill_dir=spec.spill_dir,
+        config=spec.config,
+        pilot=pilot,
+    ) as session:
+        yield Ready(optimizer, session=session)
+
+
+@contextlib.contextmanager
+def _replay(spec: Spec, model: nn.Module, pilot: Any) -> Iterator[Ready]:
+    from dynoffload.experiments.baselines.replay import replaying
+
+    optimizer = adamw(model, spec)
+    with replaying(model, optimizer, spec.budget, spec.spill_dir, **spec.config) as session:
+        yield Ready(optimizer, session=session)
+
+
+WAYS: dict[str, Way] = {
+    PLAIN: _plain,
+    CHECKPOINT: _checkpoint,
+    BUDGETED: _budgeted,
+    REPLAY: _replay,
+    "save-on-cpu": _save_on_cpu,
+    "fsdp2": _fsdp2,
+    "host-optimizer": _host_optimizer,
+}
+"""Way by name."""
