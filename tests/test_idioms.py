@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from dynoffload.errors import ConfigError
 from dynoffload.experiments import idioms as experiment
 from dynoffload.experiments.architectures import ARCHITECTURES, Architecture
 from dynoffload.experiments.harness import carry_out
