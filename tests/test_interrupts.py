@@ -34,7 +34,7 @@ from torch import nn
 import dynoffload
 from dynoffload.runtime import budgeted, interrupts
 from dynoffload.runtime.interrupts import interruptible, let_come, uninterrupted
-from dynoffload.runtime.updates.pending import PendingUpdates
+from dynoffload.runtime.updates import pending
 
 BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped"]
 SLOW = pytest.mark.slow
@@ -332,14 +332,14 @@ def test_an_interrupt_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that comes while the runtime has views of what is paged, and is caught outside."""
     trained = Trained(policy="repeat")
     before = descriptors()
-    real, sent = PendingUpdates.run, []
+    real, sent = pending.neighbours, []
 
-    def run(*args: Any) -> Any:
+    def neighbours(*args: Any) -> Any:
         if not sent:
             sent.append(signal.raise_signal(signal.SIGINT))
         return real(*args)
 
-    monkeypatch.setattr(PendingUpdates, "run", run)
+    monkeypatch.setattr(pending, "neighbours", neighbours)
     with handled(), pytest.raises(KeyboardInterrupt) as caught:
         trained.run()
     assert sent, "no update was made"

@@ -1,57 +1,88 @@
-"""SGD in half precision rounds by which other parameters have momentum, and so do we.
+"""Optimizers whose update of one parameter depends on which others are updated with it.
 
-With ``foreach`` it scales all momentum of a dtype at once if every parameter has some, and else one
-by one, which rounds otherwise. So a parameter's update depends on whether another one has its first
-gradient in the same step.
+SGD with momentum and ``foreach`` scales the momentum of all parameters together where each has
+some, else one by one, and in half precision the two round differently. Paged parameters are updated
+one by one; the bits must be those of the step as a whole.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
 
 import pytest
 import torch
-from fused_networks import PAGES, Chosen
-from hazards import each_with_slices_in_time, hazard, trained
-from slice_cases import HITS
+from exactness import SMALL_PAGES, Twin, footprint_of, needs_pager
+from fused_networks import PAGES, Chosen, fused_of
 from torch import Tensor, nn
 from torch.optim import SGD
 
+BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped"]
 HALVES = [torch.bfloat16, torch.float16]
 
 
-class Late(Chosen):
-    """Experts in one parameter, and matrices that are used from some step on."""
+class Experts(nn.Module):
+    """Layers of which a sample names those it goes through."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.late = nn.ParameterList(torch.full((32, 32), 0.1) for _ in range(2))
+        generator = torch.Generator().manual_seed(0)
+        self.small = nn.Parameter(torch.randn(32, generator=generator))
+        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(3))
+        for layer in self.layers:
+            layer.weight.data.normal_(0.0, 0.3, generator=generator)
+
+    def forward(self, x: Tensor, hit: list[int]) -> Tensor:
+        """Return activations ``[rows, 32]`` of inputs of that form."""
+        x = x * self.small
+        for number in hit:
+            x = x + torch.tanh(self.layers[number](x))
+        return x
 
 
-def late_loss(model: nn.Module, step: int) -> Tensor:
-    """Return the loss of a step, which brings first gradients in the third and in the fifth."""
-    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(step))
-    loss = model(x.to(model.head.dtype), HITS[step]).float().square().mean()  # type: ignore[arg-type]
-    late = list(model.late)[: (step >= 2) + (step >= 4)]  # type: ignore[arg-type]
-    return loss + sum((one.float() * step).square().mean() for one in late)
-
-
-@each_with_slices_in_time
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("options", [{}, {"nesterov": True, "weight_decay": 0.1}], ids=str)
-@pytest.mark.parametrize("slices", [True, False])
 def test_first_gradients_come_late(
-    backend: str, dtype: torch.dtype, options: dict[str, Any], slices: bool
+    options: dict[str, float], dtype: torch.dtype, backend: str
 ) -> None:
-    """Beside experts that have momentum, in one region or by slices."""
+    """Two experts get their first gradient when the others have momentum; one small parameter stays
+    in memory."""
 
-    def make() -> nn.Module:
-        return Late().to(dtype)
+    def loss_of(model: nn.Module, number: int) -> Tensor:
+        hit = [0] if number < 3 else [0, 1] if number < 5 else [0, 2]
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(number))
+        loss: Tensor = model(x.to(dtype), hit).float().square().mean()
+        return loss
 
-    def sgd(parameters: Any) -> SGD:
-        return SGD(parameters, lr=0.05, momentum=0.9, foreach=True, **options)
+    def sgd(parameters: Iterable[nn.Parameter]) -> SGD:
+        return SGD(parameters, lr=0.05, momentum=0.9, foreach=True, **options)  # type: ignore[arg-type]
 
-    program = trained(
-        make, loss=late_loss, optimizer=sgd, steps=7, share=0.5, states=1, slices=slices, **PAGES
-    )
-    hazard(backend, program)
+    twin = Twin(Experts().to(dtype), sgd)
+    config = {**SMALL_PAGES, "backend": backend, "step_aside": False}
+    with twin.paged(footprint_of(twin.model), config=config):
+        twin.train(loss_of, range(8))
+    twin.assert_same()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_whole_parameter_joins_slices(backend: str) -> None:
+    """What is paged by slices has momentum; a layer of the same step has none yet."""
+
+    class Late(Chosen):
+        def __init__(self) -> None:
+            super().__init__(4)
+            self.late = nn.Parameter(torch.full((32, 32), 0.1))
+
+    def loss_of(model: nn.Module, number: int) -> Tensor:
+        x = torch.randn(5, 32, generator=torch.Generator().manual_seed(number))
+        loss: Tensor = model(x.to(torch.bfloat16), [number % 3]).float().square().mean()
+        return loss if number < 3 else loss + (model.late.float() * number).square().mean()  # type: ignore[union-attr, operator]
+
+    def sgd(parameters: Iterable[nn.Parameter]) -> SGD:
+        return SGD(parameters, lr=0.05, momentum=0.9, foreach=True)
+
+    twin = Twin(Late().to(torch.bfloat16), sgd)
+    with twin.paged(footprint_of(twin.model), config={**PAGES, "backend": backend}) as session:
+        assert fused_of(session)
+        twin.train(loss_of, range(6))
+    twin.assert_same()

@@ -220,3 +220,15 @@ def spread_like(parameter: torch.Tensor, value: Any) -> Any:
         spec = type(spec)(spec.mesh, spec.placements, tensor_meta=meta)
     kind: Any = type(parameter)
     return kind(value, spec, requires_grad=False)
+
+
+def replica_beside(parameter: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
+    """Return ``value``, equal on all processes, in the form that operators accept together with
+    ``parameter``: replicated on its mesh, or unchanged if it is None."""
+    if parameter is None:
+        return value
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = parameter._spec.mesh  # type: ignore[attr-defined]
+    made: torch.Tensor = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return made

@@ -16,6 +16,7 @@ update is made on the old tensor, and the new one stays.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import traceback
 from collections import defaultdict
@@ -36,7 +37,7 @@ from dynoffload.runtime.unseen import unseen
 from dynoffload.runtime.updates.failure import note
 from dynoffload.runtime.updates.slices import SliceUpdate, SliceUpdates
 from dynoffload.runtime.updates.undo_log import UndoLog
-from dynoffload.runtime.updates.update import Group, PagedOptimizer, Update
+from dynoffload.runtime.updates.update import Group, PagedOptimizer, Update, neighbours
 
 OF_SCALER = ("grad_scale", "found_inf")
 """Attributes that a `GradScaler` sets on an optimizer for one step."""
@@ -238,6 +239,11 @@ class PendingUpdates:
         """Run the optimizer's own code over ``groups``, with ``state``; see [Note: stand-ins]."""
         if not any(group["params"] for group in groups):
             return
+        beside = [neighbours(group, self._device.device) for group in groups]
+        groups = [
+            {**group, "params": [*group["params"], *others]}
+            for group, others in zip(groups, beside, strict=True)
+        ]
         shadow = object.__new__(type(self._optimizer))
         shadow.__dict__.update(self._optimizer.__dict__, param_groups=groups, state=state)
         if not self.scaled:
@@ -245,6 +251,8 @@ class PendingUpdates:
                 shadow.__dict__.pop(name, None)
         with torch.inference_mode(False), torch.no_grad():
             self.step(shadow)
+        for parameter in itertools.chain(*beside):
+            state.pop(parameter, None)
 
     def make(self, slot: Slot, update: Update | SliceUpdate) -> None:
         """Make an update whose regions are not locked."""

@@ -25,10 +25,11 @@ from dynoffload.runtime.updates.pending import OF_SCALER, PendingUpdates
 from dynoffload.runtime.updates.slices import SliceUpdate
 from dynoffload.runtime.updates.torch_context import TorchContext, depends_on_dtype, may_wait
 from dynoffload.runtime.updates.update import (
+    FIRST_TIMERS,
     Group,
     PagedOptimizer,
     Update,
-    has_first_timers,
+    first_timers,
     snapshot,
 )
 
@@ -161,7 +162,8 @@ class StepCommit:
         split = _Split()
         for group in groups:
             hyper = snapshot(group)
-            at_once = has_first_timers(self._optimizer, group)
+            if found := first_timers(self._optimizer, group):
+                hyper[FIRST_TIMERS] = found
             whole = []
             for parameter in group["params"]:
                 slot = self._store.slots.get(parameter)
@@ -170,14 +172,12 @@ class StepCommit:
                     continue
                 if slot is None and fused is None:
                     whole.append(parameter)
-                elif fused is not None and not at_once and self._slices.splits(fused, hyper):
+                elif fused is not None and self._slices.splits(fused, hyper):
                     split.sliced.append((fused, hyper))
-                elif slot is not None and not at_once and self._is_paged(slot):
+                elif slot is not None and self._is_paged(slot):
                     self._store.adopt_gradient(slot)
                     split.paged.append((slot, hyper))
                 else:
-                    for one in () if fused is None else fused.slots:
-                        self._pending.flush(one)
                     whole.append(parameter)
                     split.shared.append(parameter)
             split.whole.append({**hyper, "params": whole})

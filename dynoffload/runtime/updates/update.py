@@ -2,8 +2,8 @@
 
 [Note: neighbours]  With ``momentum`` and ``foreach``, SGD scales all momentum of a dtype at once if
 every parameter has some, else one by one. The two kernels round differently in half precision. So
-one update depends on whether another parameter has its first gradient in this step. If so, the
-step's parameters are updated at once.
+one update depends on whether another parameter has its first gradient in this step. If so, a
+separate update runs together with a one-element parameter that has no momentum.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
+from dynoffload.distributed.sharded import replica_beside
 from dynoffload.errors import ConfigError
 from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.device import Device
+from dynoffload.memory.local import is_spread
 from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.store import Store
 from dynoffload.runtime.updates.failure import StepFailure
@@ -28,6 +31,9 @@ from dynoffload.runtime.updates.torch_context import TorchContext
 logger = logging.getLogger(__name__)
 
 Group = dict[str, Any]
+
+FIRST_TIMERS = "dynoffload_first_timers"
+"""Key under which copied hyperparameters keep the result of `first_timers`."""
 
 _REFUSED = {
     "LBFGS": "updates all parameters together, with one state for the group",
@@ -156,17 +162,18 @@ def snapshot(group: Group) -> Group:
     return {key: copied(value) for key, value in group.items() if key != "params"}
 
 
-def has_first_timers(optimizer: Optimizer, group: Group) -> bool:
-    """Return whether ``group`` has parameters of one dtype both with and without momentum, if that
+def first_timers(optimizer: Optimizer, group: Group) -> tuple[torch.dtype, ...]:
+    """Return the dtypes for which ``group`` has parameters both with and without momentum, if that
     affects results; see [Note: neighbours]."""
     if type(optimizer).__name__ != "SGD" or not group.get("momentum") or not _is_foreach(group):
-        return False
-    found = {
-        (one.dtype, (dict.get(optimizer.state, one) or {}).get("momentum_buffer") is None)
-        for one in group["params"]
-        if one.grad is not None and one.dtype in (torch.float16, torch.bfloat16)
-    }
-    return len(found) > len({dtype for dtype, _ in found})
+        return ()
+    found: dict[torch.dtype, set[bool]] = {}
+    for parameter in group["params"]:
+        if parameter.grad is not None and parameter.dtype in (torch.float16, torch.bfloat16):
+            state = dict.get(optimizer.state, parameter) or {}
+            has = state.get("momentum_buffer") is not None
+            found.setdefault(parameter.dtype, set()).add(has)
+    return tuple(dtype for dtype, has in found.items() if len(has) > 1)
 
 
 def _is_foreach(group: Group) -> bool:
@@ -179,6 +186,19 @@ def _is_foreach(group: Group) -> bool:
         group["params"], bool(group.get("differentiable")), use_fused=False
     )
     return bool(foreach)
+
+
+def neighbours(group: Group, device: torch.device) -> list[nn.Parameter]:
+    """Return one-element parameters on ``device`` to update together with those of ``group``; see
+    [Note: neighbours]."""
+    spread = next((one for one in group["params"] if is_spread(one)), None)
+    made = [
+        nn.Parameter(replica_beside(spread, torch.zeros(1, dtype=dtype, device=device)))
+        for dtype in group.get(FIRST_TIMERS, ())
+    ]
+    for parameter in made:
+        parameter.grad = torch.zeros_like(parameter)
+    return made
 
 
 def copied(value: Any) -> Any:
