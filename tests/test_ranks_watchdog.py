@@ -62,13 +62,14 @@ def until(true: Callable[[], bool]) -> bool:
 
 @pytest.mark.parametrize("text", [b"\xff\xfe", "[]", "{}", line(status={"stepp": 1})])
 def test_a_line_that_cannot_be_read_does_not_end_the_watch(
-    watching: Callable[..., RankWatchdog], text: str | bytes
+    watching: Callable[..., RankWatchdog], text: str | bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The rank's next line is read, those of others are, and this rank goes on telling its own."""
     tell(1, text)
     tell(2, line(beat=1))
     ours = watching()
-    assert until(lambda: list(ours._store.reports) == [2])
+    assert until(lambda: "the status of rank 1 cannot be read" in caplog.text)
+    assert ours._thread.is_alive()
     beat = ours._store._beat
     tell(1, line(beat=7))
     tell(2, line(beat=8))
@@ -76,6 +77,7 @@ def test_a_line_that_cannot_be_read_does_not_end_the_watch(
         lambda: {rank: one.beat for rank, one in ours._store.reports.items()} == {1: 7, 2: 8}
     )
     assert until(lambda: ours._store._beat > beat)
+    assert caplog.text.count("cannot be read") == 1
 
 
 def test_an_error_in_the_watch_is_said_once_and_it_goes_on(

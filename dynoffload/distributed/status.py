@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import logging
 import os
 import socket
 import time
@@ -21,6 +22,8 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 _STORE_TIMEOUT = datetime.timedelta(seconds=5)  # timeout of store operations
 _MAX_REASON = 200  # characters of a reason
@@ -143,6 +146,7 @@ class StatusStore:
         self._block, self._beat = block, 0
         self._own = _machine(), os.getpid(), _start_time(os.getpid())
         self._known: set[int] = set()
+        self._unreadable: set[int] = set()  # ranks for which a warning was logged
         self.reports: dict[int, Report] = {}
         self.changed: dict[int, float] = {}
         self.heard: dict[int, float] = {}
@@ -174,7 +178,19 @@ class StatusStore:
             try:
                 found: dict[str, Any] = json.loads(text)
                 report = Report(**{**found, "status": RankStatus(**found["status"])})
-            except (ValueError, TypeError, LookupError):  # of another version: it counts as silent
+                numbers = [report.beat, report.block, report.pid, report.born]
+                numbers += [report.status.step, report.status.progress]
+                if not all(isinstance(number, int) for number in numbers):
+                    raise TypeError("a number of another type")
+            except (ValueError, TypeError, LookupError) as error:  # such a rank counts as silent
+                if rank not in self._unreadable:
+                    self._unreadable.add(rank)
+                    logger.warning(
+                        "the status of rank %d cannot be read (%s): run the same version of "
+                        "dynoffload on all ranks",
+                        rank,
+                        error,
+                    )
                 continue
             if before is None or (report.beat, report.pid) != (before.beat, before.pid):
                 self.heard[rank] = now

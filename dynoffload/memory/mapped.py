@@ -166,7 +166,7 @@ class MappedFile(MappedCache):
             SpillError: a region that should be evicted cannot be written.
         """
         for error in self._busy.values():
-            raise error
+            raise type(error)(*error.args)  # a new one: the kept one must not keep frames alive
         if not self._unpinned.wait(1.0) and time.monotonic() > until:
             pinned = [one.region for one in self._cells.values() if one.pins]
             raise self._no_room([cell.region], pinned, f" within {_GRACE_S:.0f} s")
@@ -254,7 +254,7 @@ class MappedFile(MappedCache):
             self._inspect()
             if self._error is not None:
                 error, self._error = self._error, None
-                raise error
+                raise type(error)(*error.args)
             return super().counters()
 
     def close(self) -> None:

@@ -75,7 +75,7 @@ class Step:
         self._at = 0
         self.account(begun)
         chosen = likely(self._expected, chances)
-        if Counter(chosen) == Counter(self._chosen) - Counter(ran[self._planned :]):
+        if chosen == _less(self._chosen, ran[self._planned :]):
             return None
         self._chosen, self._planned = chosen, len(ran)
         return chosen
@@ -83,3 +83,15 @@ class Step:
     def account(self, begun: float) -> None:
         """Count the time since ``begun`` (`perf_counter`) as spent on predicting or planning."""
         self._spent += perf_counter() - begun
+
+
+def _less(blocks: Sequence[int], begun: Sequence[int]) -> list[int]:
+    """Return ``blocks`` minus the multiset ``begun``, in order."""
+    gone = Counter(begun)
+    left: list[int] = []
+    for block in blocks:
+        if gone[block]:
+            gone[block] -= 1
+        else:
+            left.append(block)
+    return left
