@@ -355,6 +355,49 @@ def refused(directory: Path, budget: str) -> dict[str, str]:
     return said
 
 
+def late(directory: Path, budget: str) -> dict[str, Any]:
+    """Train in bfloat16 by ``foreach`` a network whose second half gets gradients from the third
+    step on, on all ranks alike."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+
+    def make() -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).bfloat16()
+        for part in (*model, model):
+            fully_shard(part, mesh=mesh)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+
+    def run(model: Any, optimizer: Optimizer, session: Any) -> list[float]:
+        for number in range(5):
+            for part in model[2:]:
+                part.requires_grad_(number > 1)
+            model(torch.randn(8, 256, dtype=torch.bfloat16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return []
+
+    return twice(directory, budget, make, run)
+
+
+def replaced(directory: Path, budget: str) -> dict[str, Any]:
+    """Give the shards other memory in mid-run, as conversions do."""
+    case = Case(network="dense", width=192)
+
+    def make() -> tuple[nn.Module, Optimizer]:
+        model = sharded(case)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def run(model: nn.Module, optimizer: Optimizer, session: Any) -> list[float]:
+        losses = []
+        for number in range(4):
+            if number == 2:
+                model._apply(torch.clone)
+            losses += step_of(model, optimizer, case)
+        return losses
+
+    return twice(directory, budget, make, run)
+
+
 def memory(directory: Path, budget: str) -> dict[str, int]:
     """Train under a budget; return the growth of the process beyond its start without shards, and
     what it is made of."""

@@ -53,7 +53,7 @@ def test_scores_are_those_of_the_pilot_and_the_baselines(gan: Recording) -> None
 def test_a_pilot_that_steers_learns_from_every_step_what_has_changed(gan: Recording) -> None:
     """Of a network that takes one path early and another late, a pilot of the early steps is
     corrected by those between the held-out ones."""
-    short, long = ([0, 1, 3], [0, 1, 2, 3])
+    short, long = ([0, 2], [0, 1, 2])
     same = [replace(one, sample=InputFeatures({})) for one in gan.examples]
     mixed = [replace(one, blocks=long if n % 4 else short) for n, one in enumerate(same)]
     pilot = fit_pilot(gan.vocabulary, mixed)

@@ -101,8 +101,8 @@ def test_a_rank_that_is_no_number_is_none(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"ways": ["both"]}, "no way is named 'both'; there are ddp"),
-        ({"networks": ["all"]}, "no network is named 'all'; there are layerdrop, moe"),
+        ({"ways": ["both"]}, "ways names 'both'; there are ddp"),
+        ({"networks": ["all"]}, "networks names 'all'; there are layerdrop, moe"),
         ({"ranks": 1}, "ranks=1 and steps=200 must be at least 2"),
     ],
 )

@@ -105,6 +105,19 @@ def test_other_optimizers_and_options(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("work", "budget", "compared"), [("late", "600KiB", 16), ("replaced", "4MiB", 28)]
+)
+def test_late_gradients_and_replaced_memory(
+    work: str, budget: str, compared: int, tmp_path: Path
+) -> None:
+    """What a list of shards does together; shards that have other memory in mid-run."""
+    for one in run(work, tmp_path, budget):
+        assert one["losses"]
+        assert (one["differ"], one["compared"]) == ([], compared)
+
+
+@pytest.mark.slow
 def test_memory_is_the_budget_and_what_fsdp_has_beside_it(tmp_path: Path) -> None:
     """A process grows by its budget, freed memory, and about what the plan line says of FSDP."""
     for one in run("memory", tmp_path, "120MiB"):
