@@ -23,7 +23,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -384,12 +383,8 @@ def accelerated(
         return any(device.owner(storage) >= 0 for device in made)
 
     with emulated(seed, delay_s=0.0005, memory=memory) as queues:
-        place = target._place_of
-        if elsewhere:
-
-            def place(model: nn.Module) -> torch.device:
-                return torch.device("cpu", 0)  # not the one without a number
-
+        # Not the CPU without a number, which its tensors are on.
+        place = (lambda model: torch.device("cpu", 0)) if elsewhere else target._place_of
         with (
             mock.patch.object(target, "_place_of", place),
             mock.patch.object(target, "open_streams", return_value=queues),

@@ -14,13 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as processes
-
-WARM = processes.get_context("forkserver")
-"""Starts processes from one that has imported what takes long to import."""
-WARM.set_forkserver_preload(
-    ["torch._dynamo", "torch.distributed.fsdp", "dynoffload.runtime.offload"]
-)
+from programs import FORKED
 
 LIMIT_S = 120.0
 _GRACE_S = 20.0  # after one rank has failed, in which others say why
@@ -42,7 +36,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ranks = [
-            WARM.Process(target=_run, args=(work, rank, world, folder, given))
+            FORKED.Process(target=_run, args=(work, rank, world, folder, given))
             for rank in range(world)
         ]
         try:

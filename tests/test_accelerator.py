@@ -16,6 +16,7 @@ import pytest
 import torch
 from devices import pattern
 from emulated import Emulated, Race, Watcher, emulated
+from exactness import assert_same
 
 from dynoffload.errors import BudgetError, SpillError
 from dynoffload.memory.accelerator import host as host_tier
@@ -61,13 +62,34 @@ def write(device: Accelerator, region: int, seed: int) -> None:
     device.used([region])
 
 
+def filled(device: Accelerator, count: int, pages: int) -> list[int]:
+    """Return regions of so many pages, each with the pattern of its number."""
+    regions = [device.allocate(pages * PAGE) for _ in range(count)]
+    for region in regions:
+        write(device, region, region)
+    return regions
+
+
 def holds(device: Accelerator, region: int, seed: int) -> bool:
     """Return whether a region has the pattern, as an operator sees it."""
     device.use([region])
-    found = view(device, region)
-    same = torch.equal(found, pattern(len(found), seed))
+    found = view(device, region).clone()
     device.used([region])
-    return same
+    return torch.equal(found, pattern(len(found), seed))
+
+
+def held(device: Accelerator, count: int) -> dict[int, torch.Tensor]:
+    """Return regions of three pages with their bytes."""
+    tensors = {}
+    for region in filled(device, count, 3):
+        device.acquire([region])
+        tensors[region] = view(device, region)
+    return tensors
+
+
+def full(*args: object) -> None:
+    """Have no memory."""
+    raise torch.OutOfMemoryError("as planned")
 
 
 # One region
@@ -140,13 +162,9 @@ def test_host_memory_is_what_regions_take(streams: Emulated, tmp_path: Path) -> 
     need = 40 * PAGE
     device = Accelerator(streams, 8 * PAGE, tmp_path, need=need)
     assert streams.host_bytes == need
-    regions = [device.allocate(4 * PAGE) for _ in range(10)]
-    for region in regions:
-        write(device, region, region)
+    regions = filled(device, 10, 4)
     assert streams.host_bytes == need == device.taken_bytes()
-    more = [device.allocate(4 * PAGE) for _ in range(3)]  # beyond what was foreseen
-    for region in more:
-        write(device, region, region)
+    more = filled(device, 3, 4)  # beyond what was foreseen
     assert all(holds(device, region, region) for region in regions + more)
     device.close()
     assert streams.host_bytes == 0
@@ -156,11 +174,8 @@ def test_what_host_memory_has_no_room_for_comes_from_the_file_ahead_of_its_turn(
     tiered: Accelerator, streams: Emulated
 ) -> None:
     """Read by the plan, so that a demand finds it in host memory."""
-    regions = [tiered.allocate(2 * PAGE) for _ in range(12)]
-    for region in regions:
-        write(tiered, region, region)
-    for region in regions:
-        assert holds(tiered, region, region)
+    regions = filled(tiered, 12, 2)
+    assert all(holds(tiered, region, region) for region in regions)
     assert tiered.spill_bytes() >= 64 * PAGE
     assert streams.host_bytes == 8 * PAGE
     uses = [Use((region,)) for region in regions]
@@ -187,9 +202,7 @@ def _go_through(device: Accelerator, regions: list[int], *, reads: bool) -> None
 def test_a_file_that_fails_is_told_and_nothing_is_lost(
     tiered: Accelerator, monkeypatch: pytest.MonkeyPatch, reads: bool
 ) -> None:
-    regions = [tiered.allocate(4 * PAGE) for _ in range(8)]
-    for region in regions:
-        write(tiered, region, region)
+    regions = filled(tiered, 8, 4)
     fails = True
     transfer = host_tier.transfer
 
@@ -202,11 +215,10 @@ def test_a_file_that_fails_is_told_and_nothing_is_lost(
     with pytest.raises(SpillError, match="cannot read" if reads else "cannot write"):
         _go_through(tiered, regions, reads=reads)
     fails = False
-    for region in regions:
+    for number, region in enumerate(regions):
         tiered.use([region])
         found = view(tiered, region)
-        index = regions.index(region)
-        wanted = (region,) if reads else (region, 100 + index)
+        wanted = (region,) if reads else (region, 100 + number)
         assert any(torch.equal(found, pattern(len(found), seed)) for seed in wanted)
         tiered.used([region])
 
@@ -220,15 +232,13 @@ def test_memory_that_is_lacking_takes_no_bytes_with_it(
 ) -> None:
     """What makes way needs room in host memory, where what is entering lies."""
     device = Accelerator(streams, 8 * PAGE, tmp_path, host_budget=6 * PAGE, least=6 * PAGE)
-    regions = [device.allocate(3 * PAGE) for _ in range(6)]
-    for region in regions:
-        write(device, region, region)
+    regions = filled(device, 6, 3)
     plain, left = streams.fill, [0]
 
     def fill(storage: torch.UntypedStorage, nbytes: int) -> None:
         if left[0]:
             left[0] -= 1
-            raise torch.OutOfMemoryError("as planned")
+            full()
         plain(storage, nbytes)
 
     monkeypatch.setattr(streams, "fill", fill)
@@ -242,24 +252,18 @@ def test_memory_that_is_lacking_takes_no_bytes_with_it(
             with contextlib.suppress(BudgetError):
                 assert holds(device, region, region)
     left[0] = 0
-    for region in regions:
-        assert holds(device, region, region)
+    assert all(holds(device, region, region) for region in regions)
     device.close()
 
 
 def test_a_plan_that_finds_no_memory_is_left(
     device: Accelerator, streams: Emulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    regions = [device.allocate(3 * PAGE) for _ in range(4)]
-    for region in regions:
-        write(device, region, region)
+    regions = filled(device, 4, 3)
     device.use([regions[-1]])
     now, capacity = device.resident(), device.capacity
     uses = [Use((region,)) for region in regions]
     device.follow(uses, LookAhead().plan(uses, [3 * PAGE] * 4, device.capacity, now, now))
-
-    def full(*args: object) -> None:
-        raise torch.OutOfMemoryError("as planned")
 
     with monkeypatch.context() as patch:
         patch.setattr(streams, "fill", full)
@@ -267,23 +271,13 @@ def test_a_plan_that_finds_no_memory_is_left(
             device.advance(position)
     assert device.capacity == capacity, "the pool is as large as it was"
     device.used([regions[-1]])
-    for region in regions:
-        assert holds(device, region, region)
+    assert all(holds(device, region, region) for region in regions)
 
 
 def test_an_end_that_fails_gives_all_back(
-    streams: Emulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: Accelerator, streams: Emulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = Accelerator(streams, 8 * PAGE, tmp_path)
-    regions = [device.allocate(3 * PAGE) for _ in range(4)]
-    tensors = []
-    for region in regions:
-        write(device, region, region)
-        device.acquire([region])
-        tensors.append(view(device, region))
-
-    def full(*args: object) -> None:
-        raise torch.OutOfMemoryError("as planned")
+    tensors = held(device, 4)
 
     monkeypatch.setattr(streams, "fill", full)
     with pytest.raises(BudgetError, match="lower the budget"):
@@ -292,15 +286,9 @@ def test_an_end_that_fails_gives_all_back(
     assert streams.host_bytes == 0
 
 
-def test_what_is_held_at_the_end_stays(streams: Emulated, tmp_path: Path) -> None:
-    device = Accelerator(streams, 8 * PAGE, tmp_path, need=64 * PAGE, host_budget=8 * PAGE)
-    regions = [device.allocate(3 * PAGE) for _ in range(6)]
-    tensors = {}
-    for region in regions:
-        write(device, region, region)
-        device.acquire([region])
-        tensors[region] = view(device, region)
-    assert device.retire() == 0
+def test_what_is_held_at_the_end_stays(tiered: Accelerator, streams: Emulated) -> None:
+    tensors = held(tiered, 6)
+    assert tiered.retire() == 0
     assert streams.host_bytes == 0
     for region, tensor in tensors.items():
         assert torch.equal(tensor, pattern(3 * PAGE, region))
@@ -355,7 +343,7 @@ def test_regions_are_held_in_several_threads(tiered: Accelerator) -> None:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
+        assert not thread.is_alive()
     assert wrong == []
     for region in regions:
         assert holds(tiered, region, 28 + (region in (regions[1], regions[3])))
@@ -385,11 +373,9 @@ def test_lists_that_do_not_fit_together_are_given_part_by_part(device: Accelerat
     its = torch._foreach_norm(expected)
     torch._foreach_mul_(expected, 2.0)
     torch._foreach_add_(expected, its)
-    for one, two in zip(norms, its, strict=True):
-        assert torch.equal(one, two)
-    for number, (one, two) in enumerate(zip(found, expected, strict=True)):
-        assert torch.equal(one, two)
-        assert torch.equal(made[number], two * (number + 1.0))
+    assert_same([*norms], [*its], "norms")
+    assert_same(found, expected, "tensors")
+    assert_same([*made], [one * (n + 1.0) for n, one in enumerate(expected)], "new tensors")
 
 
 def test_storages_bring_themselves_to_whoever_copies_them(device: Accelerator) -> None:

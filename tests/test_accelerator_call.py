@@ -34,7 +34,6 @@ from dynoffload.runtime.adoption.held import is_between_processes
 from dynoffload.units import KiB, MiB, parse_bytes
 
 CONFIG: dict[str, Any] = {**SMALL_PAGES, "step_aside": False}
-CPU_0 = torch.device("cpu", 0)  # equal to no tensor's device: "elsewhere"
 
 
 def budget_for(model: nn.Module, optimizer: Any, share: int = 3) -> int:

@@ -255,3 +255,98 @@ def test_the_process_takes_no_more_than_before_budget_and_headroom(
     assert answer["footprint"] >= 6 * budget
     assert answer["fast"] <= budget
     assert answer["peak"] <= answer["before"] + budget + headroom
+
+
+MEMORY_OF_CASTS = """
+    import os
+    import torch
+    from torch import nn
+    import dynoffload
+    from dynoffload.memory.heap import give_back
+    from dynoffload.memory.limits import resident_bytes
+
+    torch.set_num_threads(1)
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    config = {"step_aside": False}
+    with dynoffload.offload(model, optimizer, budget="32MiB", pilot=None, config=config):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.randn(8, 1024)).float().square().mean()
+            give_back()
+            kept = resident_bytes()
+            torch.clear_autocast_cache()
+            give_back()
+            print(kept - resident_bytes(), flush=True)
+        os._exit(0)  # what is printed is all there is to know
+"""
+
+
+@needs_pager
+def test_the_casts_of_weights_take_no_memory_of_their_own() -> None:
+    """48 MiB of casts, made under 32 MiB: nothing is freed when autocast forgets them."""
+    done = script(MEMORY_OF_CASTS, seconds=90, fresh=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) < 8 * MiB
+
+
+# What the error says
+
+
+class Experts(nn.Module):
+    """An embedding that is larger than a slice of the experts, and smaller than all of them.
+
+    Args:
+        width: of a slice of ``width`` times ``width`` single numbers.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(200, 192)
+        self.experts = nn.Parameter(torch.zeros(8, width, width))
+
+
+def refusal(model: nn.Module, budget: int, **config: Any) -> str:
+    """Return the words with which a budget is refused."""
+    optimizer = AdamW(model.parameters())
+    with pytest.raises(BudgetError) as refused:
+        sizing_of(model, optimizer, budget, OffloadConfig.of(config))
+    return str(refused.value)
+
+
+def test_the_culprit_is_that_of_the_budget_that_is_named() -> None:
+    """Pages that the user wants keep experts whole: then these are."""
+    model = Experts(width=96)  # slices of nine pages
+    for budget in (10_000, 1_000_000):
+        assert "experts needs 1.12 MiB at once" in refusal(model, budget, page_bytes=16384)
+    for config in ({"page_bytes": 4096}, {}):
+        assert "words.weight needs" in refusal(model, 10_000, **config)
+
+
+@pytest.mark.parametrize("shape", [(64, 96, 96), (16, 128, 64), (8, 160, 128), (4, 300, 300)])
+def test_what_is_enough_is_enough_with_more(shape: tuple[int, ...]) -> None:
+    """A larger budget is divided into larger pages; those must not make experts whole for which
+    there is no room."""
+    model = nn.Module()
+    model.experts = nn.Parameter(torch.zeros(shape))
+    optimizer = AdamW(model.parameters())
+    accepted = []
+    budget = 50_000
+    while budget < 30_000_000:
+        try:
+            sizing_of(model, optimizer, budget, OffloadConfig.of({}))
+            accepted.append(True)
+        except BudgetError:
+            accepted.append(False)
+        budget = int(budget * 1.05)
+    assert accepted == sorted(accepted)
+    assert {True, False} == set(accepted)
+
+
+def test_what_the_optimizer_does_not_update_has_no_state() -> None:
+    """It is not to be blamed for one: its gradient is all that comes to it."""
+    model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 4))
+    with pytest.raises(BudgetError, match=r"0\.weight needs 2\.00 MiB at once"):
+        sizing_of(model, AdamW(model[1].parameters()), 2_300_000, OffloadConfig.of({}))
+    with pytest.raises(BudgetError, match=r"0\.weight needs 4\.00 MiB at once"):
+        sizing_of(model, AdamW(model.parameters()), 2_300_000, OffloadConfig.of({}))

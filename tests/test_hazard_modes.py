@@ -8,7 +8,6 @@ user's back must be as at ``step()``, and what is on where they are made must no
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -26,8 +25,6 @@ from hazards import (
     compared,
     each_backend,
     each_backend_in_time,
-    each_of_the_cpu,
-    each_paged,
     guarded,
     loss_of,
     stepwise,
@@ -35,9 +32,6 @@ from hazards import (
 from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 from torch.overrides import TorchFunctionMode
-from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 import dynoffload
 from dynoffload.errors import ConfigError, StepLostError
@@ -268,20 +262,6 @@ def test_denormals_flushed_at_the_step_or_at_the_look(side: Side, where: str) ->
     assert changed == (where == "at the look")
 
 
-class Counting(TorchDispatchMode):
-    """Counts the elements that in-place operators write."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.calls.append(str(function))
-        return function(*args, **(kwargs or {}))
-
-
 class Doubling(TorchFunctionMode):
     """Changes results: products of tensors made under it are twice as large."""
 
@@ -290,21 +270,6 @@ class Doubling(TorchFunctionMode):
     ) -> Any:
         result = function(*args, **(kwargs or {}))
         return result * 2 if function is torch.zeros_like else result
-
-
-@each_paged
-def test_a_mode_that_watches_the_step_sees_its_updates(backend: str) -> None:
-    """All are made inside of it; in which order, and how many at once, is ours."""
-    side = Side(backend)
-    model = Mlp(depth=3)
-    optimizer = AdamW(model.parameters(), lr=1e-2, foreach=False)
-    with side.offload(model, optimizer):
-        for step in range(3):
-            loss_of(model, step).backward()
-            with Counting() as counting:
-                optimizer.step()
-            optimizer.zero_grad()
-            assert sum("addcdiv_" in call for call in counting.calls) == len([*model.parameters()])
 
 
 @stepwise(each_backend, lambda: Mlp(depth=3))
@@ -348,81 +313,3 @@ def test_what_updates_depend_on(kind: type[Optimizer], foreach: bool) -> None:
         if not depends_on_dtype(optimizer, first=False):
             begin = 1 if depends_on_dtype(optimizer, first=True) else 0
             assert_same(state(lambda of=dtype: default_dtype(of), begin), plain, str(dtype))  # type: ignore[misc]
-
-
-def muon(model: Mlp) -> Optimizer:
-    """An optimizer with products, over the matrices alone."""
-    for layer in model.layers:
-        layer.bias.requires_grad_(False)
-    return Muon([p for p in model.parameters() if p.requires_grad and p.dim() == 2], lr=1e-2)
-
-
-@compared(each_backend)
-@pytest.mark.parametrize("around", ["each phase", "all"])
-def test_a_counter_of_flops_counts_what_it_does_in_plain_training(side: Side, around: str) -> None:
-    """Those of a step in `step()`, and none of an earlier one where it is made."""
-    model = Mlp(depth=3)
-    optimizer = muon(model)
-    whole = FlopCounterMode(display=False)
-    with whole if around == "all" else nullcontext():
-        with side.offload(model, optimizer):
-            for step in range(4):
-                counters = [FlopCounterMode(display=False) for _ in range(3)]
-                with counters[0]:
-                    loss = loss_of(model, step)
-                with counters[1]:
-                    loss.backward()
-                with counters[2] if step % 2 else nullcontext():
-                    optimizer.step()
-                optimizer.zero_grad()
-                side.see("flops", [one.get_total_flops() for one in counters])
-    if around == "all":
-        side.see("flops", whole.get_total_flops())
-
-
-@contextmanager
-def counted(by: str) -> Iterator[Counter[str]]:
-    """Count operators. Before a hook for what is saved, torch itself detaches it."""
-    found: Counter[str] = Counter()
-    if by == "a mode":
-        with Counting() as counting:
-            yield found
-        found.update(counting.calls)
-    else:
-        with profile(activities=[ProfilerActivity.CPU]) as profiled:
-            yield found
-        for event in profiled.key_averages():
-            if event.key.startswith("aten::"):
-                found[event.key] = event.count
-    for name in ("aten.detach.default", "aten::detach", "aten::_has_compatible_shallow_copy_type"):
-        found.pop(name, None)
-
-
-def counting_phases(side: Side, model: Any, optimizer: Any, step: int, by: str) -> None:
-    """Note which operators each phase has made."""
-    with counted(by) as sample:
-        loss_of(model, step).backward()
-    with counted(by) if step != 1 else nullcontext() as update:
-        optimizer.step()
-    optimizer.zero_grad()
-    side.see("sample", sorted(sample.items()))
-    side.see("update", update and sorted(update.items()))
-
-
-COUNTED = {"steps": 5, "optimizer": partial(AdamW, lr=1e-2, foreach=False)}
-
-
-@stepwise(each_backend, lambda: Mlp(depth=3), **COUNTED)
-def test_a_mode_counts_no_operator_of_ours(
-    side: Side, model: Any, optimizer: Any, step: int
-) -> None:
-    """Neither those that pack, move and adopt, nor updates that others are made in."""
-    counting_phases(side, model, optimizer, step, "a mode")
-
-
-@stepwise(each_of_the_cpu, lambda: Mlp(depth=3), **COUNTED)
-def test_a_profiler_counts_no_operator_of_ours(
-    side: Side, model: Any, optimizer: Any, step: int
-) -> None:
-    """On an accelerator it counts those of the loop once more, as a mode dispatches them anew."""
-    counting_phases(side, model, optimizer, step, "a profiler")

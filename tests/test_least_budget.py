@@ -21,12 +21,10 @@ from torch.nn import functional as F
 from torch.optim import Adam, AdamW, Optimizer
 
 import dynoffload
-from dynoffload.config import OffloadConfig
 from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
 from dynoffload.memory.pager import Pager
 from dynoffload.runtime import paging
-from dynoffload.runtime.sizing import sizing_of
 from dynoffload.units import parse_bytes
 
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -265,68 +263,6 @@ def test_experts_that_are_updated_whole_are_kept_for_rollback(backend: str) -> N
     with twin.paged(budget, config=config):
         train(twin.model, twin.optimizer)
     twin.assert_same()
-
-
-# What the error says
-
-
-class Experts(nn.Module):
-    """An embedding that is larger than a slice of the experts, and smaller than all of them.
-
-    Args:
-        width: of a slice of ``width`` times ``width`` single numbers.
-    """
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.words = nn.Embedding(200, 192)
-        self.experts = nn.Parameter(torch.zeros(8, width, width))
-
-
-def refusal(model: nn.Module, budget: int, **config: Any) -> str:
-    """Return the words with which a budget is refused."""
-    optimizer = AdamW(model.parameters())
-    with pytest.raises(BudgetError) as refused:
-        sizing_of(model, optimizer, budget, OffloadConfig.of(config))
-    return str(refused.value)
-
-
-def test_the_culprit_is_that_of_the_budget_that_is_named() -> None:
-    """Pages that the user wants keep experts whole: then these are."""
-    model = Experts(width=96)  # slices of nine pages
-    for budget in (10_000, 1_000_000):
-        assert "experts needs 1.12 MiB at once" in refusal(model, budget, page_bytes=16384)
-    for config in ({"page_bytes": 4096}, {}):
-        assert "words.weight needs" in refusal(model, 10_000, **config)
-
-
-@pytest.mark.parametrize("shape", [(64, 96, 96), (16, 128, 64), (8, 160, 128), (4, 300, 300)])
-def test_what_is_enough_is_enough_with_more(shape: tuple[int, ...]) -> None:
-    """A larger budget is divided into larger pages; those must not make experts whole for which
-    there is no room."""
-    model = nn.Module()
-    model.experts = nn.Parameter(torch.zeros(shape))
-    optimizer = AdamW(model.parameters())
-    accepted = []
-    budget = 50_000
-    while budget < 30_000_000:
-        try:
-            sizing_of(model, optimizer, budget, OffloadConfig.of({}))
-            accepted.append(True)
-        except BudgetError:
-            accepted.append(False)
-        budget = int(budget * 1.05)
-    assert accepted == sorted(accepted)
-    assert {True, False} == set(accepted)
-
-
-def test_what_the_optimizer_does_not_update_has_no_state() -> None:
-    """It is not to be blamed for one: its gradient is all that comes to it."""
-    model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 4))
-    with pytest.raises(BudgetError, match=r"0\.weight needs 2\.00 MiB at once"):
-        sizing_of(model, AdamW(model[1].parameters()), 2_300_000, OffloadConfig.of({}))
-    with pytest.raises(BudgetError, match=r"0\.weight needs 4\.00 MiB at once"):
-        sizing_of(model, AdamW(model.parameters()), 2_300_000, OffloadConfig.of({}))
 
 
 # An update that becomes larger

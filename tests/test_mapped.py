@@ -1,6 +1,6 @@
 """The mapped file: accesses that nobody announced are found, and older kernels are served.
 
-What every device promises is in `test_device_conformance`.
+What every device promises is in `test_device_conformance`, `_plans` and `_property`.
 """
 
 from __future__ import annotations

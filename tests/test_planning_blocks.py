@@ -23,8 +23,6 @@ from dynoffload.profiler import (
     Trace,
 )
 
-MIB = 1 << 20
-
 
 class Call:
     """One call of a tree of calls, from which a program is written down."""

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from exactness import needs_pager
-from gloo_ranks import WARM, run_ranks
+from gloo_ranks import run_ranks
+from programs import FORKED
 from ranks_faults import AT, HANGS_S, TIMEOUT_S, main, waiting
 
 from dynoffload.config import OffloadConfig
@@ -34,7 +35,9 @@ def ended(kinds: Sequence[str], directory: Path) -> dict[str, Any]:
     Nothing is left in the spill directories by then.
     """
     pairs = {
-        kind: [WARM.Process(target=main, args=(directory / kind, rank, kind)) for rank in range(2)]
+        kind: [
+            FORKED.Process(target=main, args=(directory / kind, rank, kind)) for rank in range(2)
+        ]
         for kind in kinds
     }
     found: dict[str, Any] = {}

@@ -1,6 +1,6 @@
 """Models that ``fully_shard`` has sharded over processes: their shards are regions.
 
-The processes meet over gloo on the CPU; see `shards_ranks` for what each of them does.
+The processes meet over gloo on the CPU: `shards_ranks` and `shards_checkpoints` say what each does.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shards_checkpoints
 import shards_ranks
 import torch
 from gloo_ranks import run_ranks
@@ -39,9 +40,9 @@ CASES: list[Any] = [
 ]
 
 
-def run(task: str, place: Path, value: Any = None, *, world: int = 2) -> list[Any]:
-    """Return what a function of `shards_ranks` returns in each of ``world`` processes."""
-    return run_ranks(shards_ranks.run, world, task, str(place), value, limit_s=TIMEOUT)
+def run(task: Any, place: Path, value: Any = None, *, world: int = 2, **only: Any) -> list[Any]:
+    """Return what a function of a directory and a value returns in each of ``world`` processes."""
+    return run_ranks(shards_ranks.run, world, task, place, value, limit_s=TIMEOUT, **only)
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +54,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ends(place: Path) -> list[Any]:
     """How two ranks end that save a checkpoint on their way."""
-    return run("saves", place, "6MiB")
+    return run(shards_checkpoints.saves, place, "6MiB")
 
 
 def check_exact(place: Path, cases: list[Any], *, world: int = 2) -> None:
     """Assert that every rank's runs of all cases are equal, and were paged."""
-    for rank, results in enumerate(run("exact", place, cases, world=world)):
+    for rank, results in enumerate(run(shards_ranks.exact, place, cases, world=world)):
         for case, result in zip(cases, results, strict=True):
             told = f"rank {rank}: {case}"
             assert result["losses"], told
@@ -120,7 +121,7 @@ def test_late_gradients_and_replaced_memory(
 @pytest.mark.slow
 def test_memory_is_the_budget_and_what_fsdp_has_beside_it(tmp_path: Path) -> None:
     """A process grows by its budget, freed memory, and about what the plan line says of FSDP."""
-    for one in run("memory", tmp_path, "120MiB"):
+    for one in run(shards_ranks.memory, tmp_path, "120MiB"):
         assert one["states"] > 2 * one["budget"]
         assert one["fast"] <= one["budget"]
         assert one["growth"] <= one["budget"] + one["slack"] + 1.25 * one["beside"]
@@ -135,7 +136,9 @@ def test_replicas_of_shards_and_shards_of_columns(tmp_path: Path, options: dict[
     cases: list[Any] = [({"network": "moe", "steps": 3, "clip": 0.5, **options}, {}, "8MiB")]
     check_exact(tmp_path, cases)
     given = ["10MiB", options]
-    assert run("saves", tmp_path, given) == run("resumes", tmp_path, given)
+    assert run(shards_checkpoints.saves, tmp_path, given) == run(
+        shards_checkpoints.resumes, tmp_path, given
+    )
     assert content(tmp_path / "copy2") == content(tmp_path / "run")
     model = Network("moe", options.get("width", 97))
     optimizer = optimizer_of("AdamW", model)
@@ -145,7 +148,7 @@ def test_replicas_of_shards_and_shards_of_columns(tmp_path: Path, options: dict[
 
 
 def test_shards_are_regions_and_stay_the_same_tensors(tmp_path: Path) -> None:
-    for one in run("regions", tmp_path, "9MiB"):
+    for one in run(shards_ranks.regions, tmp_path, "9MiB"):
         assert len(one["paged"]) == 9  # the weights of four blocks, and of the first layer
         assert one["own gradients"]  # and do not keep the buffer of their group
         assert one["same parts"]
@@ -156,8 +159,9 @@ def test_shards_are_regions_and_stay_the_same_tensors(tmp_path: Path) -> None:
 
 
 def test_evaluation_between_steps(tmp_path: Path) -> None:
-    """It leaves the root gathered; a save looks through that."""
-    for one in run("evaluated", tmp_path, "6MiB"):
+    """It leaves the root gathered, and a save looks through that; shards that get other memory in
+    mid-run train on."""
+    for one in run(shards_ranks.evaluated, tmp_path, "6MiB"):
         assert one["losses"]
         assert (one["differ"], one["compared"]) == ([], 28 * 4)
 
@@ -169,7 +173,7 @@ def test_what_is_not_served_is_refused(tmp_path: Path) -> None:
         "offload policy": "'weight' .*CPUOffloadPolicy: leave offload_policy out",
         "meta": r"'weight' .*on the meta device: .*to_empty\(device='cpu'\)",
     }
-    for said in run("refused", tmp_path, "64MiB"):
+    for said in run(shards_ranks.refused, tmp_path, "64MiB"):
         for what, told in words.items():
             assert re.match(f"ConfigError: .*{told}", said[what]), said[what]
 
@@ -188,7 +192,7 @@ def test_a_run_goes_on_from_its_checkpoint(
     place: Path, ends: list[Any], budget: str | None, copy: str
 ) -> None:
     """With the random numbers of each rank; under another budget, and under none."""
-    for end, other in zip(ends, run("resumes", place, budget), strict=True):
+    for end, other in zip(ends, run(shards_checkpoints.resumes, place, budget), strict=True):
         assert end["paged"]
         assert (other["state"], other["lr"]) == (end["state"], end["lr"])
     assert content(place / copy) == content(place / "run")
@@ -197,7 +201,7 @@ def test_a_run_goes_on_from_its_checkpoint(
 @pytest.mark.usefixtures("ends")
 def test_three_ranks_load_what_two_have_saved(place: Path) -> None:
     """And save the same bytes again, in several files."""
-    found = run("resumes", place, "5MiB", world=3)
+    found = run(shards_checkpoints.resumes, place, "5MiB", world=3)
     copy = content(place / "copy3")
     assert sum(name.startswith("model-") for name in copy) > 1
     assert copy == content(place / "run")
@@ -230,7 +234,7 @@ def test_what_one_process_saved_loads_into_shards(tmp_path: Path) -> None:
     dynoffload.save_checkpoint(
         model, optimizer, tmp_path / "run", extra=extra, max_shard_size="1MB"
     )
-    assert len(run("resumes", tmp_path, "6MiB")) == 2
+    assert len(run(shards_checkpoints.resumes, tmp_path, "6MiB")) == 2
     assert content(tmp_path / "copy2") == content(tmp_path / "run")
 
 
@@ -240,13 +244,13 @@ def test_one_rank(place: Path) -> None:
     """Its shards are whole, and its checkpoints the same."""
     cases: list[Any] = [({"network": "moe", "steps": 3}, {}, "14MiB")]
     check_exact(place, cases, world=1)
-    run("resumes", place, "14MiB", world=1)
+    run(shards_checkpoints.resumes, place, "14MiB", world=1)
     assert content(place / "copy1") == content(place / "run")
 
 
 def test_a_rank_that_fails_tells_the_others(tmp_path: Path) -> None:
     """In every part of a save and a load; what was saved before stays, and nothing is touched."""
-    first, second = run("faults", tmp_path)
+    first, second = run(shards_checkpoints.faults, tmp_path)
     assert second["save"].startswith("ConfigError")
     assert "File too large" in second["disk"]
     assert second["load"].startswith("ConfigError")
@@ -267,7 +271,7 @@ def test_a_rank_that_fails_tells_the_others(tmp_path: Path) -> None:
 
 def test_a_rank_that_ends_does_not_hang_the_others(tmp_path: Path) -> None:
     """They are told that it does not answer."""
-    (said,) = run_ranks(shards_ranks.run, 2, "dies", str(tmp_path), None, only=(0,))
+    (said,) = run(shards_checkpoints.dies, tmp_path, only=(0,))
     assert said.startswith("CheckpointError: rank 0 of 2")
     assert " waits for the other ranks, which do not answer (" in said
     assert not (tmp_path / "alone").exists()
@@ -275,7 +279,7 @@ def test_a_rank_that_ends_does_not_hang_the_others(tmp_path: Path) -> None:
 
 def test_replicas_are_saved_once_and_loaded_by_all(tmp_path: Path) -> None:
     """The first rank writes; the names are those of the model inside."""
-    for one in run("replicas", tmp_path):
+    for one in run(shards_checkpoints.replicas, tmp_path):
         assert one["same"]
         assert one["count"] > 20
     model = Network("dense", 32)
