@@ -8,11 +8,13 @@ one by one; the bits must be those of the step as a whole.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
 from exactness import SMALL_PAGES, Twin, footprint_of, needs_pager
-from fused_networks import PAGES, Chosen, fused_of
+from fused_networks import PAGES, Chosen
+from hazards import hazard, trained
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -64,25 +66,26 @@ def test_first_gradients_come_late(
     twin.assert_same()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, "emulated"])
 def test_a_whole_parameter_joins_slices(backend: str) -> None:
-    """What is paged by slices has momentum; a layer of the same step has none yet."""
+    """What is paged by slices, and larger than the budget, has momentum; a layer has none yet."""
 
     class Late(Chosen):
         def __init__(self) -> None:
-            super().__init__(4)
-            self.late = nn.Parameter(torch.full((32, 32), 0.1))
+            super().__init__(48, 128)
+            self.late = nn.Parameter(torch.full((128, 128), 0.1))
 
-    def loss_of(model: nn.Module, number: int) -> Tensor:
-        x = torch.randn(5, 32, generator=torch.Generator().manual_seed(number))
-        loss: Tensor = model(x.to(torch.bfloat16), [number % 3]).float().square().mean()
-        return loss if number < 3 else loss + (model.late.float() * number).square().mean()  # type: ignore[union-attr, operator]
+    def loss_of(model: Any, number: int) -> Tensor:
+        x = torch.randn(5, 128, generator=torch.Generator().manual_seed(number))
+        hit = [number % 48, (3 * number + 1) % 48]
+        loss: Tensor = model(x.to(model.head.dtype), hit).float().square().mean()
+        return loss if number < 3 else loss + (model.late.float() * number).square().mean()
 
     def sgd(parameters: Iterable[nn.Parameter]) -> SGD:
-        return SGD(parameters, lr=0.05, momentum=0.9, foreach=True)
+        return SGD(parameters, lr=0.05, momentum=0.9, foreach=True, weight_decay=0.1)
 
-    twin = Twin(Late().to(torch.bfloat16), sgd)
-    with twin.paged(footprint_of(twin.model), config={**PAGES, "backend": backend}) as session:
-        assert fused_of(session)
-        twin.train(loss_of, range(6))
-    twin.assert_same()
+    def make() -> nn.Module:
+        return Late().to(torch.bfloat16)
+
+    options = {"loss": loss_of, "optimizer": sgd, "steps": 6, "share": 0.3, "states": 1, **PAGES}
+    hazard(backend, trained(make, **options))
