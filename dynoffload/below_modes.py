@@ -150,4 +150,7 @@ def _choices_of(func: Any) -> tuple[bool, bool, Any, bool]:
 
 @functools.cache
 def _has_kernel(func: Any, key: Any) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key.name))
+    name = func.name()
+    if not torch._C._dispatch_has_kernel(name):  # as prim::device, by which fake tensors are asked
+        return False
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key.name))
