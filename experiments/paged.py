@@ -87,7 +87,7 @@ class Params:
     spill_dir: Path | None = option(None, "where the spill file and the swap file lie", place=True)
 
     def __post_init__(self) -> None:
-        check_known("rows", self.rows, VARIANTS)
+        check_known("rows", self.rows, VARIANTS, some=True)
         if self.steps < 1 or self.warmup < 1 or self.paged_steps < 0:
             raise ConfigError("steps and warmup are at least 1, paged_steps at least 0")
 

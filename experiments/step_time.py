@@ -87,8 +87,8 @@ class Params:
 
     def __post_init__(self) -> None:
         check_known("preset", [self.preset], PRESETS)
-        check_known("network", self.network, PRESETS[self.preset])
-        check_known("policies", self.policies, POLICIES)
+        check_known("network", self.network, PRESETS[self.preset], some=True)
+        check_known("policies", self.policies, POLICIES, some=True)
         if not self.shares:
             raise ConfigError("there are no budgets: give shares such as 1,1/2,1/4")
         if self.steps < _LEAST_STEPS:

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dynoffload.errors import BudgetError
 from dynoffload.experiments.baselines.recomputation import (
@@ -71,32 +72,17 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sizes: dict[Any, int] = {}
         self.records = False
         self.counts = True
-        self._ours = False  # inside this class's own calls
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """See `TorchDispatchMode`."""
         kwargs = kwargs or {}
-        if self._ours:
-            return func(*args, **kwargs)
-        with self._own():
-            return self._run(func, args, kwargs)
-
-    @contextlib.contextmanager
-    def _own(self) -> Iterator[None]:
-        ours, self._ours = self._ours, True
-        try:
-            yield
-        finally:
-            self._ours = ours
-
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written = _written(func, args, kwargs)
         if not self.counts:
             self._before_write(written)
             return func(*args, **kwargs)
-        allocates, key = _allocates(func), (func, *_signature((*args, *kwargs.items())))
+        allocates, key = _allocates(func), (func, *map(_signature, tree_leaves((args, kwargs))))
         need = self._need(func, args, kwargs, key) if allocates else 0
         self._making.room(need)
         operator = None
@@ -215,7 +201,7 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def pack(self, tensor: Tensor) -> Handle | Tensor:
         """Return a handle for a saved tensor, or the detached tensor if it cannot be recorded."""
-        with self._own():
+        with _disable_current_modes():
             if not self._is_simple(tensor) or is_of_a_subclass(tensor):
                 return tensor.detach()
             record = self._record_of(tensor)
@@ -232,7 +218,7 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(handle, Tensor):
             return handle
         saved, view = handle
-        with self._own():
+        with _disable_current_modes():
             return view.over(self._making.bring(saved.record))
 
 
@@ -251,16 +237,10 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     return found
 
 
-def _signature(values: Any) -> tuple[Any, ...]:
-    found: list[Any] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append((value.dtype, value.size(), value.stride()))
-        elif isinstance(value, list | tuple):
-            found.append(_signature(value))
-        else:
-            found.append((type(value), str(value)))
-    return tuple(found)
+def _signature(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, Tensor):
+        return value.dtype, value.size(), value.stride()
+    return type(value), str(value)
 
 
 def _meta_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -272,13 +252,14 @@ def _meta_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int
             return None
         if isinstance(one, torch.device):
             return torch.device("meta")
+        if not isinstance(one, Tensor):
+            return one
         twin = torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device="meta")
         given.add(twin.untyped_storage()._cdata)
         return twin
 
     with contextlib.suppress(Exception), torch.no_grad():
-        for kind in (Tensor, torch.device, torch.Generator):
-            args, kwargs = (replaced(one, meta, kind) for one in (args, kwargs))
+        args, kwargs = tree_map(meta, (args, kwargs))
         made = list(tensors_of(func(*args, **kwargs)))
         storages = {one.untyped_storage()._cdata: one.untyped_storage() for one in made}
         return sum(one.nbytes() for address, one in storages.items() if address not in given)

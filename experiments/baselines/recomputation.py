@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import UntypedStorage
@@ -33,11 +33,6 @@ from dynoffload.runtime.passes.finalization import Endings
 from dynoffload.units import format_bytes
 
 _AT_LEAST_S = 1e-9
-T = TypeVar("T")
-
-
-def _alive(reference: weakref.ref[T] | None) -> T | None:
-    return None if reference is None else reference()
 
 
 class Saved:
@@ -73,11 +68,11 @@ class Record:
 
     def here(self) -> UntypedStorage | None:
         """Return the storage that has this content, None if it was freed."""
-        return _alive(self._storage)
+        return self._storage and self._storage()
 
     def save(self, storage: UntypedStorage) -> Saved:
         """Return the `Saved` that a further handle shares."""
-        saved = _alive(self.saved)
+        saved = self.saved and self.saved()
         if saved is None:
             saved = Saved(self, storage)
             self.saved = weakref.ref(saved)
@@ -86,13 +81,13 @@ class Record:
     def put(self, storage: UntypedStorage | None) -> None:
         """Set the storage of this content; None drops it."""
         self._storage = None if storage is None else weakref.ref(storage)
-        saved = _alive(self.saved)
+        saved = self.saved and self.saved()
         if saved is not None:
             saved.storage = storage
 
     def become(self, after: Record) -> None:
         """Replace this content by ``after`` once its storage is written; handles follow."""
-        saved = _alive(self.saved)
+        saved = self.saved and self.saved()
         self._storage = self.saved = None
         if saved is not None:
             saved.record, after.saved = after, weakref.ref(saved)
@@ -180,7 +175,7 @@ class Known:
     @property
     def record(self) -> Record | None:
         """The record of its current content."""
-        return _alive(self.record_of)
+        return self.record_of and self.record_of()
 
 
 class Ledger:
