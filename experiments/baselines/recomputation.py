@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import UntypedStorage
@@ -32,13 +32,15 @@ from dynoffload.runtime.operators import replaced, tensors_of
 from dynoffload.runtime.passes.finalization import Endings
 from dynoffload.units import format_bytes
 
-_AT_LEAST_S = 1e-9
+T = TypeVar("T")
+
+
+def _alive(reference: weakref.ref[T] | None) -> T | None:
+    return None if reference is None else reference()
 
 
 class Saved:
     """A record's storage, shared by autograd's handles; None while it is dropped."""
-
-    __slots__ = ("__weakref__", "record", "storage")
 
     def __init__(self, record: Record, storage: UntypedStorage) -> None:
         self.record = record
@@ -68,11 +70,11 @@ class Record:
 
     def here(self) -> UntypedStorage | None:
         """Return the storage that has this content, None if it was freed."""
-        return self._storage and self._storage()
+        return _alive(self._storage)
 
     def save(self, storage: UntypedStorage) -> Saved:
         """Return the `Saved` that a further handle shares."""
-        saved = self.saved and self.saved()
+        saved = _alive(self.saved)
         if saved is None:
             saved = Saved(self, storage)
             self.saved = weakref.ref(saved)
@@ -81,13 +83,13 @@ class Record:
     def put(self, storage: UntypedStorage | None) -> None:
         """Set the storage of this content; None drops it."""
         self._storage = None if storage is None else weakref.ref(storage)
-        saved = self.saved and self.saved()
+        saved = _alive(self.saved)
         if saved is not None:
             saved.storage = storage
 
     def become(self, after: Record) -> None:
         """Replace this content by ``after`` once its storage is written; handles follow."""
-        saved = self.saved and self.saved()
+        saved = _alive(self.saved)
         self._storage = self.saved = None
         if saved is not None:
             saved.record, after.saved = after, weakref.ref(saved)
@@ -175,7 +177,7 @@ class Known:
     @property
     def record(self) -> Record | None:
         """The record of its current content."""
-        return self.record_of and self.record_of()
+        return _alive(self.record_of)
 
 
 class Ledger:
@@ -390,7 +392,7 @@ def _score(record: Record, now: float) -> float:
             near.add(other.operator)
             ahead += neighbours(other)
     cost = sum(one.seconds for one in near)
-    return cost / (record.nbytes * max(now - record.used_at, _AT_LEAST_S))
+    return cost / (record.nbytes * max(now - record.used_at, 1e-9))
 
 
 def _sources(record: Record) -> Iterable[Record]:
