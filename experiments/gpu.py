@@ -27,19 +27,19 @@ from dynoffload.experiments.gpu_check_training import environment
 from dynoffload.experiments.gpu_rows import MEASURED, NO_ROOM, NOT_MEASURED, measure, measure_link
 from dynoffload.experiments.harness import Experiment, Row, check_known, option, table
 from dynoffload.experiments.processes import WorkerError, fresh
-from dynoffload.experiments.ways import BUDGETED, CHECKPOINT, PLAIN, Spec
+from dynoffload.experiments.ways import BUDGETED, CHECKPOINT, DTR, PLAIN, Spec
 from dynoffload.memory.spill import default_spill_dir
 from dynoffload.units import format_bytes, format_seconds, parse_bytes
 
 LINK, CAPACITY = "link", "capacity"
 OURS, FILES = "ours", "ours-file"
-COUNTED = (OURS, FILES)
+COUNTED = (OURS, FILES, DTR)
 """Ways that take a budget in bytes; the second has a spill file below host memory."""
 WAYS = {
     PLAIN: PLAIN,
     OURS: BUDGETED,
     FILES: BUDGETED,
-    **{name: name for name in ("save-on-cpu", CHECKPOINT, "fsdp2", "host-optimizer")},
+    **{name: name for name in (DTR, "save-on-cpu", CHECKPOINT, "fsdp2", "host-optimizer")},
 }
 """Way by its name in ``--ways`` -> mode of its `Spec`."""
 HEADROOM = (0.9, 0.75, 0.5)
@@ -197,7 +197,7 @@ class Gpu(Experiment[Params]):
     def _largest(self, way: str, spec: Spec) -> Row:
         """Return the row of the most layers that fit, among powers of two."""
         host = parse_bytes(self.params.host) if way == FILES else 0
-        spec = replace(spec, host_budget=host, meta=way in COUNTED)
+        spec = replace(spec, host_budget=host, meta=way in (OURS, FILES))
         best: Row = {"state": NO_ROOM, "why": "one layer does not fit"}
         layers = 1
         while layers <= _MOST_LAYERS:

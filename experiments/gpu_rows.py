@@ -89,7 +89,8 @@ def _trained(spec: Spec, cap_bytes: int, steps: int, warmup: int) -> dict[str, A
             found[key] = finite(float(median(getattr(one, key) for one in every[warmup:])))
         found["peak_fast_bytes"] = max(one.peak_fast_bytes for one in every)
         # A session resets the allocator's peak in each step.
-        found["peak_allocated"] = max(one.peak_allocated_bytes for one in every[1:])
+        peaks = (one.peak_allocated_bytes for one in every[1:])
+        found["peak_allocated"] = max(found["peak_allocated"], *peaks)
         found["backend"] = trainer.session.backend
         if trainer.session.paging:
             found["pinned_bytes"] = trainer.session._paging.device.taken_bytes()

@@ -47,9 +47,13 @@ def option(default: T, meaning: str, *, place: bool = False) -> T:
     return found
 
 
-def check_known(name: str, given: Sequence[str], known: Iterable[str]) -> None:
-    """Raise `ConfigError` if an option names what there is not."""
+def check_known(
+    name: str, given: Sequence[str], known: Iterable[str], *, some: bool = False
+) -> None:
+    """Raise `ConfigError` if an option names what there is not, or nothing where it is ``some``."""
     there_are = list(known)
+    if some and not given:
+        raise ConfigError(f"{name} names nothing; there are {', '.join(there_are)}")
     if strange := [one for one in given if one not in there_are]:
         raise ConfigError(f"{name} names {strange[0]!r}; there are {', '.join(there_are)}")
 

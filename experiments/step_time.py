@@ -21,7 +21,7 @@ from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.contest import Side, Turns, Way, charged_before, measure, median_seconds
 from dynoffload.experiments.harness import Cell, Experiment, Row, check_known, option, table
 from dynoffload.experiments.pilot_recording import learned
-from dynoffload.experiments.ways import BUDGETED, CHECKPOINT, REPLAY, Spec
+from dynoffload.experiments.ways import BUDGETED, CHECKPOINT, DTR, REPLAY, Spec
 from dynoffload.experiments.zoo import TRUNK
 from dynoffload.memory.spill import default_spill_dir
 from dynoffload.units import format_bytes, format_seconds
@@ -51,12 +51,13 @@ POLICIES = {
     "repeat": ("last order", "s", "optimizer"),
     REPLAY: ("recorded order, strict", "^", "backward"),
     "on-demand": ("on demand", "v", "fault"),
-    CHECKPOINT: ("activation checkpointing", "D", "stall"),
+    DTR: ("rematerialisation (DTR)", "D", "stall"),
+    CHECKPOINT: ("activation checkpointing", "X", "rss"),
     SYSTEM: ("paging by the system", "P", "ink"),
 }
 """Name in ``--policies`` -> title, marker and colour in the figure. Each is a policy of
-`OffloadConfig`, strict replay, or plain training in a memory group: with swap, or with activation
-checkpointing and without swap."""
+`OffloadConfig`, strict replay, DTR, or plain training in a memory group: with swap, or with
+activation checkpointing and without swap."""
 _LEARNED = 32  # recorded steps on which the pilot is trained
 _LEAST_STEPS = 5
 _SPARE = 2.0  # factor of swap: pages keep their slot after they are read back
@@ -86,8 +87,8 @@ class Params:
 
     def __post_init__(self) -> None:
         check_known("preset", [self.preset], PRESETS)
-        check_known("network", self.network, PRESETS[self.preset])
-        check_known("policies", self.policies, POLICIES)
+        check_known("network", self.network, PRESETS[self.preset], some=True)
+        check_known("policies", self.policies, POLICIES, some=True)
         if not self.shares:
             raise ConfigError("there are no budgets: give shares such as 1,1/2,1/4")
         if self.steps < _LEAST_STEPS:
@@ -227,8 +228,8 @@ def _way(key: str, spec: Spec, budget: int, footprint: int) -> Way:
         if key == CHECKPOINT:
             return Way(replace(plain, mode=CHECKPOINT), base + budget)
         return Way(plain, base + budget, int(_SPARE * (base + footprint)))
-    if key == REPLAY:
-        return Way(replace(spec, mode=REPLAY, budget=budget, pilot=None))
+    if key in (REPLAY, DTR):
+        return Way(replace(spec, mode=key, budget=budget, pilot=None))
     pilot, config = spec.pilot if key == PILOT else None, {"policy": key}
     return Way(replace(spec, mode=BUDGETED, budget=budget, pilot=pilot, config=config))
 

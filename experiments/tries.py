@@ -12,7 +12,7 @@ from dynoffload.errors import ConfigError
 from dynoffload.experiments import contest
 from dynoffload.experiments.contest import Contestant
 from dynoffload.experiments.harness import check_known, option
-from dynoffload.experiments.ways import BUDGETED, CHECKPOINT, PLAIN, REPLAY, Spec
+from dynoffload.experiments.ways import BUDGETED, CHECKPOINT, DTR, PLAIN, REPLAY, Spec
 from dynoffload.memory.spill import default_spill_dir
 from dynoffload.units import format_seconds, parse_bytes
 
@@ -45,7 +45,8 @@ class Way:
 WAYS = {
     "plain": Way("plain PyTorch", ("ink", "o"), PLAIN),
     "system": Way("paging by the system", ("fault", "v"), PLAIN, swap=True),
-    CHECKPOINT: Way("activation checkpointing", ("stall", "D"), CHECKPOINT),
+    DTR: Way("rematerialisation (DTR)", ("stall", "D"), DTR),
+    CHECKPOINT: Way("activation checkpointing", ("optimizer", "X"), CHECKPOINT),
     "on-demand": Way("dynoffload, on demand", ("rss", "^"), policy="on-demand"),
     REPLAY: Way("dynoffload, recorded order", ("backward", "s"), REPLAY),
     OURS: Way("dynoffload, last order", ("plan", "P"), policy=OURS),
@@ -141,7 +142,7 @@ def spec_of(params: Params, subject: Subject, way: Way, size: int) -> Spec:
         mode=way.mode,
         budget=int(parse_bytes(params.memory) * params.share),
         config={"policy": way.policy} if way.policy else {},
-        meta=subject.meta,
+        meta=subject.meta and way.mode != DTR,
         spill_dir=str(params.spill_dir or default_spill_dir()),
     )
 

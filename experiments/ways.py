@@ -1,7 +1,8 @@
 """Ways of training one network: plain PyTorch, this library, a baseline, common alternatives.
 
 All have the same optimizer, samples and weights (drawn on the CPU). `BUDGETED` is `offload`;
-`REPLAY` is the same with strict replay of a recorded order. `CHECKPOINT` is plain training with
+`REPLAY` is the same with strict replay of a recorded order. `DTR` drops activations and recomputes
+them under a budget. `CHECKPOINT` is plain training with
 `torch.utils.checkpoint` around each block of the network; ``save-on-cpu`` with
 `torch.autograd.graph.save_on_cpu`. ``fsdp2`` is `fully_shard` of each block and of the root with
 `CPUOffloadPolicy`, in a group of one process. ``host-optimizer`` is `dynoffload.HostOptimizer`. The
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
     from dynoffload.experiments.zoo.building import ZooSample
 
-PLAIN, CHECKPOINT, BUDGETED, REPLAY = "plain", "checkpoint", "offload", "replay"
+PLAIN, CHECKPOINT, DTR = "plain", "checkpoint", "dtr"
+BUDGETED, REPLAY = "offload", "replay"
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,11 @@ class Spec:
         seed: of the weights.
         optimizer: implementation of AdamW: ``"fused"``, ``"foreach"`` or ``"for-loop"``.
         lr: its learning rate.
-        budget: bytes, for `BUDGETED` and `REPLAY`.
+        budget: bytes, for `BUDGETED`, `REPLAY` and `DTR`.
         host_budget: bytes of host memory above the spill file of an accelerator; 0 for no file.
         config: options of `dynoffload.OffloadConfig`.
         pilot: path of a pilot, ``"auto"`` or None.
-        meta: build on the meta device and materialize the weights inside the block.
+        meta: build on the meta device and materialize the weights inside the block; not for `DTR`.
         spill_dir: of the spill file.
         device: of the accelerator; "" trains on the CPU.
         threads: compute threads; 0 for torch's default.
@@ -155,6 +157,15 @@ def _checkpoint(spec: Spec, model: nn.Module, pilot: Any) -> Iterator[Ready]:
 
 
 @contextlib.contextmanager
+def _dtr(spec: Spec, model: nn.Module, pilot: Any) -> Iterator[Ready]:
+    from dynoffload.experiments.baselines.dtr import recomputing
+
+    optimizer = adamw(model.to(place_of(spec)), spec)
+    with recomputing(model, optimizer, spec.budget) as session:
+        yield Ready(optimizer, session=session)
+
+
+@contextlib.contextmanager
 def _save_on_cpu(spec: Spec, model: nn.Module, pilot: Any) -> Iterator[Ready]:
     from torch.autograd.graph import save_on_cpu
 
@@ -230,6 +241,7 @@ def _replay(spec: Spec, model: nn.Module, pilot: Any) -> Iterator[Ready]:
 WAYS: dict[str, Way] = {
     PLAIN: _plain,
     CHECKPOINT: _checkpoint,
+    DTR: _dtr,
     BUDGETED: _budgeted,
     REPLAY: _replay,
     "save-on-cpu": _save_on_cpu,

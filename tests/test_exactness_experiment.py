@@ -17,6 +17,7 @@ from dynoffload.experiments.bits import first_difference, state_of
 from dynoffload.experiments.exactness import Case, Exactness, Params, train_case
 from dynoffload.experiments.harness import carry_out
 from dynoffload.experiments.loops import OPTIMIZERS, Loop, loops
+from dynoffload.experiments.processes import WorkerError
 
 pytest.importorskip("transformers")
 
@@ -112,6 +113,17 @@ def test_checkpointing_without_effect_is_a_failed_case(monkeypatch: pytest.Monke
     row = train_case(Case("gpt2", Loop("AdamW foreach", checkpointing="reentrant", steps=1)))
     assert not row["exact"]
     assert "nothing was recomputed" in row["why"]
+
+
+def test_a_process_that_dies_is_a_failed_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies(*_: object) -> None:
+        raise WorkerError("'a case' was killed by signal 9")
+
+    one = Exactness(Params())
+    monkeypatch.setattr(one.processes, "call", dies)
+    row = one.run(next(iter(one.cases().values())))
+    assert (row["exact"], row["why"]) == (False, "'a case' was killed by signal 9")
+    assert not one.settled(row)  # so that it is tried again
 
 
 def test_the_loops_rotate_through_all_habits() -> None:

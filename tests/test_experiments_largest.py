@@ -58,7 +58,7 @@ def test_the_largest_is_found(monkeypatch: pytest.MonkeyPatch, limit: int) -> No
 
 
 def test_what_is_too_slow_when_small_is_tried_larger(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Paging pays for every operator, which weighs most in the smallest steps."""
+    """Rematerialisation pays for every operator, which weighs most in the smallest steps."""
 
     def outcome(way: Way, size: int) -> Try:
         slow = way is WAYS["repeat"] and not 4 <= size <= 11
@@ -94,7 +94,7 @@ def test_the_figure_and_the_tables_have_every_way(
         assert text.count(f">{way.title}</text>") == 4  # beside its bars, and in the legends
     first, equal, *_ = MaxBatch(MaxBatch.parameters()).parts(result)
     assert not isinstance(first, str)
-    assert first.rows[-1][:3] == ["dynoffload, last order", "12", "6.00"]
+    assert first.rows[-1][:3] == ["dynoffload, last order", "14", "7.00"]
     assert str(equal).endswith("equal, bit for bit")
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,17 +56,13 @@ def check_paged(result: dict[str, Any]) -> dict[str, Any]:
 NO_GROUPS = cgroup.why_unavailable(swap=True)
 
 
-def test_paged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Within real limits, where groups can be made. A way that refuses has its reason in the table,
     and the others go on."""
-    refused = replace(paged.VARIANTS["foreach"], optimizer="fused", config={"page_bytes": 3})
-    monkeypatch.setitem(paged.VARIANTS, "foreach", refused)
-    params = tiny(rows=("main", "foreach"), limited=not NO_GROUPS, limit="700MB", paged_steps=1)
+    params = tiny(rows=("main", "dtr"), limited=not NO_GROUPS, limit="700MB", paged_steps=1)
     ways = check_paged(carry_out(paged.Paged, params, tmp_path / "paged.json"))
-    assert "page_bytes=3" in ways["foreach"]["why"]
-    assert "foreach cannot run: " in capsys.readouterr().out
+    assert "dtr moves nothing" in ways["dtr"]["why"]
+    assert "dtr cannot run: " in capsys.readouterr().out
     own = ways["main"]
     if NO_GROUPS:
         assert own["group_peak_bytes"] is None

@@ -73,15 +73,15 @@ def made(budget: str = "1/4", **times: float | str) -> dict[str, Any]:
 
 
 def test_the_pilot_stands_against_the_best_of_the_others() -> None:
-    fastest, against = standing(made(pilot=2.0, repeat=3.0, checkpoint=1.9, os_paging=8.0))
-    assert fastest == ["checkpoint", "pilot"]  # a tie
+    fastest, against = standing(made(pilot=2.0, repeat=3.0, dtr=1.9, os_paging=8.0))
+    assert fastest == ["dtr", "pilot"]  # a tie
     assert against == pytest.approx(1.9 / 2)
-    assert standing(made(pilot="too little", checkpoint="too little")) == ([], None)
+    assert standing(made(pilot="too little", dtr="too little")) == ([], None)
 
 
 def test_reasons_that_differ_in_their_numbers_share_a_line() -> None:
     why = {"1/4": "it needs 3 MiB of 2", "1/8": "it needs 3 MiB of 1", "1/16": "it was killed"}
-    rows = [made(budget, pilot=told, checkpoint=1.0) for budget, told in why.items()]
+    rows = [made(budget, pilot=told, dtr=1.0) for budget, told in why.items()]
     assert reasons(rows) == [
         "net, 1/4, 1/8: pilot: it needs 3 MiB of 2",
         "net, 1/16: pilot: it was killed",
@@ -92,9 +92,9 @@ def test_table_and_figure_name_every_policy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     times: Mapping[str, Any] = {key.replace("-", "_"): 1.5 + n for n, key in enumerate(POLICIES)}
-    rows = [made("1", **times), made("1/16", **{**times, "checkpoint": "it needs 3 of 2"})]
+    rows = [made("1", **times), made("1/16", **{**times, "dtr": "it needs 3 of 2"})]
     rows[1]["policies"]["repeat"]["losses_equal"] = False
-    rows[1]["policies"]["dtr"] = rows[0]["policies"]["pilot"]  # of an older run
+    rows[1]["policies"]["intervals"] = rows[0]["policies"]["pilot"]  # of an older run
     made_by = {"command": "dynoffload", "commit": "0123"}
     path = tmp_path / "small.json"
     path.write_text(json.dumps({"params": {}, "made_by": made_by, "summary": {}, "rows": rows}))

@@ -166,6 +166,21 @@ def test_presets_grow_and_weights_follow_from_the_seed(name: str) -> None:
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
+@pytest.mark.parametrize("name", ["moe", "tree"])
+def test_weights_follow_from_the_seed_also_by_way_of_meta(name: str) -> None:
+    """And the generator that others draw from is left alone."""
+    state = torch.get_rng_state()
+    plain, meta = (zoo.build(name, "tiny", seed=3, device=device) for device in ("cpu", "meta"))
+    assert torch.equal(torch.get_rng_state(), state)
+    real = meta.to_empty(device="cpu")
+    torch.manual_seed(3)
+    for module in real.modules():
+        if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            module.reset_parameters()  # type: ignore[operator]
+    for (key, one), two in zip(real.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, two), key
+
+
 @pytest.mark.parametrize(
     ("name", "sizes", "told"),
     [

@@ -1,1 +1,1 @@
-"""Baselines: strict replay of a recorded order, and memory groups in which the system pages."""
+"""Baselines: DTR, strict replay of a recorded order, memory groups in which the system pages."""
