@@ -122,10 +122,6 @@ HOSTILE: dict[str, tuple[str, Change]] = {
     "trees with thresholds missing": ("lightgbm", _array("tree_thresholds", lambda a: a[:-1])),
     "a column of less than no thresholds": ("lightgbm", _tree("edges", 0, -1)),
     "a column of no thresholds": ("lightgbm", _tree("edges", 0, 0)),
-    "counts of thresholds that overflow": (
-        "lightgbm",
-        _array("tree_edges", lambda a: a + 2**62 * (np.arange(len(a)) < 4)),
-    ),
     "thresholds in another order": (
         "lightgbm",
         _array("tree_thresholds", lambda a: a[::-1].copy()),

@@ -239,6 +239,13 @@ def test_trees_of_any_size_come_back_as_they_were(seed: int, leaves: int, least:
     assert np.array_equal(predicted(trees, rows), booster.predict(rows, raw_score=True))
 
 
+def test_counts_of_thresholds_that_overflow_are_refused() -> None:
+    arrays = Trees.of_booster(trained(0)[0]).arrays()
+    arrays["tree_edges"][:4] += 2**62  # their sum in 64 bits is what it was
+    with pytest.raises(ValueError, match="thresholds missing"):
+        Trees.load(arrays, COLUMNS)
+
+
 # Samples of another kind than those of the training
 
 
