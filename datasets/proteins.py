@@ -9,10 +9,13 @@ in the sequences, the window and the mask.
 *Fold.* Residues are 3.8 angstrom apart on a random walk with a persistent direction and a pull to
 the centre that keeps it compact. Residues at least `SEPARATION` apart in sequence and within
 `CONTACT` angstrom touch; each has at most one partner, the nearest first.
-*Family.* The query is drawn uniformly; a residue's partner is its complement. Each new sequence
-copies a random earlier one and mutates some of its sites; the partner of a mutated site follows
-with probability `COUPLING`. Then runs of sites are deleted, which leaves gaps, but never in the
-query.
+*Ancestor.* Each site prefers residues by the Robinson frequencies of amino acids (1991), shifted
+towards hydrophobic ones (Kyte and Doolittle, 1982) near the centre and away from them outside.
+`_COMPLEMENT` maps a residue's preferences to its partner's.
+*Family.* Each new sequence copies a random earlier one and mutates its sites at rates drawn from a
+gamma distribution, as in real proteins. A mutated site is drawn again from its preferences; its
+partner follows with probability `COUPLING`. Then runs of sites are deleted, which leaves gaps, but
+never in the first sequence, the query.
 *Mask.* 15% of all entries are hidden; they are the prediction targets, as for AlphaFold's alignment
 (Jumper et al., 2021, supplement 1.2.7), but without its random replacements.
 """
@@ -47,6 +50,16 @@ HIDDEN = 0.15
 """Share of an alignment's entries that are masked."""
 
 _SEQUENCES = 128  # of a family; a sample contains some of them
+# For each residue: Kyte and Doolittle's hydropathy, Robinson's frequency, its complement.
+_HYDROPATHY = np.fromstring(
+    "1.8 -4.5 -3.5 -3.5 2.5 -3.5 -3.5 -0.4 -3.2 4.5 3.8 -3.9 1.9 2.8 -1.6 -0.8 -0.7 -0.9 -1.3 4.2",
+    sep=" ",
+)
+_FREQUENCY = np.fromstring(
+    ".078 .051 .045 .054 .019 .043 .063 .074 .022 .051 "
+    ".091 .057 .022 .039 .052 .071 .058 .013 .032 .064",
+    sep=" ",
+)
 _COMPLEMENT = np.array([RESIDUES.index(residue) for residue in "VDQRCNKGYLIEFMWTSPHA"])
 
 _Floats = npt.NDArray[np.float64]
@@ -196,7 +209,7 @@ def family(number: int, split: Split | str = Split.TRAIN) -> Family:
     length = LONGEST if number % 4 == 0 else int(generator.integers(LONGEST // 4, LONGEST))
     places = _fold(length, generator)
     partner = _partners(places)
-    return Family(places, partner, _descend(partner, generator))
+    return Family(places, partner, _descend(places, partner, generator))
 
 
 def _fold(length: int, generator: np.random.Generator) -> _Floats:
@@ -229,17 +242,35 @@ def _partners(places: _Floats) -> _Codes:
     return partner
 
 
-def _descend(partner: _Codes, generator: np.random.Generator) -> npt.NDArray[np.int8]:
+def _descend(
+    places: _Floats, partner: _Codes, generator: np.random.Generator
+) -> npt.NDArray[np.int8]:
     """Return a family's sequences, ``[sequences, length]``."""
     length = len(partner)
+    outward = np.linalg.norm(places - places.mean(axis=0), axis=1)
+    buried = (np.median(outward) - outward) / (outward.std() + 1e-9)
+    liking = _FREQUENCY * np.exp(0.25 * buried[:, None] * _HYDROPATHY)
+    # The second of two partners takes the complement of the first's preferences.
+    second = (partner >= 0) & (partner < np.arange(length))
+    liking[second] = liking[partner[second]][:, _COMPLEMENT]
+    sums = np.cumsum(liking, axis=1)
+    sums /= sums[:, -1:]
+
+    def draw(sites: _Codes) -> _Codes:
+        found: _Codes = (generator.random(len(sites))[:, None] > sums[sites]).sum(axis=1)
+        return found.clip(max=len(RESIDUES) - 1)
+
     sequences = np.empty((_SEQUENCES, length), dtype=np.int64)
-    sequences[0] = generator.integers(len(RESIDUES), size=length)
-    first = np.flatnonzero(partner > np.arange(length))
-    sequences[0, partner[first]] = _COMPLEMENT[sequences[0, first]]
+    everywhere = np.arange(length)
+    sequences[0] = draw(everywhere)
+    paired = np.flatnonzero((partner >= 0) & ~second)
+    sequences[0, partner[paired]] = _COMPLEMENT[sequences[0, paired]]
+    rates = generator.gamma(0.7, 1 / 0.7, size=length)
     for index in range(1, _SEQUENCES):
         child = sequences[generator.integers(index)].copy()
-        changed = np.flatnonzero(generator.random(length) < generator.exponential(0.2))
-        child[changed] = generator.integers(len(RESIDUES), size=len(changed))
+        branch = generator.exponential(0.25)
+        changed = np.flatnonzero(generator.random(length) < -np.expm1(-rates * branch))
+        child[changed] = draw(changed)
         follows = changed[(partner[changed] >= 0) & (generator.random(len(changed)) < COUPLING)]
         child[partner[follows]] = _COMPLEMENT[child[follows]]
         sequences[index] = child

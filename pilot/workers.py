@@ -7,6 +7,9 @@ which worker runs it.
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -14,7 +17,7 @@ from typing import Any, TypeVar
 from dynoffload.errors import ConfigError
 
 Made = TypeVar("Made")
-_IDLE_S = 30  # after which an idle worker ends, also one whose job was killed
+_LOOK_S = 0.5  # seconds between a worker's checks that its parent is alive
 
 
 def run_tasks(
@@ -42,7 +45,7 @@ def run_tasks(
 
     ours: dict[str, Any] = {}
     if isinstance(get_active_backend()[0], LokyBackend):
-        ours = {"idle_worker_timeout": _IDLE_S}
+        ours = {"initializer": _end_with, "initargs": (os.getpid(),)}
     parallel = joblib.Parallel(
         n_jobs=jobs, return_as="generator_unordered", max_nbytes=None, **ours
     )
@@ -55,6 +58,19 @@ def run_tasks(
 def _numbered(task: Callable[..., Made], number: int, *arguments: Any) -> tuple[int, Made]:
     with one_thread():
         return number, task(*arguments)
+
+
+def _end_with(parent: int) -> None:
+    """Make this worker exit when its parent does, even if the parent is killed or already gone.
+    The kernel's parent-death signal is unsuitable: it is sent when the parent *thread* that
+    started the worker ends."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="dynoffload-parent", daemon=True).start()
 
 
 @contextmanager

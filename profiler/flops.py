@@ -81,8 +81,9 @@ def _product(left: str, right: str) -> _Formula:
 
 
 def _linear(bound: _Bound) -> int:
-    """``[..., inner] @ [columns, inner].T``."""
-    return 2 * int(bound["input"].numel()) * int(bound["weight"].shape[0])
+    """``[..., inner] @ [columns, inner].T``, under either pair of argument names."""
+    rows, weight = bound.get("input", bound.get("self")), bound.get("weight", bound.get("mat2"))
+    return 2 * int(rows.numel()) * int(weight.shape[0])
 
 
 def _linear_backward(bound: _Bound) -> int:
@@ -151,11 +152,13 @@ _TABLE: tuple[tuple[_Formula, str], ...] = (
     (_product("mat", "vec"), "addmv"),
     (_product("self", "tensor"), "dot"),
     (_product("self", "other"), "vdot"),
-    (_linear, "linear"),
-    (_linear_backward, "linear_backward"),
+    (_linear, "linear mkldnn_linear _weight_int8pack_mm"),
+    (_linear_backward, "linear_backward mkldnn_linear_backward"),
     (_grouped, "_grouped_mm _scaled_grouped_mm"),
-    (_convolution, "convolution _convolution"),
-    (_convolution_backward, "convolution_backward"),
+    (_convolution, "convolution _convolution convolution_overrideable mkldnn_convolution"),
+    (_convolution, "cudnn_convolution _slow_conv2d_forward slow_conv3d_forward"),
+    (_convolution, "_conv_depthwise2d conv_depthwise3d miopen_convolution"),
+    (_convolution_backward, "convolution_backward convolution_backward_overrideable"),
     (_rnn, "mkldnn_rnn_layer _cudnn_rnn miopen_rnn"),
     (
         lambda bound: 2 * _rnn(bound),

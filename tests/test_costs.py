@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from dynoffload.errors import ConfigError, TraceError
 from dynoffload.experiments import zoo
 from dynoffload.experiments.architectures import ARCHITECTURES
+from dynoffload.experiments.costs import residual
 from dynoffload.profiler import Recorder, Trace
 from dynoffload.profiler.cost_fitting import fit
-from dynoffload.profiler.costs import CostModel, Factors, Kind, Work
+from dynoffload.profiler.costs import CostModel, Factors, Kind, Work, work_of
 from dynoffload.profiler.trace import Phase
 
 OVERHEAD = {Kind.CALL: 1e-6, Kind.MEMORY: 3e-6, Kind.PRODUCT: 8e-6}
@@ -208,3 +209,16 @@ def test_a_fit_says_what_it_lacks(traces: list[Trace]) -> None:
         fit([old])
     with pytest.raises(TraceError, match="nothing to fit"):
         fit([])
+
+
+def test_the_residual_is_how_far_a_model_is_off(traces: list[Trace]) -> None:
+    machine = CostModel({"float32": 2e10}, 5e9, OVERHEAD)
+    slow = CostModel({"float32": 1e10}, 2.5e9, {kind: 2 * s for kind, s in OVERHEAD.items()})
+    exact = []
+    for trace in traces:
+        timed = [op._replace(seconds=machine.seconds(work_of(op))) for op in trace.operators]
+        exact.append(replace(trace, operators=timed))
+    for model, off in ((machine, 0.0), (slow, 1.0)):
+        for errors in residual((model, trace) for trace in exact).values():
+            found = (errors.median, errors.p90, errors.bias)
+            assert found == pytest.approx((off, off, off), abs=1e-9)

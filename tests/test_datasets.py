@@ -46,7 +46,7 @@ def test_the_seed_alone_decides(make: Make) -> None:
     assert draw(5) != draw(6)
 
 
-@pytest.mark.parametrize("make", [batches, digits])
+@pytest.mark.parametrize("make", [batches, trees, statements.statements, digits])
 def test_splits_share_no_source(make: Make) -> None:
     trained, aside = (
         {one.source for one in islice(make(split), 30)} for split in ("train", "held-out")

@@ -122,6 +122,10 @@ HOSTILE: dict[str, tuple[str, Change]] = {
     "trees with thresholds missing": ("lightgbm", _array("tree_thresholds", lambda a: a[:-1])),
     "a column of less than no thresholds": ("lightgbm", _tree("edges", 0, -1)),
     "a column of no thresholds": ("lightgbm", _tree("edges", 0, 0)),
+    "thresholds in another order": (
+        "lightgbm",
+        _array("tree_thresholds", lambda a: a[::-1].copy()),
+    ),
     "columns in another order": ("lightgbm", _array("tree_columns", lambda a: a[::-1].copy())),
     "trees with masks missing": ("lightgbm", _array("tree_masks", lambda a: a[:-1])),
     "trees with leaves missing": ("lightgbm", _array("tree_values", lambda a: a[:, :-1])),

@@ -211,6 +211,15 @@ def test_compiled_models_have_all_gradients() -> None:
         assert torch.equal(one.grad, other)
 
 
+def test_a_write_into_what_backward_needs_is_refused() -> None:
+    x, gates, up, down = inputs()
+    loss = experts(x, choice(40, 5, 2), gates, up, down).sum()
+    with torch.no_grad():
+        up.mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
+        loss.backward()
+
+
 def test_gates_count_in_their_own_precision() -> None:
     """Results are the loop's bits where no sum has another order; gradients are of gates' dtype."""
     x, gates, up, down = (one.detach().bfloat16() for one in inputs())

@@ -113,4 +113,19 @@ def test_a_file_that_cannot_be_written_or_read_is_an_error_with_a_remedy(
     monkeypatch.setattr("dynoffload.moe.parallel.tiers._copy", lambda *_: end.wait(60))
     with pytest.raises(SpillError, match=r"was not copied to or from the spill .* in 0.2 s"):
         slow.store(torch.ones(10)).wait()
+    monkeypatch.undo()
+    FileTier(tmp_path, timeout=20.0).store(torch.ones(10)).wait()  # which hangs on no other's disk
     end.set()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_of_a_fork_copies_too(tmp_path: Path) -> None:
+    FileTier(tmp_path).store(torch.ones(10)).wait()
+    child = os.fork()
+    if not child:
+        try:
+            FileTier(tmp_path, timeout=20.0).store(torch.ones(10)).wait()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0

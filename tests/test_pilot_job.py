@@ -6,11 +6,14 @@ import json
 import os
 import random
 import shutil
+import subprocess
+import sys
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
 import joblib
+import psutil
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -89,6 +92,23 @@ def test_the_pilot_is_the_same_byte_for_byte_whoever_works_on_it(
         shutil.copyfile(path, tmp_path / name)
     again = train_pilot(tmp_path, progress=False, jobs=2)
     assert _saved(again, tmp_path / "two") == _saved(trained, tmp_path / "one")
+
+
+def test_workers_end_with_a_job_that_is_killed() -> None:
+    code = """
+import time
+from dynoffload.pilot.workers import run_tasks
+for _ in run_tasks(time.sleep, [(0,)] + 9 * [(60,)], 2):
+    print("begun", flush=True)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begun\n"
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+    assert len(children) >= 2
+    left = psutil.wait_procs(children, timeout=20)[1]  # less than a task takes
+    assert not left, left
 
 
 def test_a_dask_cluster_computes_and_trains_the_same_pilot(

@@ -25,6 +25,7 @@ from torch.optim import AdamW
 
 import dynoffload
 from dynoffload.errors import PilotError
+from dynoffload.pilot.association import learn_association
 from dynoffload.pilot.correction import Posterior, learn_correction
 from dynoffload.pilot.evaluate import score
 from dynoffload.pilot.features import Example
@@ -34,6 +35,25 @@ from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.train import train_pilot
 from dynoffload.pilot.trees import MAX_LEAVES, Trees
 from dynoffload.profiler.input_features import InputFeatures
+
+
+def test_association_blames_the_code_and_not_its_neighbours() -> None:
+    # Code 0 runs the block. Code 1 stands beside it two times out of three, but is innocent.
+    rng = np.random.default_rng(0)
+    samples, present = [], []
+    for _ in range(400):
+        guilty = rng.random() < 0.5
+        codes = [int(guilty) * 10, *(rng.integers(20, 40, size=6).tolist())]
+        if rng.random() < (2 / 3 if guilty else 0.2):
+            codes.append(1)
+        rng.shuffle(codes)
+        samples.append(InputFeatures({}, np.stack([codes, np.zeros(len(codes), int)], axis=1)))
+        present.append([guilty])
+    association = learn_association(samples, np.array(present))
+    one = [InputFeatures({}, np.array([[code, 0]])) for code in (10, 1)]
+    guilty_chance, innocent_chance = (-np.expm1(association.evidence(s)[0])[0] for s in one)
+    assert guilty_chance > 0.9
+    assert innocent_chance < 0.1
 
 
 def test_a_model_learns_from_the_numbers_of_samples_without_elements() -> None:
@@ -217,6 +237,13 @@ def test_trees_of_any_size_come_back_as_they_were(seed: int, leaves: int, least:
     booster, rows = trained(seed, num_leaves=leaves, min_data_in_leaf=least)
     trees = Trees.load(Trees.of_booster(booster).arrays(), COLUMNS)
     assert np.array_equal(predicted(trees, rows), booster.predict(rows, raw_score=True))
+
+
+def test_counts_of_thresholds_that_overflow_are_refused() -> None:
+    arrays = Trees.of_booster(trained(0)[0]).arrays()
+    arrays["tree_edges"][:4] += 2**62  # their sum in 64 bits is what it was
+    with pytest.raises(ValueError, match="thresholds missing"):
+        Trees.load(arrays, COLUMNS)
 
 
 # Samples of another kind than those of the training

@@ -89,6 +89,39 @@ def test_convolutions_agree_with_torch(transposed: bool, dimensions: int) -> Non
     assert _flops(_recorded(lambda: layer(x), backward=True)) == counter.get_total_flops() > 0
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_groups_of_a_convolution_are_convolutions_of_their_own(transposed: bool) -> None:
+    """Also in the gradient of the weight, where torch's counter multiplies by their number."""
+    kind = nn.ConvTranspose1d if transposed else nn.Conv1d
+    whole, part = kind(8, 8, 3, groups=4), kind(2, 2, 3)
+    x = torch.rand(2, 8, 10, requires_grad=True)
+    one = torch.rand(2, 2, 10, requires_grad=True)
+    found = _flops(_recorded(lambda: whole(x), backward=True))
+    assert found == 4 * _flops(_recorded(lambda: part(one), backward=True)) > 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    "mkldnn_convolution cudnn_convolution miopen_convolution _slow_conv2d_forward "
+    "slow_conv3d_forward _conv_depthwise2d conv_depthwise3d convolution_overrideable "
+    "convolution_backward_overrideable mkldnn_linear mkldnn_linear_backward "
+    "_weight_int8pack_mm".split(),
+)
+def test_kernels_called_directly_are_counted(name: str) -> None:
+    packet = getattr(torch.ops.aten, name)
+    operator = getattr(packet, packet.overloads()[0])
+    x, weight, made = torch.empty(2, 3, 8, 8), torch.empty(5, 3, 3, 3), torch.empty(2, 5, 6, 6)
+    if name.endswith("_mm") or "linear" in name:
+        x, weight, made = torch.empty(4, 6), torch.empty(7, 6), torch.empty(4, 7)
+    named = {"self": x, "input": x, "weight": weight, "mat2": weight, "grad_output": made}
+    known = {**named, "transposed": False, "output_mask": (True, True, False)}
+    given = {a.name: known[a.name] for a in operator._schema.arguments if a.name in known}
+    count_flops = counter_of(operator)
+    assert count_flops is not None
+    products = 2 if "backward" in name else 1
+    assert count_flops((), given, made) == products * 2 * made.numel() * weight[0].numel()
+
+
 @pytest.mark.parametrize(
     ("causal", "queries", "keys", "repeated"),
     [(False, 5, 7, 1), (True, 5, 7, 1), (True, 7, 5, 2), (False, 6, 6, 2)],

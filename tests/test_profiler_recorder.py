@@ -122,6 +122,17 @@ def test_forward_and_backward_know_their_module() -> None:
     assert [op.site for op in _at(trace, Phase.BACKWARD, "aten.embedding_dense")] == ["embedding"]
 
 
+def test_the_calls_of_a_step_are_nested() -> None:
+    for step, trace in enumerate(_record(Branching())):
+        root, *inner = trace.calls
+        assert root.path == ""
+        blocks = [call.path for call in inner if call.path.startswith("blocks.")]
+        assert blocks == [f"blocks.{i}" for i in range(step + 1)]
+        assert {call.parent for call in inner} == {0}
+        assert all(root.start <= call.start <= call.stop <= root.stop for call in inner)
+        assert {op.phase for op in trace.operators[root.start : root.stop]} == {Phase.FORWARD}
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_belongs_to_the_call_it_repeats(reentrant: bool) -> None:
     """Each block is called twice; what checkpointing runs again is found under the right call."""

@@ -166,6 +166,13 @@ def test_a_linear_layer_has_the_bits_of_the_whole(
     assert bool(((own.grad.double() - exact).abs() <= bound).all())
 
 
+def test_the_gradients_are_those_of_numbers() -> None:
+    layer = TiledLinear(5, 7, dtype=torch.float64, tiles=3)
+    x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(layer, (x,))
+    assert torch.autograd.gradgradcheck(layer, (x,))
+
+
 @pytest.mark.parametrize("options", [{}, {"scale_grad_by_freq": True}, {"sparse": True}])
 def test_an_embedding_has_the_bits_of_the_whole(options: dict[str, Any]) -> None:
     tiled = nn.Embedding(40, 30, padding_idx=2, **options)

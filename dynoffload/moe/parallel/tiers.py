@@ -18,8 +18,6 @@ import torch
 from dynoffload.errors import SpillError
 from dynoffload.memory.spill import SpillFile, default_spill_dir, transfer
 
-_THREAD = ThreadPoolExecutor(1, thread_name_prefix="dynoffload-parts")
-
 
 class Copy:
     """A copy of a tensor to or from the file, which may be in progress."""
@@ -62,6 +60,7 @@ class FileTier:
         purpose = "offloaded parts of batches"
         self._file = SpillFile(self.directory, 0, direct=False, purpose=purpose)
         weakref.finalize(self._file, os.close, self._file.fd)  # after the last copy
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dynoffload-parts")
         self._end = 0
 
     def store(self, tensor: torch.Tensor) -> Copy:
@@ -73,7 +72,7 @@ class FileTier:
     def copy(self, tensor: torch.Tensor, offset: int, *, reads: bool) -> Copy:
         """Start to read or write a contiguous tensor at ``offset``."""
         given = [tensor.detach().view(-1).view(torch.uint8)]
-        return Copy(self, offset, _THREAD.submit(_copy, self._file, given, offset, reads))
+        return Copy(self, offset, self._thread.submit(_copy, self._file, given, offset, reads))
 
 
 def _copy(file: SpillFile, given: list[torch.Tensor], offset: int, reads: bool) -> None:
