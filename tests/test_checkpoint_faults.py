@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ from torch import nn
 
 import dynoffload
 from dynoffload.checkpoint import loading
+from dynoffload.checkpoint.tensors import Ordinary
 from dynoffload.errors import CheckpointError
 
 KILLED = """
@@ -223,6 +225,28 @@ def test_a_disk_without_room_is_refused_before_a_byte_is_written(tmp_path: Path)
     assert f"{errno.ENOSPC} " in done.stdout
     assert "needs 4.0" in done.stdout
     assert "free: free space there, or save to another disk" in done.stdout
+
+
+def test_an_interrupt_leaves_nothing_but_the_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C as the second piece is written."""
+    model = nn.Linear(4, 4)
+    path = tmp_path / "run"
+    dynoffload.save_checkpoint(model, None, path)
+    old = {entry.name: entry.read_bytes() for entry in path.iterdir()}
+    held, pieces = Ordinary.held, itertools.count(1)
+
+    def interrupted(self: Ordinary, tensor: torch.Tensor) -> Any:
+        if next(pieces) == 2:
+            raise KeyboardInterrupt
+        return held(self, tensor)
+
+    monkeypatch.setattr(Ordinary, "held", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        dynoffload.save_checkpoint(model, None, path)
+    assert os.listdir(tmp_path) == ["run"]
+    assert {entry.name: entry.read_bytes() for entry in path.iterdir()} == old
 
 
 def test_leftovers_go_with_the_next_save_unless_somebody_writes_them(tmp_path: Path) -> None:

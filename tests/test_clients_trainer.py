@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from clients import assert_paged, each_backend, network, quarter, samples
+from clients import assert_paged, each_backend, network, quarter, samples, without_times
 from exactness import assert_ordinary, assert_same
 from safetensors.torch import load_file
 from torch import nn
@@ -24,7 +24,7 @@ from dynoffload.memory.pager import in_user_mode, probe
 
 pytest.importorskip("transformers")
 
-from transformers import Trainer, TrainerCallback
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from dynoffload.integrations.transformers import OffloadCallback
 
@@ -160,6 +160,25 @@ def test_a_run_is_resumed_from_a_checkpoint(offloaded: tuple[bool, bool], tmp_pa
     for client in (second, whole):
         del client.state.log_history[-1]["train_loss"]  # of the steps since it was resumed
     assert_same_outcome(second, whole)
+
+
+def test_training_that_stops_early_has_its_best_model(tmp_path: Path) -> None:
+    """The Trainer loads the best weights into the model while it is managed."""
+    options = {
+        **EVERYTHING,
+        "learning_rate": 0.5,  # so that it gets worse
+        "lr_scheduler_type": "constant",
+        "eval_steps": 1,
+        "save_steps": 1,
+        "max_steps": 12,
+        "load_best_model_at_end": True,
+    }
+    found = trained(tmp_path, EarlyStoppingCallback(1), **options)
+    assert found[0].state.global_step < 12
+    assert found[0].state.best_global_step < found[0].state.global_step
+    assert_same_outcome(found[1], found[0])
+    metrics = [without_times(client.evaluate()) for client in found]
+    assert_same(metrics[1], metrics[0], "evaluation")
 
 
 class Break(TrainerCallback):  # type: ignore[misc]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import random
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ from dynoffload.errors import BackendError, BudgetError, ConfigError, TraceError
 from dynoffload.estimation import Calibration, Estimate, estimates
 from dynoffload.estimation.hollow import hollowed
 from dynoffload.estimation.measuring import measure, update_seconds
+from dynoffload.estimation.result import OVER, UNDER
 from dynoffload.simulation import Link, Machine
 from dynoffload.simulation.overhead import RuntimeOverhead
 from dynoffload.units import MiB
@@ -432,6 +434,19 @@ def test_paging_steps_aside_where_the_runtime_does(over: float) -> None:
 
 
 # How sure it is
+
+
+def test_the_range_covers_what_was_compared_with_real_trainings() -> None:
+    """The shares by which estimates lie off are those of the published comparison, no less and
+    hardly more."""
+    path = Path(__file__).parents[1] / "docs" / "results" / "estimates.json"
+    rows = json.loads(path.read_text("utf-8"))["rows"]
+    off = [row["estimated"]["step_s"] / row["real"]["step_s"] - 1 for row in rows]
+    assert max(off) <= OVER < max(off) + 0.01
+    assert min(off) >= -UNDER > min(off) - 0.01
+    for row in rows:
+        estimated, real = row["estimated"]["step_s"], row["real"]["step_s"]
+        assert estimated / (1 + OVER) <= real <= estimated / (1 - UNDER)
 
 
 class Sleepy(nn.Module):

@@ -46,6 +46,20 @@ def test_a_calibration_is_read_or_refused(tmp_path: Path) -> None:
         Fitted.of(tmp_path / "missing")
 
 
+def test_what_is_shipped_is_what_was_fitted() -> None:
+    found, shipped = (
+        Fitted.of(Path(__file__).parents[1] / "docs" / "results" / "simulation.json"),
+        Fitted.of(None),
+    )
+    for key in COSTS:
+        assert getattr(shipped.work, key) == pytest.approx(getattr(found.work, key), rel=0.05), key
+    assert shipped.pace_s == pytest.approx(found.pace_s, rel=0.05)
+    ours, theirs = shipped.machine, found.machine
+    assert ours.interference == pytest.approx(theirs.interference, rel=0.05)
+    for key in ("latency_s", "fault_s"):
+        assert getattr(ours.link, key) == pytest.approx(getattr(theirs.link, key), rel=0.05), key
+
+
 @needs_pager
 def test_the_pace_is_that_of_the_runtime_whoever_asks(tmp_path: Path) -> None:
     """Neither the random numbers nor the defaults of the caller's process are touched, or used."""

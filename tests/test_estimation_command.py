@@ -16,6 +16,12 @@ from dynoffload.estimation.factory import job_of
 from dynoffload.simulation.overhead import COSTS
 
 FACTORY = """
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import get_type_hints
+
 import torch
 from torch import nn
 
@@ -24,6 +30,17 @@ def build():
     model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
     optimizer = torch.optim.AdamW(model.parameters())
     return model, optimizer, [torch.randn(4, 256)], lambda output, batch: output.square().mean()
+
+
+@dataclass
+class Options:
+    sizes: list[int]
+
+
+def of_options():
+    assert get_type_hints(Options) == {"sizes": list[int]}
+    assert pickle.loads(pickle.dumps(Options([2]))) == Options([2])
+    return build()
 
 
 def only_a_model():
@@ -87,6 +104,11 @@ def test_what_names_no_function_is_said(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=told):
             job_of(name)
+
+
+def test_classes_of_a_file_are_found_by_their_module(factory: Path) -> None:
+    """By pickle, and by what reads annotations, such as a parser of dataclasses."""
+    assert len(list(job_of(f"{factory}:of_options").batches)) == 1
 
 
 @needs_pager

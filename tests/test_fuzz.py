@@ -6,13 +6,20 @@ a warning, or more than a little time or memory is a failure.
 
 from __future__ import annotations
 
+import marshal
+import os
+import pickle
 import random
 import resource
+import shutil
+import socket
+import subprocess
 import sys
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -118,23 +125,69 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> Seeds:
     return found
 
 
-_watching = False
+class Harm(BaseException):
+    """What no file may lead to; nothing that catches errors takes it for one."""
+
+
 _FORBIDDEN = frozenset(
-    "os.exec os.posix_spawn os.system subprocess.Popen pickle.find_class socket.connect"
-    " ctypes.dlopen".split()
+    "exec compile marshal.loads pickle.find_class ctypes.dlopen subprocess.Popen shutil.rmtree"
+    " os.system os.exec os.posix_spawn os.spawn os.fork os.forkpty os.kill os.remove os.rename"
+    " os.mkdir os.rmdir os.link os.symlink os.chmod os.truncate".split()
 )
+_folder: str | None = None
+_hooked: list[bool] = []
 
 
-def _refuse(event: str, _: Any) -> None:
-    if _watching and event in _FORBIDDEN:
-        raise AssertionError(event)
+def _refuse(event: str, args: tuple[Any, ...]) -> None:
+    """Refuse what data never needs, but for files in the folder while `watched` is on."""
+    if _folder is None or (args and str(args[0]).startswith(_folder)):
+        return
+    bad = event in _FORBIDDEN or event.startswith("socket.")
+    if event == "import":
+        bad = args[0] not in sys.modules
+    elif event == "open" and not isinstance(args[0], int):  # a number was opened before
+        bad = bool((args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+    if bad:
+        raise Harm(f"{event} {str(args)[:200]}")
+
+
+@contextmanager
+def watched(folder: Path) -> Iterator[None]:
+    """Raise `Harm` as something is executed, imported, sent, or written outside the folder."""
+    global _folder
+    if not _hooked:
+        sys.addaudithook(_refuse)  # it stays
+        _hooked.append(True)
+    _folder = str(folder)
+    try:
+        yield
+    finally:
+        _folder = None
+
+
+@pytest.mark.parametrize(
+    ("event", "harm"),
+    [
+        ("compile", lambda: eval("1 + 1")),
+        ("exec", lambda: exec((lambda: None).__code__)),
+        ("import", lambda: __import__("no_such_module")),
+        ("marshal.loads", lambda: marshal.loads(marshal.dumps(1))),
+        ("pickle.find_class", lambda: pickle.loads(pickle.dumps(Path))),
+        ("open", lambda: Path("/dev/null").write_text("x")),
+        ("os.remove", lambda: Path("/nowhere/file").unlink()),
+        ("os.rename", lambda: Path("/nowhere/file").rename("/nowhere/other")),
+        ("subprocess.Popen", lambda: subprocess.run(["true"], check=True)),
+        ("socket", socket.socket),
+    ],
+)
+def test_harm_is_seen(event: str, harm: Callable[[], Any], tmp_path: Path) -> None:
+    with pytest.raises(Harm, match=f"^{event}"), watched(tmp_path):
+        harm()
 
 
 @pytest.fixture
-def _limited(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Limit the memory that this process may take, and refuse what data never needs."""
-    sys.addaudithook(_refuse)  # it stays
-    monkeypatch.setattr(f"{__name__}._watching", True)
+def _limited() -> Iterator[None]:
+    """Limit the memory that this process may take."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, before[1]))
@@ -153,6 +206,9 @@ def test_mutated_files_work_or_are_refused_in_words(
         for network, paths in seeds.traces.items()
     }
     by_name = {label.calls.network: known for known in labels.values() for label in known}
+    for name, paths in seeds.traces.items():  # imports what is imported at first use
+        use_pilot(Path(shutil.copy(seeds.pilots[name][0], tmp_path)), seeds.pilots[name][1])
+        use_trace(Path(shutil.copy(paths[0], tmp_path)), by_name, learn=True)
     outcomes: Counter[tuple[str, str]] = Counter()
     for case in range(count):
         chance = random.Random(case)
@@ -165,12 +221,14 @@ def test_mutated_files_work_or_are_refused_in_words(
                     of = (storage.FORMAT, storage.SCHEMA_VERSION)
                     kind, data = mutated(chance, seeds.traces[name][0], of)
                     path.write_bytes(data)
-                    use_trace(path, by_name, learn=case % LEARNED == 1)
+                    with watched(tmp_path):
+                        use_trace(path, by_name, learn=case % LEARNED == 1)
                 else:
                     of = (pilot_file.FORMAT, pilot_file.VERSION)
                     kind, data = mutated(chance, seeds.pilots[name][0], of)
                     path.write_bytes(data)
-                    use_pilot(path, seeds.pilots[name][1])
+                    with watched(tmp_path):
+                        use_pilot(path, seeds.pilots[name][1])
             except DynOffloadError:
                 outcomes[f"{path.suffix} {kind}", "refused"] += 1
             except BaseException as error:

@@ -28,6 +28,10 @@ def test_everything_recorded_is_in_the_trace(tmp_path: Path) -> None:
     assert len(slices["phase"]) == len(log.phases)
     assert [e["name"] for e in slices["step"]] == [f"step {i}" for i in range(4)]
     assert [e["args"]["accuracy"] is None for e in slices["step"]] == [True, False, False, False]
+    order = {e["args"]["sort_index"]: e["tid"] for e in events if e["name"] == "thread_sort_index"}
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert [names[order[n]] for n in sorted(order)][:3] == ["step", "phase", "waiting"]
+    assert names[events[0]["pid"]] == "step"  # viewers show the main thread's track first
     counters = [e for e in events if e["ph"] == "C" and e["name"] == "fast tier"]
     assert [c["args"]["bytes"] for c in counters] == [m.fast_bytes for m in log.memory]
     assert {e["args"]["bytes"] for e in events if e["name"] == "budget"} == {log.budget}

@@ -129,7 +129,8 @@ def _verified(
             "extra",
             {name: type(thing).__name__ for name, thing in extra.items()},
             {name: one["type"] for name, one in said.extra.items()},
-            "Pass in extra what was saved, by the same names",
+            f"Pass in extra what was saved ({_some([*map(repr, said.extra)]) or 'nothing'}), by "
+            "the same names",
             unused_is_fine=True,
         )
         states = {name: checkpoint.decode("extra", said.extra[name]["state"]) for name in extra}
@@ -231,11 +232,15 @@ def _match_model(checkpoint: Opened, model: nn.Module, extents: Extents) -> None
     def described(
         kinds: Mapping[str, Any], tied: Mapping[str, str], modules: Iterable[str]
     ) -> dict[str, str]:
+        least: dict[str, str] = {}  # of a tensor's names: which is registered first may differ
+        for name, first in tied.items():
+            least[first] = min(name, least.get(first, first))
         return {
-            **{name: str(kind) for name, kind in kinds.items()},
-            **{name: f"tied to {first!r}" for name, first in tied.items()},
-            **dict.fromkeys(modules, "of get_extra_state()"),
-        }
+            name: str(kinds[first]) if known == name else f"tied to {known!r}"
+            for name in (*kinds, *tied)
+            for first in [tied.get(name, name)]
+            for known in [least.get(first, first)]
+        } | dict.fromkeys(modules, "of get_extra_state()")
 
     held = {name: extents.held(tensor, tensor) for name, tensor in live.items()}
     _compare(
@@ -332,7 +337,7 @@ def _fill_model(checkpoint: Opened, model: nn.Module, memory: Memory) -> None:
     drop_gradients(model)
     extents = extents_of(model)
     for name, tensor in tensors_of(model)[0].items():
-        place = checkpoint.tensors["model"][name]
+        place = checkpoint.tensors["model"][checkpoint.said.tied.get(name, name)]
         checkpoint.read(place, extents.held(tensor, tensor), memory)
 
 

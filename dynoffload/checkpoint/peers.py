@@ -7,7 +7,6 @@ wait; ``torch.distributed.init_process_group(timeout=...)`` sets it.
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dynoffload.distributed.replicas import has_part_of_experts
 from dynoffload.distributed.sharded import groups_of
-from dynoffload.errors import CheckpointError, DynOffloadError
+from dynoffload.errors import CheckpointError
 
 
 class Peers:
@@ -66,14 +65,6 @@ class Peers:
             value = work()
         except BaseException as error:
             own_error = error
-            if self.rank and isinstance(error, OSError) and not isinstance(error, DynOffloadError):
-                own_error = CheckpointError(
-                    error.errno or errno.EIO,
-                    f"rank {self.rank} of {self.world} cannot use the checkpoint's files "
-                    f"({error.strerror or error}): save to a directory that all ranks have in "
-                    "common, on a disk with room; what was saved there before is as it was",
-                )
-                own_error.__cause__ = error
         failure = None if own_error is None else f"{own_error}" or type(own_error).__name__
         everyone: list[Any] = [None] * self.world
         try:

@@ -8,11 +8,12 @@ write. Finally the first process writes the manifest and publishes the directory
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from dynoffload.checkpoint.publishing import replacing, target_of
 from dynoffload.checkpoint.tensors import Memory
 from dynoffload.checkpoint.values import encode
 from dynoffload.distributed.sharded import reshard
-from dynoffload.errors import CheckpointError, ConfigError
+from dynoffload.errors import CheckpointError, ConfigError, DynOffloadError
 from dynoffload.memory.local import local
 from dynoffload.memory.pieces import Buffer
 from dynoffload.units import format_bytes, parse_bytes
@@ -301,14 +302,37 @@ def _make_layout(
     return _Layout(target_of(directory), said, sets)
 
 
+@contextlib.contextmanager
+def _naming_rank(target: Path, peers: Peers) -> Iterator[None]:
+    """Name the rank and the checkpoint in an OSError of any rank but the first, which does itself.
+
+    Raises:
+        CheckpointError: replaces it.
+    """
+    try:
+        yield
+    except OSError as error:
+        if peers.first or isinstance(error, DynOffloadError):
+            raise
+        remedy = "free space there, raise the limit, or save to another disk"
+        if isinstance(error, FileNotFoundError):
+            remedy = "save to a directory that all ranks have in common"
+        raise CheckpointError(
+            error.errno or errno.EIO,
+            f"cannot write the part of rank {peers.rank} of {peers.world} in checkpoint {target} "
+            f"({error.strerror or error}): {remedy}; what was saved there before is as it was",
+        ) from error
+
+
 def _write(new: Path, layout: _Layout, memory: Memory, peers: Peers) -> dict[str, int]:
     """Write this process's parts; return the checksum of what it wrote in each file."""
     buffer, found = Buffer(), {}
-    for shard in layout.shards():
-        with open(new / shard.file, "r+b", buffering=0) as file:
-            fd = file.fileno()
-            found[shard.file] = files.write(fd, shard, memory, buffer, first=peers.first)
-            os.fsync(fd)
+    with _naming_rank(layout.target, peers):
+        for shard in layout.shards():
+            with open(new / shard.file, "r+b", buffering=0) as file:
+                fd = file.fileno()
+                found[shard.file] = files.write(fd, shard, memory, buffer, first=peers.first)
+                os.fsync(fd)
     return found
 
 
@@ -317,9 +341,10 @@ def _read_checksums(new: Path, layout: _Layout, peers: Peers) -> dict[str, int]:
     those files. They are read back."""
     buffer, found = Buffer(), {}
     spread = [shard for shard in layout.shards() if shard.is_spread]
-    for shard in spread[peers.rank :: peers.world]:
-        with open(new / shard.file, "rb", buffering=0) as file:
-            found[shard.file] = files.checksum_of(file.fileno(), shard.nbytes, buffer)
+    with _naming_rank(layout.target, peers):
+        for shard in spread[peers.rank :: peers.world]:
+            with open(new / shard.file, "rb", buffering=0) as file:
+                found[shard.file] = files.checksum_of(file.fileno(), shard.nbytes, buffer)
     return found
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import runpy
+import importlib.util
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -48,22 +49,16 @@ def job_of(name: str) -> Job:
     if not where or not function:
         raise ConfigError(f"{name!r} names no function: write MODULE:FUNCTION or FILE.py:FUNCTION")
     is_file = where.endswith(".py")
-    before, what = sys.path[:], f"importing {where}"
+    before = sys.path[:]
     sys.path.insert(0, str(Path(where).parent.resolve() if is_file else Path.cwd()))
     try:
-        found = runpy.run_path(where) if is_file else vars(importlib.import_module(where))
-        build = found.get(function)
+        build = getattr(_module(where, is_file=is_file), function, None)
         if not callable(build):
             raise ConfigError(f"{where} has no function {function!r} that can be called")
-        what = f"{name}()"
-        made = build()
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"{what} failed ({type(error).__name__}: {error}): mend it; what runs the script, such "
-            "as parse_args(), belongs under if __name__ == '__main__':"
-        ) from error
+        try:
+            made = build()
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"{name}() failed ({type(error).__name__}: {error})") from error
     finally:
         sys.path[:] = before
     if not isinstance(made, tuple) or len(made) not in (3, 4):
@@ -83,3 +78,22 @@ def job_of(name: str) -> Job:
             kind = type(getattr(job, key)).__name__
             raise ConfigError(f"{name}() returned {kind} as the {key}: {_RETURNS}")
     return job
+
+
+def _module(where: str, *, is_file: bool) -> ModuleType:
+    try:
+        if not is_file:
+            return importlib.import_module(where)
+        name = f"dynoffload_factory_{Path(where).stem}"  # so that it shadows no other module
+        spec = importlib.util.spec_from_file_location(name, where)
+        assert spec is not None  # the name ends in .py
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # dataclasses and pickle look it up
+        spec.loader.exec_module(module)
+        return module
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"importing {where} failed ({type(error).__name__}: {error}): mend it; what runs the "
+            "script, such as parse_args(), belongs under if __name__ == '__main__':"
+        ) from error

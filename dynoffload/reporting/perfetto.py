@@ -52,14 +52,16 @@ def _about(log: RunLog) -> dict[str, str | int]:
 
 
 def _events(log: RunLog) -> Iterator[_Event]:
-    yield _named("process_name", 0, f"dynoffload: {log.model}")
-    track = 0
+    yield _about_track("process_name", 0, name=f"dynoffload: {log.model}")
+    track = 1
     for kind, slices in _slices(log).items():
         ends: list[float] = []  # of each track's last slice; those of one track must not overlap
         for start, end, name, arguments in sorted(slices, key=lambda one: one[:2]):
             lane = next((lane for lane, last in enumerate(ends) if last <= start), len(ends))
             if lane == len(ends):
-                yield _named("thread_name", track + lane, f"{kind} {lane + 1}" if lane else kind)
+                title = f"{kind} {lane + 1}" if lane else kind
+                yield _about_track("thread_name", track + lane, name=title)
+                yield _about_track("thread_sort_index", track + lane, sort_index=track + lane)
                 ends.append(end)
             ends[lane] = end
             yield {
@@ -105,8 +107,8 @@ def _slices(log: RunLog) -> dict[str, list[tuple[float, float, str, _Event]]]:
     }
 
 
-def _named(kind: str, track: int, name: str) -> _Event:
-    return {"ph": "M", "name": kind, "pid": _PROCESS, "tid": track, "args": {"name": name}}
+def _about_track(kind: str, track: int, **args: Any) -> _Event:
+    return {"ph": "M", "name": kind, "pid": _PROCESS, "tid": track, "args": args}
 
 
 def _counter(name: str, time: float, value: int) -> _Event:
