@@ -378,25 +378,6 @@ def late(directory: Path, budget: str) -> dict[str, Any]:
     return twice(directory, budget, make, run)
 
 
-def replaced(directory: Path, budget: str) -> dict[str, Any]:
-    """Give the shards other memory in mid-run, as conversions do."""
-    case = Case(network="dense", width=192)
-
-    def make() -> tuple[nn.Module, Optimizer]:
-        model = sharded(case)
-        return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def run(model: nn.Module, optimizer: Optimizer, session: Any) -> list[float]:
-        losses = []
-        for number in range(4):
-            if number == 2:
-                model._apply(torch.clone)
-            losses += step_of(model, optimizer, case)
-        return losses
-
-    return twice(directory, budget, make, run)
-
-
 def memory(directory: Path, budget: str) -> dict[str, int]:
     """Train under a budget; return the growth of the process beyond its start without shards, and
     what it is made of."""
