@@ -18,6 +18,7 @@ import ctypes
 import errno
 import mmap
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -90,12 +91,7 @@ class Mapping:
         return exact
 
     def _advise(self, offset: int, nbytes: int, advice: int) -> None:
-        while True:
-            try:
-                return check(libc().madvise(self.address + offset, nbytes, advice))
-            except OSError as error:
-                if error.errno not in (errno.EINTR, errno.EAGAIN):
-                    raise
+        _repeated(libc().madvise, self.address + offset, nbytes, advice)
 
     def _populate(self, offset: int, nbytes: int, advice: int) -> None:
         try:
@@ -144,11 +140,12 @@ class Mapping:
             OSError: the file cannot be written.
         """
         try:
-            return check(libc().sync_file_range(self._fd, offset, nbytes, _SYNC_WAIT_WRITE_WAIT))
+            flags = _SYNC_WAIT_WRITE_WAIT
+            return _repeated(libc().sync_file_range, self._fd, offset, nbytes, flags)
         except OSError as error:
             if error.errno not in _UNKNOWN:
                 raise
-        check(libc().msync(self.address + offset, nbytes, 4))  # MS_SYNC
+        _repeated(libc().msync, self.address + offset, nbytes, 4)  # MS_SYNC
 
     def drop(self, offset: int, nbytes: int) -> None:
         """Release a range's clean pages, in this process and in the page cache."""
@@ -215,3 +212,13 @@ class Mapping:
     def close(self) -> None:
         """Unmap the addresses."""
         libc().munmap(self._room, self._nbytes)
+
+
+def _repeated(call: Callable[..., int], *arguments: int) -> None:
+    """Call a function of the C library again for as long as a signal cuts it off."""
+    while True:
+        try:
+            return check(call(*arguments))
+        except OSError as error:
+            if error.errno not in (errno.EINTR, errno.EAGAIN):
+                raise
