@@ -5,6 +5,7 @@ What every device promises is in `test_device_conformance`, `_plans` and `_prope
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import threading
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from devices import HUGE, SMALL, eventually, filled, holds, schedule, uses_of, v
 
 from dynoffload.errors import BackendError, SpillError
 from dynoffload.memory import mapping
+from dynoffload.memory.libc import libc
 from dynoffload.memory.mapped import MappedFile
 from dynoffload.memory.mapping import Mapping
 from dynoffload.planning.schedule import Action, Kind, Use
@@ -189,6 +191,28 @@ def test_what_was_not_written_leaves_once_another_was(
 
 
 # Other kernels, other file systems
+
+
+@PAGES
+def test_a_write_that_signals_cut_off_is_made_again(
+    device: MappedFile, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, cut = libc().sync_file_range, 0
+
+    def interrupted(*arguments: int) -> int:
+        nonlocal cut
+        cut += 1
+        if cut % 4:
+            ctypes.set_errno(errno.EINTR)
+            return -1
+        return int(real(*arguments))
+
+    monkeypatch.setattr(libc(), "sync_file_range", interrupted)
+    regions = [device.allocate(2 * page - 3) for _ in range(9)]
+    filled(device, regions)
+    assert all(holds(device, region) for region in regions)
+    assert cut >= 8
+    device.counters()  # which would raise the error of a failed write
 
 
 @pytest.mark.parametrize("page", [SMALL, HUGE])
