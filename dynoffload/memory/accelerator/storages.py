@@ -97,9 +97,9 @@ class RowStorage(torch.UntypedStorage):
     Tensors and their views use it, while the bytes are in the storages of the row's regions. Python
     code that asks for its bytes gets them from there, slice by slice.
 
-    [Note: no memory]  Its address is null, and torch refuses to return it for writing; a build for
-    CUDA refuses to return it at all. So code that takes an address without the dispatcher
-    (`data_ptr`, numpy, DLPack) raises. An operator needs the slices' own storages
+    [Note: no memory]  Its address is null, and torch refuses to return it for writing. (Builds for
+    CUDA could refuse it for reading too, but then also put no further tensor over it.) So code that
+    takes an address without the dispatcher (`data_ptr`, numpy, DLPack) raises. An operator needs the slices' own storages
     (`dynoffload.runtime.over_rows`). Without them, as in a thread without the runtime's mode, it
     raises where torch checks the address, and else ends the process. Printing a tensor also ends
     it, as torch prints with all modes off. On a GPU none of this has run.
@@ -123,8 +123,6 @@ class RowStorage(torch.UntypedStorage):
         storage.__class__ = RowStorage
         over = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
         torch._C._set_throw_on_mutable_data_ptr(over)
-        if hasattr(torch._C, "_set_storage_data_ptr_access_error_msg"):  # builds for CUDA
-            torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, _HAS_NO_ADDRESS)
         made: RowStorage = storage
         return made
 
