@@ -76,7 +76,7 @@ class Params:
     ways: tuple[str, ...] = option(tuple(WAYS), "of training, beside plain")
     steps: int = option(6, "of each row that count")
     warmup: int = option(3, "steps before them")
-    cap: str = option("2GiB", "of the accelerator's memory for the largest network; 0 for none")
+    cap: str = option("2GiB", "of the accelerator's memory for the largest network; 0B for none")
     host: str = option("8GiB", "host memory there of the way with a file below it")
     patience: float = option(240.0, "seconds that one row may take")
     spill_dir: Path | None = option(None, "where files lie", place=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dynoffload.errors import BudgetError, DynOffloadError
-from dynoffload.experiments.gpu_check_training import deterministic
+from dynoffload.experiments.gpu_check_training import deterministic, random_kernel
 from dynoffload.experiments.processes import NEVER_LEFT
 from dynoffload.experiments.trainer import Trainer, finite
 from dynoffload.experiments.ways import Spec, place_of
@@ -41,8 +41,9 @@ def measure(spec: Spec, cap_bytes: int, steps: int, warmup: int) -> dict[str, An
     Returns:
         ``state`` (one of `MEASURED`, `NO_ROOM`, `NOT_MEASURED`) and ``why`` it is not measured. If
         it is: ``steps_s``, ``seconds`` (their median), ``losses`` of all steps in `float.hex`
-        format, ``parameters``, ``peak_allocated`` (after the first step) and ``peak_reserved``
-        bytes of the allocator (0 where it does not count). For this library's sessions also
+        format, ``parameters``, ``not_deterministic`` (the kernel that has no such algorithm, or
+        ""), ``peak_allocated`` (after the first step) and ``peak_reserved`` bytes of the allocator
+        (0 where it does not count). For this library's sessions also
         ``bytes_in``, ``bytes_out``, ``stall_s`` (medians), ``peak_fast_bytes``,
         ``pinned_bytes`` and ``charged_bytes`` of the host, and ``backend``.
     """
@@ -62,10 +63,15 @@ def _message(error: BaseException) -> str:
 def _trained(spec: Spec, cap_bytes: int, steps: int, warmup: int) -> dict[str, Any]:
     device = place_of(spec)
     NEVER_LEFT.enter_context(deterministic())
-    tiny = Trainer(Spec(spec.network, "tiny", device=spec.device))
-    with tiny.training():
-        tiny.step()
-    del tiny
+    kernel = ""
+    try:
+        _step_of_tiny(spec)
+    except RuntimeError as error:
+        kernel = random_kernel(error)
+        if not kernel:
+            raise
+        torch.set_deterministic_debug_mode("warn")
+        _step_of_tiny(spec)
     _cap(device, cap_bytes)
     before = resident_bytes()
     trainer = Trainer(spec)
@@ -79,6 +85,7 @@ def _trained(spec: Spec, cap_bytes: int, steps: int, warmup: int) -> dict[str, A
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "peak_allocated": 0,
         "peak_reserved": 0,
+        "not_deterministic": kernel,
     }
     if device.type != "cpu":
         found["peak_allocated"] = int(torch.accelerator.max_memory_allocated(device))
@@ -96,6 +103,12 @@ def _trained(spec: Spec, cap_bytes: int, steps: int, warmup: int) -> dict[str, A
             found["pinned_bytes"] = trainer.session._paging.device.taken_bytes()
             found["charged_bytes"] = resident_bytes() - before
     return found
+
+
+def _step_of_tiny(spec: Spec) -> None:
+    trainer = Trainer(Spec(spec.network, "tiny", device=spec.device))
+    with trainer.training():
+        trainer.step()
 
 
 def _cap(device: torch.device, nbytes: int) -> None:

@@ -49,6 +49,11 @@ class Late:
         self._matrix = torch.zeros(WIDTH, WIDTH, device=streams.device)
         self._last: dict[str, StreamEvent] = {}  # direction -> the end of its last scratch copy
 
+    @staticmethod
+    def taken_bytes(scratch: int) -> int:
+        """Return the bytes of the accelerator that the delays take."""
+        return 2 * scratch + 4 * WIDTH**2
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._streams, name)
 

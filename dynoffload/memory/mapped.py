@@ -242,7 +242,7 @@ class MappedFile(MappedCache):
     def resident(self) -> list[int]:
         """See `Device.resident`."""
         with self._mutex:
-            return sorted(cell.region for cell in self._cells.values() if cell.present)
+            return sorted(cell.region for cell in self._present)
 
     def taken_bytes(self) -> int:
         """See `Device.taken_bytes`: evicted memory is returned at once."""

@@ -117,12 +117,14 @@ class MappedCache(RegionCache[MappedRegion]):
         self._used += cell.padded
         assert self._used <= self.capacity, "the cache would pass the capacity"
         self._peak = max(self._peak, self._used)
+        self._present[cell] = None
         cell.present, cell.content, cell.cleared = True, True, False
 
     def _leave(self, cell: MappedRegion) -> None:
         """Stop counting a region's pages, which are gone."""
         if cell.present:
             cell.present = False
+            del self._present[cell]
             self._used -= cell.padded
         self._unused(cell)
 
@@ -220,7 +222,7 @@ class MappedCache(RegionCache[MappedRegion]):
             else:
                 self._evict(cell, Cause.ROOM)
         self._inspected = time.monotonic()
-        self._used = sum(cell.padded for cell in self._cells.values() if cell.present)
+        self._used = sum(cell.padded for cell in self._present)
 
     def _unannounced(self) -> list[MappedRegion]:
         """Return absent regions with pages in memory; each run of neighbours is queried first."""

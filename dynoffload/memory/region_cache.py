@@ -108,6 +108,7 @@ class RegionCache(Device, Generic[Cell]):
     ) -> None:
         super().__init__(capacity, page_bytes, spill, base)
         self._cells: dict[int, Cell] = {}
+        self._present: dict[Cell, None] = {}  # those that take memory of the pool
         self._mutex = threading.RLock()
         self._plan, self._tally = PlanCursor(), Tally()
         self._used = self._peak = self._reserve = self._clock = 0
@@ -159,7 +160,7 @@ class RegionCache(Device, Generic[Cell]):
         """Return the evictable region with the farthest next use after ``later_than``; among
         equals the least recently used."""
         found, best = None, (later_than, 0)
-        for cell in self._cells.values():
+        for cell in self._present:
             if self._may_leave(cell):
                 next_use = self._plan.next_use(cell.region)
                 if next_use > later_than and (found is None or (next_use, -cell.stamp) > best):

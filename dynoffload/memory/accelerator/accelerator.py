@@ -96,7 +96,7 @@ class Accelerator(RegionPool):
         """
         padded = self.padded(nbytes)
         storage = RegionStorage(0, device=self.device)  # type: ignore[no-untyped-call]
-        cell = DeviceRegion(-1, 0, padded, nbytes, storage=storage)
+        cell = DeviceRegion(-1, 0, padded, nbytes, pins=1, storage=storage)
         with self._mutex:
             free = self._unpinned_bytes
             if padded > free:
@@ -335,5 +335,6 @@ class Accelerator(RegionPool):
                 self._settle(cell)
                 cell.storage.bring = None
         self._close_host()
-        self._cells.clear()  # frees their memory, even if this object is still referenced
+        for known in (self._cells, self._present):  # frees their memory, even if this is referenced
+            known.clear()
         self._by_storage.clear()

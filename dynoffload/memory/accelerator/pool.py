@@ -162,6 +162,7 @@ class RegionPool(HostTier):
                 f"{format_bytes(self._used)} of regions: lower the budget, so that operators find "
                 "room beside it"
             ) from error
+        self._present[cell] = None
         self._used += cell.padded
         self._peak = max(self._peak, self._used)
         self._bare += cell.nbytes
@@ -267,6 +268,7 @@ class RegionPool(HostTier):
 
     def _empty(self, cell: DeviceRegion) -> None:
         self._streams.empty(cell.storage)
+        del self._present[cell]
         self._used -= cell.padded
         self._bare -= cell.nbytes
         cell.state, cell.here = State.ABSENT, False
