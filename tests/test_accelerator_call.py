@@ -237,6 +237,31 @@ def test_a_budget_that_operators_pass_is_told_once(caplog: pytest.LogCaptureFixt
     assert caplog.text.count("the budget of 1.17 KiB is passed by 300 B") == 1
 
 
+@pytest.mark.parametrize("when", ["before the block", "in the first step"])
+def test_a_workspace_that_libraries_keep_is_within_the_budget(when: str) -> None:
+    """As that of cuBLAS. If nobody knows of it before, the first step may pass the budget, and its
+    peak is not the next step's."""
+    model = small()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    size = footprint_of(model) // 4
+    budget = budget_for(model, optimizer) + size
+    with accelerated() as queues:
+        storage = torch.UntypedStorage(0)
+
+        def keep(*_: Any) -> None:
+            if not storage.nbytes():
+                queues.fill(storage, size)
+
+        keep() if when == "before the block" else model.register_forward_hook(keep)
+        with dynoffload.offload(
+            model, optimizer, budget=budget, device=DEVICE, config=CONFIG
+        ) as session:
+            Loop(steps=4).run(model, optimizer, small_samples(4), small_loss)
+    peaks = list(session.stats["peak_allocated_bytes"])
+    within = [size < peak <= budget for peak in peaks]
+    assert within == [when == "before the block", True, True, True], (peaks, budget)
+
+
 @pytest.mark.parametrize("when", ["before", "as it begins", "by itself"])
 def test_what_was_taken_before_the_first_step_is_not_what_operators_take(
     when: str, caplog: pytest.LogCaptureFixture

@@ -345,11 +345,11 @@ def test_a_pool_that_shrinks_evicts_what_waits_for_an_update() -> None:
         for session in managers.values():
             capacities.append(session._paging.device.capacity)
 
-    twin = Twin(mlp(), partial(AdamW, lr=1e-2))
-    samples = [torch.randn(8, 48) for _ in range(6)]
+    twin = Twin(mlp(64), partial(AdamW, lr=1e-2))  # of whole pages: no padding
+    samples = [torch.randn(8, 64) for _ in range(6)]
     budget = footprint_of(twin.model) * 4 // 5
     with accelerated(elsewhere=True) as queues:
-        _grow(queues, after=3, by=budget // 3)  # the first call is made as the block begins
+        _grow(queues, after=5, by=budget // 3)  # one call as the block begins, two a step
         session = compare_runs(
             twin, Loop(steps=6, peek=look), samples, mlp_loss, budget, device=DEVICE, config=CONFIG
         )

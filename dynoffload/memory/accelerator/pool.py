@@ -308,15 +308,22 @@ class RegionPool(HostTier):
         with self._mutex:
             peak = self._streams.peak_bytes()
             self._streams.trim(self._budget)
-            regions, self._bare_peak = self._bare_peak, self._bare
+            regions = self._bare_peak
             self._resize(self._workspace.after(peak, regions))
+            self._forget_peak()  # regions that have just made way are not of the next step
             return peak
 
     def count_anew(self) -> None:
-        """Reset the peak that `allocated_bytes` returns, to exclude setup."""
+        """Reset the peak that `allocated_bytes` returns, to exclude setup. What else is allocated
+        now is not the pool's."""
         with self._mutex:
-            self._streams.peak_bytes()
-            self._bare_peak = self._bare
+            held = self._streams.given_bytes() - self._bare
+            self._resize(self._workspace.begin(held))
+            self._forget_peak()
+
+    def _forget_peak(self) -> None:
+        self._streams.peak_bytes()
+        self._bare_peak = self._bare
 
     @unseen
     def make_way(self) -> bool:

@@ -2,12 +2,13 @@
 
 [Note: workspace]  An accelerator has one memory for regions and for the rest: temporaries of
 operators, workspaces of libraries, inputs. Its allocator counts both, and the budget limits this
-count. What the rest takes is unknown before it has run. So the pool begins smaller by an eighth of
-the budget. From then on it is the budget less the rest's peak of the last steps, and less a 32nd of
-the budget. That peak is the most sampled between two uses, and at least the step's peak less the
-peak of regions. Short peaks between two samples, while regions take less, are missed, and how the
-allocator rounds regions changes from step to step: on an H200 both made up to 2% of the budget. The
-pool is never smaller than what the largest update needs.
+count. What the rest takes is unknown before it has run. So the pool begins smaller by what is
+allocated by then, and by an eighth of the budget. From then on it is the budget less the rest's
+peak of the last steps, and less a 32nd of the budget. That peak is the most sampled between two
+uses, and at least the step's peak less the peak of regions. Short peaks between two samples, while
+regions take less, are missed, and the allocator's rounding of regions changes from step to step:
+both together made up to 2% of the budget on an H200. The pool is never smaller than what the
+largest update needs.
 """
 
 from __future__ import annotations
@@ -43,7 +44,19 @@ class WorkspaceEstimate:
         self._rest: deque[int] = deque(maxlen=_STEPS)
         self._seen, self._looked = 0, 0.0
         self._said = False
-        self.capacity = most if budget is None else max(self._least, most - budget // _FIRST)
+        self.capacity = most
+        self.begin(0)
+
+    def begin(self, held: int) -> int:
+        """Return the bytes of the pool in the first step.
+
+        Args:
+            held: bytes that the allocator has allocated beside regions.
+        """
+        if self._budget is not None:
+            room = min(self._most, self._budget - held)
+            self.capacity = max(self._least, room - self._budget // _FIRST)
+        return self.capacity
 
     def see(self, given: Callable[[], int], regions: int) -> None:
         """Within a step, sample what the rest takes now, unless the last sample is recent.
