@@ -72,7 +72,7 @@ test-here:
 
 gpu-check:
 	@$(PY) -c '$(call OLD_PYTHON,$(PY))'
-	@$(PY) -c 'import torch' 2>/dev/null || { echo "gpu-check: $(PY) has no torch; name one that has: make gpu-check PY=/path/to/python"; exit 1; }
+	@$(PY) -c 'import torch, numpy, rapidfuzz' 2>/dev/null || { echo "gpu-check: $(PY) lacks torch, numpy or rapidfuzz; name one that has them: make gpu-check PY=/path/to/python"; exit 1; }
 	@mkdir -p build/path && ln -sfn ../../dynoffload build/path/dynoffload
 	PYTHONPATH="build/path$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -P -m dynoffload.experiments.gpu_check --json build/gpu-check.json
 

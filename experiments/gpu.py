@@ -1,7 +1,6 @@
 """Training on an accelerator under a memory cap: time, capacity and exactness against alternatives.
 
-Every row is measured in its own process; all allocators have the same cap. It has never run on a
-GPU so far: it was tested on an emulated one, and none of its numbers are published.
+Every row is measured in its own process; all allocators have the same cap.
 
 [Note: caps]  A cap limits the allocator by `set_per_process_memory_fraction`, cached blocks
 included; ``1`` is plain training's peak. Methods that count bytes use the first budget of

@@ -1,9 +1,8 @@
 """Whether training on this machine's accelerator gives the bits of plain PyTorch there.
 
-``make gpu-check``: needs only torch and this checkout. Networks of the zoo and of transformers are
-trained twice plainly, and once paged: in host memory and with a spill file, with many loops, with
-pilots that predict wrongly, on randomly delayed streams and in poisoned memory. It has never run on
-a GPU so far; its cases have, on the emulated accelerator of the tests.
+``make gpu-check``: needs torch, numpy, rapidfuzz and this checkout. Networks of the zoo and of
+transformers are trained twice plainly, and once paged: in host memory and with a spill file, with
+many loops, with pilots that predict wrongly, on randomly delayed streams and in poisoned memory.
 
 Cases share a process; if it dies or hangs, the case has failed, and the others continue. Results
 are written after each case. Exit code 0: none failed and at least one case of each kind was exact;

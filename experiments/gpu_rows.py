@@ -4,6 +4,10 @@
 when the stream on which torch computes is idle; copies for the next step may still run. Charged
 host memory is the growth of the process's resident set since before the block. A step of a tiny
 network comes first, so that loading the accelerator's libraries is not counted.
+
+[Note: kernels]  Deterministic kernels can be several times slower: attention's backward is. So the
+steps before the measured ones take them, and their losses are compared; the measured ones take
+torch's usual kernels.
 """
 
 from __future__ import annotations
@@ -40,11 +44,11 @@ def measure(spec: Spec, cap_bytes: int, steps: int, warmup: int) -> dict[str, An
 
     Returns:
         ``state`` (one of `MEASURED`, `NO_ROOM`, `NOT_MEASURED`) and ``why`` it is not measured. If
-        it is: ``steps_s``, ``seconds`` (their median), ``losses`` of all steps in `float.hex`
-        format, ``parameters``, ``not_deterministic`` (the kernel that has no such algorithm, or
-        ""), ``peak_allocated`` (after the first step) and ``peak_reserved`` bytes of the allocator
-        (0 where it does not count). For this library's sessions also
-        ``bytes_in``, ``bytes_out``, ``stall_s`` (medians), ``peak_fast_bytes``,
+        it is: ``steps_s``, ``seconds`` (their median), ``losses`` of the steps before in
+        `float.hex` format, ``parameters``, ``not_deterministic`` (the kernel that has no
+        deterministic algorithm, or ""), ``peak_allocated`` (after the first step) and
+        ``peak_reserved`` bytes of the allocator (0 where it does not count). For this library's
+        sessions also ``bytes_in``, ``bytes_out``, ``stall_s`` (medians), ``peak_fast_bytes``,
         ``pinned_bytes`` and ``charged_bytes`` of the host, and ``backend``.
     """
     try:
@@ -76,12 +80,13 @@ def _trained(spec: Spec, cap_bytes: int, steps: int, warmup: int) -> dict[str, A
     before = resident_bytes()
     trainer = Trainer(spec)
     NEVER_LEFT.enter_context(trainer.training())
-    made = [trainer.step() for _ in range(warmup + steps)]
-    seconds = [one["seconds"] for one in made[warmup:]]
+    first = [trainer.step() for _ in range(warmup)]
+    torch.set_deterministic_debug_mode("default")
+    seconds = [trainer.step()["seconds"] for _ in range(steps)]
     found: dict[str, Any] = {
         "seconds": median(seconds),
         "steps_s": seconds,
-        "losses": [one["loss"] for one in made],
+        "losses": [one["loss"] for one in first],
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "peak_allocated": 0,
         "peak_reserved": 0,

@@ -32,7 +32,7 @@ SMALL = Spec("moe", "tiny", sizes=SIZES, shape={"length": 8}, budget=256 * KiB, 
 def row_of(spec: Spec) -> dict[str, Any]:
     """Return what a training's process would tell."""
     with gpu_rows.NEVER_LEFT:
-        row = measure(spec, 0, steps=2, warmup=1)
+        row = measure(spec, 0, steps=2, warmup=3)
     json.dumps(row, allow_nan=False)
     return row
 

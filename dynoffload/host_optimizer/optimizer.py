@@ -57,7 +57,7 @@ class HostOptimizer(Optimizer):
     The optimizer created last for a parameter takes its gradients. The `step` of any other, of this
     type or of torch's, is refused until this one is closed.
 
-    It has not run on a GPU. It serves one process: under `DistributedDataParallel` gradients would
+    It serves one process: under `DistributedDataParallel` gradients would
     be taken before they are reduced, so the first step is refused.
 
     Args:
