@@ -11,7 +11,7 @@ class DynOffloadError(Exception):
     """Base of all errors that dynoffload raises for its users."""
 
     def __str__(self) -> str:
-        """Return the text alone: an `OSError` with a number reads ``[Errno 2] ...``."""
+        """Return the message without the ``[Errno 2]`` prefix of an `OSError`."""
         return str(getattr(self, "strerror", None) or super().__str__())
 
 
@@ -46,7 +46,7 @@ class RankError(DynOffloadError, RuntimeError):
 
     Attributes:
         rank: this process's; -1 if unknown.
-        lost: the known ranks among those that were waited for.
+        lost: the ranks that are known to be missing.
     """
 
     rank: int = -1
@@ -74,7 +74,7 @@ class ClientError(DynOffloadError, ImportError):
 
 
 class BackendError(DynOffloadError, RuntimeError):
-    """A device backend cannot work on this system, or failed in use."""
+    """A device backend cannot work on this system, or failed in use; or the system is too busy."""
 
 
 class ExchangeError(DynOffloadError, RuntimeError):

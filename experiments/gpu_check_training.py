@@ -4,13 +4,13 @@ Each case is trained twice in plain PyTorch and once offloaded; all state is com
 If the two baselines differ, the case is not deterministic: neither exact nor failed.
 
 [Note: beside]  A budget on an accelerator limits all memory that its allocator provides, including
-library workspaces and the copies for comparison. So these are added to the case's budget: the bytes
-allocated before the block, the second baseline's peak above its training state, and what late
-streams take.
+library workspaces and the copies for comparison. So these are added to the case's budget: the
+bytes allocated before the network is built, the second baseline's peak above its training state,
+and what late streams take.
 
-[Note: deterministic]  Algorithms that torch calls deterministic are required. With ``"warn"`` torch
-would take others even where it has one: attention's backward on CUDA. Where it has none, it names
-the kernel in an error, and the case is trained with ``"warn"``.
+[Note: deterministic]  Algorithms that torch calls deterministic are required. ``"warn"`` may choose
+others even where there is one: attention's backward on CUDA. Where there is none, torch names the
+kernel in an error, and the case is trained with ``"warn"``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 """Must be ``:4096:8`` before the first CUDA matrix product, for reproducible bits."""
 SCRATCH = 8 * MiB
 """Bytes of each delaying copy: 0.2 ms on a link of 50 GB/s."""
-_TEMPORARY = {"evoformer": MiB}  # bytes of activations that a sample needs above its share
+_TEMPORARY = {"evoformer": MiB}  # extra budget for activations of one sample
 _CPU = torch.device("cpu")
 _LR, _CLIP = 1e-3, 0.5  # of the optimizer on the host
 
@@ -81,7 +81,7 @@ def deterministic(mode: str = "error") -> Iterator[None]:
         settings.fill_uninitialized_memory = filling
 
 
-def random_kernel(error: Exception) -> str:
+def kernel_named_by(error: Exception) -> str:
     """Return what torch says of a kernel that has no deterministic algorithm, or ""."""
     said = str(error).partition(" deterministic implementation")
     return f"({said[0]}{said[1]})" if said[1] else ""
@@ -120,7 +120,7 @@ class _Run:
     """Result of one training run.
 
     Attributes:
-        steps: losses, gradient norms and state after each step.
+        steps: losses of each step, and of most cases the state after it.
         end: state after training.
         took: peak bytes of the accelerator's allocator above those allocated before; 0 where it
             does not count.
@@ -301,7 +301,7 @@ def train_case(
                 first, second = (training.plainly() for _ in range(2))
             break
         except Exception as error:
-            kernel, before = random_kernel(error), kernel
+            kernel, before = kernel_named_by(error), kernel
             if before or not kernel:
                 why = f"plain PyTorch cannot train it here: {type(error).__name__}: {error}"
                 return {"verdict": Verdict.NOT_RUN.value, "why": why[:500]}

@@ -1,13 +1,12 @@
 """Measurements of one process of `dynoffload.experiments.gpu`: a training, or the link.
 
-`measure` caps the accelerator's allocator and trains. A step's time ends, for all methods,
-when the stream on which torch computes is idle; copies for the next step may still run. Charged
-host memory is the growth of the process's resident set since before the block. A step of a tiny
+`measure` caps the accelerator's allocator and trains. A step's time ends, for all methods, when the
+stream on which torch computes is idle; copies for the next step may still run. Charged host memory
+is the growth of the process's resident set since before the network is built. A step of a tiny
 network comes first, so that loading the accelerator's libraries is not counted.
 
-[Note: kernels]  Deterministic kernels can be several times slower: attention's backward is. So the
-steps before the measured ones take them, and their losses are compared; the measured ones take
-torch's usual kernels.
+[Note: kernels]  Deterministic kernels can be several times slower: attention's backward is. So only
+the steps before the measured ones use them, and their losses are compared.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from dynoffload.errors import BudgetError, DynOffloadError
-from dynoffload.experiments.gpu_check_training import deterministic, random_kernel
+from dynoffload.experiments.gpu_check_training import deterministic, kernel_named_by
 from dynoffload.experiments.processes import NEVER_LEFT
 from dynoffload.experiments.trainer import Trainer, finite
 from dynoffload.experiments.ways import Spec, place_of
@@ -46,7 +45,7 @@ def measure(spec: Spec, cap_bytes: int, steps: int, warmup: int) -> dict[str, An
         ``state`` (one of `MEASURED`, `NO_ROOM`, `NOT_MEASURED`) and ``why`` it is not measured. If
         it is: ``steps_s``, ``seconds`` (their median), ``losses`` of the steps before in
         `float.hex` format, ``parameters``, ``not_deterministic`` (the kernel that has no
-        deterministic algorithm, or ""), ``peak_allocated`` (after the first step) and
+        deterministic algorithm, or ""), ``peak_allocated`` (for sessions after the first step) and
         ``peak_reserved`` bytes of the allocator (0 where it does not count). For this library's
         sessions also ``bytes_in``, ``bytes_out``, ``stall_s`` (medians), ``peak_fast_bytes``,
         ``pinned_bytes`` and ``charged_bytes`` of the host, and ``backend``.
@@ -71,7 +70,7 @@ def _trained(spec: Spec, cap_bytes: int, steps: int, warmup: int) -> dict[str, A
     try:
         _step_of_tiny(spec)
     except RuntimeError as error:
-        kernel = random_kernel(error)
+        kernel = kernel_named_by(error)
         if not kernel:
             raise
         torch.set_deterministic_debug_mode("warn")

@@ -1,4 +1,4 @@
-"""Identifiers of a network and of a call's shapes, equal when recording and when running.
+"""Identifiers of a network and of a call's shapes, which match between recorded and later runs.
 
 A pilot recognises the network it was trained for by `fingerprint`; `shape_key` distinguishes calls
 of one module by their shapes.

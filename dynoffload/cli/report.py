@@ -33,7 +33,8 @@ def report(
     as_json: Annotated[
         bool,
         typer.Option(
-            "--json", help="Print the numbers of the run as JSON; writes what is named only."
+            "--json",
+            help="Print the numbers of the run as JSON; writes only the files that are named.",
         ),
     ] = False,
 ) -> None:

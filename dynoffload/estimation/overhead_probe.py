@@ -1,8 +1,8 @@
 """Measures the runtime's pace: how fast its own work runs on this machine now.
 
 `probe_overhead` trains a small network that fits in the budget, alternating plain steps and steps
-in a session. The difference is the runtime's own work. It scales costs that were fitted on many
-networks to the current time and machine.
+in a session. The difference is the runtime's own work. Callers use it to scale fitted costs to
+this machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class OverheadProbe(NamedTuple):
     """The runtime's own work in a step of the small network.
 
     Attributes:
-        seconds: median of several steps.
+        seconds: difference of the medians of several steps.
         least, most: extremes of the rounds, as shares of ``seconds``.
     """
 
@@ -45,7 +45,7 @@ def probe_overhead(directory: str | Path) -> OverheadProbe:
     process's number of threads; takes about two seconds and 50 MiB.
 
     Args:
-        directory: a directory on a disk for the spill file, which is removed.
+        directory: a directory on a disk for the spill file; the file is removed.
 
     Raises:
         BackendError: the system supports no backend, or is so busy that a session's steps take no

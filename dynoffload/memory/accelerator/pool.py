@@ -1,8 +1,8 @@
 """The memory pool of an accelerator's regions, and the copies that fetch and evict them.
 
 [Note: streams]  The host runs ahead of the accelerator: allocations, copies and releases take
-effect later. So released memory may still be used by queued work. Only later work of the compute
-stream reuses it, which runs after that work anyway. A copy in begins after the event at which the
+effect later. Queued work may still use released memory. Only later work of the compute stream gets
+it, and order keeps that safe. A copy in begins after the event at which the
 compute stream was given the memory; a copy out begins after the last work that uses it. The
 compute stream waits for a copy in before it uses the memory, and for a copy out before the memory
 is reused.
@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 
 PAGE = 4 * KiB
 UNKNOWN = -1
-"""The use number of a region on which more work may be enqueued."""
+"""The use number of a region while more work on it may still be enqueued."""
 _AHEAD = 4  # uses that the host may run ahead
 
 
 class RegionPool(HostTier):
     """The pool of an accelerator: allocates, fetches and evicts its regions.
 
-    All methods that are not part of `Device` require ``_mutex``.
+    Private methods require ``_mutex``.
 
     Args:
         streams: of the accelerator.
@@ -86,7 +86,7 @@ class RegionPool(HostTier):
         self._uses: deque[tuple[int, StreamEvent]] = deque()  # each with an event at its begin
         self._now = 0  # the number of the current use
         self._leaving: list[DeviceRegion] = []  # in order
-        self._bare = self._bare_peak = 0  # used bytes without padding, as the allocator counts
+        self._bare = self._bare_peak = 0  # used bytes without padding
         self._workspace = WorkspaceEstimate(self.capacity, least, budget)
         self._budget = self.capacity if budget is None else budget
         self._closed = self._said_full = False
@@ -118,14 +118,14 @@ class RegionPool(HostTier):
 
         Args:
             cell: the region.
-            cause: for a plan, only if there is room; else by evictions and waits.
+            cause: a planned fetch needs free room; others evict and wait.
             wanted: the regions needed together, for the error.
 
         Returns:
             Whether it was done.
         """
         must = cause is not Cause.PLAN
-        while cell.state is State.ABSENT:  # each step may undo another
+        while cell.state is State.ABSENT:  # making room may evict the host copy
             if self._free < cell.padded:
                 if not self._make_room(cell.padded, must, wanted):
                     return False
@@ -314,8 +314,8 @@ class RegionPool(HostTier):
             return peak
 
     def count_anew(self) -> None:
-        """Reset the peak that `allocated_bytes` returns, to exclude setup. What else is allocated
-        now is not the pool's."""
+        """Reset the peak that `allocated_bytes` returns, and subtract what else is allocated now
+        from the pool; called once setup is done."""
         with self._mutex:
             held = self._streams.given_bytes() - self._bare
             self._resize(self._workspace.begin(held))
@@ -330,20 +330,20 @@ class RegionPool(HostTier):
         """After an operator ran out of memory: evict all unpinned regions, and shrink the pool by a
         quarter until its size is measured again. Return whether any memory was freed."""
         with self._mutex:
-            before = self.capacity, self._used
+            before = self._used
             while self._used and self._send_out():
                 pass
-            freed = before[1] - self._used
+            freed = before - self._used
             self._resize(self._workspace.shrunk())
             if freed and not self._said_full:
                 self._said_full = True
                 logger.warning(
-                    "%s had no memory left for an operator, beside %s of regions, of which %s made "
-                    "way: lower the budget of %s, or end what else uses it",
+                    "%s had no memory left beside %s of regions, of which %s made way: lower the "
+                    "budget of %s, or end what else uses it",
                     self._streams.name,
-                    format_bytes(before[1]),
+                    format_bytes(before),
                     format_bytes(freed),
-                    format_bytes(before[0]),
+                    format_bytes(self._budget),
                 )
             return freed > 0
 

@@ -2,13 +2,13 @@
 
 [Note: workspace]  An accelerator has one memory for regions and for the rest: temporaries of
 operators, workspaces of libraries, inputs. Its allocator counts both, and the budget limits this
-count. What the rest takes is unknown before it has run. So the pool begins smaller by what is
-allocated by then, and by an eighth of the budget. From then on it is the budget less the rest's
-peak of the last steps, and less a 32nd of the budget. That peak is the most sampled between two
-uses, and at least the step's peak less the peak of regions. Short peaks between two samples, while
-regions take less, are missed, and the allocator's rounding of regions changes from step to step:
-both together made up to 2% of the budget on an H200. The pool is never smaller than what the
-largest update needs.
+count. What the rest takes is unknown before it has run. So the first pool is the budget less other
+allocations, and less an eighth of the budget. From then on it is the budget less the rest's peak of
+the last steps, and less a 32nd of the budget. The rest's peak in a step is the largest sample
+between two uses, or the step's peak less the peak of regions, if larger. Short peaks between two
+samples, while regions take less, are missed, and the allocator's rounding of regions changes from
+step to step: both together made up to 2% of the budget on an H200. The pool is never smaller than
+the least that training needs.
 """
 
 from __future__ import annotations
