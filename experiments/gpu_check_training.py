@@ -288,7 +288,8 @@ def train_case(
     """Train one case in this process; for the arguments see `_Training`.
 
     Returns:
-        ``verdict``, a value of `Verdict`; ``why``, "" for an exact case; and for paged cases
+        ``verdict``, a value of `Verdict`; ``why``, "" for an exact case; ``kernel``, what torch
+        says of one that has no deterministic algorithm, or ""; and for paged cases
         ``backend``, ``budget``, ``peak_fast_bytes``, ``peak_allocated`` (the allocator's after the
         first step, with operators' temporaries; 0 where it does not count), ``bytes_in``,
         ``bytes_out``, ``delays``, and ``asked``: calls of a wrong pilot.
@@ -313,7 +314,8 @@ def train_case(
     del first
     with deterministic(mode):
         found = training.ours(second)
-    return {"verdict": (Verdict.FAILED if found["why"] else Verdict.EXACT).value, **found}
+    verdict = Verdict.FAILED if found["why"] else Verdict.EXACT
+    return {"verdict": verdict.value, "kernel": kernel, **found}
 
 
 def shortcoming(case: Case, found: dict[str, Any]) -> str:

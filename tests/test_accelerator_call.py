@@ -262,6 +262,31 @@ def test_a_workspace_that_libraries_keep_is_within_the_budget(when: str) -> None
     assert within == [when == "before the block", True, True, True], (peaks, budget)
 
 
+def test_a_block_begins_though_more_is_held_than_its_regions_leave() -> None:
+    """The model is on the accelerator already; what is beyond the pool leaves later."""
+    twin = Twin(small(), partial(AdamW, lr=1e-2))
+    held = footprint_of(twin.model)
+    with accelerated() as queues:
+        storage = torch.UntypedStorage(0)
+        queues.fill(storage, held)
+        compare_runs(
+            twin,
+            Loop(steps=3),
+            small_samples(3),
+            small_loss,
+            held * 5 // 4,
+            device=DEVICE,
+            config=CONFIG,
+        )
+
+
+def test_the_pool_keeps_a_margin_for_what_the_allocator_rounds() -> None:
+    temporaries = WorkspaceEstimate(most=1000, least=0, budget=1200)
+    assert temporaries.capacity == 1000 - 1200 // 8
+    assert temporaries.begin(held=300) == 1200 - 300 - 1200 // 8
+    assert temporaries.after(peak=500, regions=100) == 1200 - 400 - 1200 // 32
+
+
 @pytest.mark.parametrize("when", ["before", "as it begins", "by itself"])
 def test_what_was_taken_before_the_first_step_is_not_what_operators_take(
     when: str, caplog: pytest.LogCaptureFixture

@@ -268,7 +268,7 @@ class RegionPool(HostTier):
 
     def _empty(self, cell: DeviceRegion) -> None:
         self._streams.empty(cell.storage)
-        del self._present[cell]
+        self._present.pop(cell, None)
         self._used -= cell.padded
         self._bare -= cell.nbytes
         cell.state, cell.here = State.ABSENT, False
@@ -318,7 +318,8 @@ class RegionPool(HostTier):
         from the pool; called once setup is done."""
         with self._mutex:
             held = self._streams.given_bytes() - self._bare
-            self._resize(self._workspace.begin(held))
+            capacity = self._workspace.begin(held)  # regions beyond it leave when others need room
+            self.capacity = capacity // self.page_bytes * self.page_bytes
             self._forget_peak()
 
     def _forget_peak(self) -> None:
