@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable
 from itertools import islice
 from typing import Any, NamedTuple
@@ -74,13 +75,18 @@ def soak(
                     step,
                     resident_bytes(),
                     len(os.listdir("/proc/self/fd")),
-                    len(os.listdir("/proc/self/task")),
+                    len(os.listdir("/proc/self/task")) - learners(),
                     found.st_size,
                     found.st_blocks,
                     len(gc.get_objects()),
                     records_of(session.log),
                 )
                 sys.stdout.write(json.dumps(row) + "\n")
+
+
+def learners() -> int:
+    """Return how many threads train a pilot, which come and go."""
+    return sum(thread.name == "dynoffload-learner" for thread in threading.enumerate())
 
 
 def records_of(log: RunLog) -> int:

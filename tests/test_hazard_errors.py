@@ -125,15 +125,15 @@ def test_the_block_ends_by_an_exception(side: Side, stage: str) -> None:
 
     try:
         with side.offload(model, optimizer):
-            train(0, 3)
+            train(0, 6)
             model.blows = "forward" if stage == "forward" else "function"
-            train(3, 4)
+            train(6, 7)
     except Blown:
         side.see("left", stage)
     model.blows = ""
-    train(4, 5)
+    train(7, 8)
     with side.offload(model, optimizer):
-        train(5, 8)
+        train(8, 14)
 
 
 @each_backend

@@ -215,14 +215,18 @@ class Restoration:
             Where tensors that do not fit in memory are stored now, or "".
         """
         buffers.restore(lambda region, tensor: self._ordinary(tensor))
-        for tensors in adopted.values():
-            for tensor in tensors:
+        present = set(self._device.resident())
+        # What is present comes first: it leaves room for the rest, also when the disk is full.
+        for first in sorted(adopted, key=lambda region: region not in present):
+            for tensor in adopted[first]:
                 if self._device.owner(tensor) >= 0:
                     put(tensor, self._ordinary(tensor.data))
+            slot = self._store.slot_of(first)
+            if slot is not None and slot.fused is None:
+                self._discard_unused(first)
         for slot in self._store.slots.values():
             for region in slot.update_regions():
-                if users_of(self._device.storage(region)) <= 1:
-                    self._device.discard(region)
+                self._discard_unused(region)
         for fused in self._rows:
             for row in fused.rows():
                 if not self._rows.is_held(row):
@@ -233,6 +237,10 @@ class Restoration:
             inside = f"{format_bytes(self._inside)} under the budget still ({self._refused})"
             places.append(inside)
         return ", ".join(places)
+
+    def _discard_unused(self, region: int) -> None:
+        if users_of(self._device.storage(region)) <= 1:
+            self._device.discard(region)
 
     def _ordinary(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor like the paged ``tensor``, over a copy of its region or row."""
