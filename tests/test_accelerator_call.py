@@ -269,15 +269,10 @@ def test_a_block_begins_though_more_is_held_than_its_regions_leave() -> None:
     with accelerated() as queues:
         storage = torch.UntypedStorage(0)
         queues.fill(storage, held)
-        compare_runs(
-            twin,
-            Loop(steps=3),
-            small_samples(3),
-            small_loss,
-            held * 5 // 4,
-            device=DEVICE,
-            config=CONFIG,
-        )
+        budget, samples = held * 5 // 4, small_samples(3)
+        options: Any = {"device": DEVICE, "config": CONFIG}
+        session = compare_runs(twin, Loop(steps=3), samples, small_loss, budget, **options)
+    assert (session.stats["peak_allocated_bytes"] <= budget).all()
 
 
 def test_the_pool_keeps_a_margin_for_what_the_allocator_rounds() -> None:

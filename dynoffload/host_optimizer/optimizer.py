@@ -57,8 +57,8 @@ class HostOptimizer(Optimizer):
     The optimizer created last for a parameter takes its gradients. The `step` of any other, of this
     type or of torch's, is refused until this one is closed.
 
-    It serves one process: under `DistributedDataParallel` gradients would
-    be taken before they are reduced, so the first step is refused.
+    It serves one process: under `DistributedDataParallel` gradients would be taken before they are
+    reduced, so the first step is refused.
 
     Args:
         params: as torch's optimizers take them; bfloat16, float16 or float32, on one device.

@@ -335,6 +335,6 @@ class Accelerator(RegionPool):
                 self._settle(cell)
                 cell.storage.bring = None
         self._close_host()
-        for known in (self._cells, self._present):  # frees their memory, even if this is referenced
-            known.clear()
+        self._cells.clear()  # frees their memory, even if this object is still referenced
+        self._present.clear()
         self._by_storage.clear()

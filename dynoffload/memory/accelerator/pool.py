@@ -2,10 +2,9 @@
 
 [Note: streams]  The host runs ahead of the accelerator: allocations, copies and releases take
 effect later. Queued work may still use released memory. Only later work of the compute stream gets
-it, and order keeps that safe. A copy in begins after the event at which the
-compute stream was given the memory; a copy out begins after the last work that uses it. The
-compute stream waits for a copy in before it uses the memory, and for a copy out before the memory
-is reused.
+it, and order keeps that safe. A copy in begins after the event at which the compute stream was
+given the memory; a copy out begins after the last work that uses it. The compute stream waits for a
+copy in before it uses the memory, and for a copy out before the memory is reused.
 """
 
 from __future__ import annotations
@@ -308,8 +307,7 @@ class RegionPool(HostTier):
         with self._mutex:
             peak = self._streams.peak_bytes()
             self._streams.trim(self._budget)
-            regions = self._bare_peak
-            self._resize(self._workspace.after(peak, regions))
+            self._resize(self._workspace.after(peak, self._bare_peak))
             self._forget_peak()  # regions that have just made way are not of the next step
             return peak
 
