@@ -68,6 +68,8 @@ def soak(
             optimizer.step()
             optimizer.zero_grad()
             if step % (steps // 10) == 0:
+                for learner in learners():  # what it makes lives and goes while it trains
+                    learner.join()
                 found = os.fstat(paging_of(session).device._spill.fd)  # type: ignore[attr-defined]
                 gc.collect()
                 _trim(0)
@@ -75,7 +77,7 @@ def soak(
                     step,
                     resident_bytes(),
                     len(os.listdir("/proc/self/fd")),
-                    len(os.listdir("/proc/self/task")) - learners(),
+                    len(os.listdir("/proc/self/task")),
                     found.st_size,
                     found.st_blocks,
                     len(gc.get_objects()),
@@ -84,9 +86,9 @@ def soak(
                 sys.stdout.write(json.dumps(row) + "\n")
 
 
-def learners() -> int:
-    """Return how many threads train a pilot, which come and go."""
-    return sum(thread.name == "dynoffload-learner" for thread in threading.enumerate())
+def learners() -> list[threading.Thread]:
+    """Return the threads that train a pilot, which come and go."""
+    return [one for one in threading.enumerate() if one.name == "dynoffload-learner"]
 
 
 def records_of(log: RunLog) -> int:

@@ -259,6 +259,22 @@ def test_storages_give_copies(device: Any) -> None:
     assert_same(w.clone(), plain, "written by way of a copy")
 
 
+def test_a_storage_is_known_by_its_address(device: Any) -> None:
+    """As `save_pretrained` and safetensors tell tensors that share memory, also where that of one
+    that left was given to the next."""
+    held = [on_row(device, values()), on_row(device, values())]
+    for _ in range(2):
+        made = torch.empty(0)
+        region = device.allocate(held[0].nbytes // 4)
+        device.acquire([region])
+        held.append(made.set_(device.storage(region)))
+    addresses = [tensor.untyped_storage().data_ptr() for tensor in held]
+    assert len({*addresses}) == 4 and 0 not in addresses
+    assert addresses == [tensor.untyped_storage().data_ptr() for tensor in held]
+    for tensor in held:
+        assert tensor[0].untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+
+
 def test_sparse_tensors_of_several_slices_are_refused(device: Any) -> None:
     """They would outlive what was gathered; those of one slice lie over its region."""
     w = on_row(device, values())

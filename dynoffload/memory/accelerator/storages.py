@@ -17,9 +17,7 @@ _READERS = (
     *("nbytes", "size", "__len__", "__getitem__", "tolist", "__deepcopy__", "__reduce__"),
     *("cpu", "cuda", "hpu", "to", "_to", "_write_file", "byteswap"),
 )
-_WRITERS = ("copy_", "fill_", "__setitem__", "data_ptr", "_byteswap")
-
-
+_WRITERS = ("copy_", "fill_", "__setitem__", "_byteswap")
 _SHARING = ("share_memory_", "_share_fd_cpu_", "_share_filename_cpu_", "_share_cuda_")
 
 
@@ -41,6 +39,11 @@ class RegionStorage(torch.UntypedStorage):
         copy = torch.UntypedStorage(nbytes, device=self.device)  # type: ignore[no-untyped-call]
         copy.copy_(self)
         return copy
+
+    def data_ptr(self) -> int:
+        """Return a number of its own, by which code tells whether tensors share memory. Regions
+        that are present one after another may have the same address."""
+        return int(self._cdata if self.bring is not None else super().data_ptr())
 
 
 def size_of(storage: torch.UntypedStorage) -> int:
@@ -148,8 +151,8 @@ class RowStorage(torch.UntypedStorage):
         return self.copied(device)
 
     def data_ptr(self) -> int:
-        """Return 0: it has no address."""
-        return 0
+        """Return a number of its own: it has no address."""
+        return int(self._cdata)
 
 
 def place_of(tensor: torch.Tensor) -> tuple[int, int]:
