@@ -65,7 +65,7 @@ class RankStatus:
 
 
 def awaited(trace: TracebackType | FrameType | None) -> str:
-    """Return what the innermost frame of a stack waits for from other ranks; "" if it does not.
+    """Return what a stack waits for from other ranks, as its innermost frame that tells; else "".
 
     Args:
         trace: an error's traceback, or a thread's current frame.
@@ -97,7 +97,7 @@ class Report:
 
     Attributes:
         beat: number of this report.
-        block: number of blocks the rank has entered.
+        block: how many `offload` blocks the rank has entered.
         status: its progress.
         machine: machine and process namespace.
         pid: its process id there.
@@ -122,14 +122,14 @@ class StatusStore:
     """The reports of all ranks of the default process group.
 
     Args:
-        block: number of blocks this process has entered.
+        block: how many `offload` blocks this process has entered.
 
     Attributes:
         rank: this process's rank.
         size: the number of ranks.
         reports: the last report of each other rank that has one.
         changed: when a rank's progress last changed, by this process's clock.
-        heard: when its last report was read, by the same clock.
+        heard: when a new report of it was last read, by the same clock.
         answers: whether the last read of the store succeeded.
     """
 

@@ -1,6 +1,7 @@
 """Maps each parameter to the `HostOptimizer` that takes its gradients: the one created last.
 
-Another optimizer's step is refused while such a gradient waits, as it would train nothing.
+While a gradient waits for its `HostOptimizer`, another optimizer's step over the parameter is
+refused: it would change nothing.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class GradientHooks:
 
     Args:
         optimizer: their owner, referenced weakly.
-        states: of its parameters; may grow.
-        gradients: receives them.
+        states: the state of each of its parameters; more may be added.
+        gradients: where the hooks send gradients.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class GradientHooks:
         for parameter, state in self._states.items():
             if parameter.grad is not None:
                 gradient = check_gradient(state, parameter.grad)
-                parameter.grad = gradient.detach().clone()  # references to the original stay valid
+                parameter.grad = gradient.detach().clone()  # the original may be the user's
                 self._gradients.send(state)
                 self._watch(parameter)
 
@@ -74,7 +75,7 @@ class GradientHooks:
         """Refuse to continue if another optimizer has taken over a parameter.
 
         Raises:
-            ConfigError: naming the first.
+            ConfigError: one has; it is named.
         """
         for parameter, state in self._states.items():
             if _owner(parameter) is not self:
@@ -85,7 +86,7 @@ class GradientHooks:
                 )
 
     def waiting(self, parameter: torch.Tensor) -> str:
-        """Return the name of a parameter whose gradient was sent and awaits a step; else ""."""
+        """Return the parameter's name if its gradient was sent and awaits a step; else ""."""
         state = self._states[parameter]
         left = parameter.grad is None and state in self._gradients.gradients
         return state.name if left else ""

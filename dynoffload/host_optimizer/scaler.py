@@ -13,9 +13,9 @@ from dynoffload.host_optimizer.optimizer import HostOptimizer
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for a `HostOptimizer`; other optimizers are scaled as in torch.
 
-    torch's version unscales ``p.grad``, which is None here. This one keeps the schedule and
-    ``state_dict``, and the optimizer unscales gradients when it reads them. They may be float16,
-    since they are converted to float32 first. ``device`` defaults to the accelerator, or the CPU.
+    torch's version unscales ``p.grad``, which is None here. Schedule and ``state_dict`` stay
+    torch's. The optimizer unscales each gradient as it reads it, in float32, so gradients may be
+    float16. ``device`` defaults to the accelerator, or the CPU.
     """
 
     def __init__(self, device: str | None = None, *args: Any, **kwargs: Any) -> None:

@@ -40,7 +40,7 @@ class UpdateRule:
         options: constructor arguments other than parameters.
 
     Attributes:
-        defaults: of its groups.
+        defaults: hyperparameters of a group that names none.
 
     Raises:
         ConfigError: ``kind`` is not supported, or an option asks for another implementation.
@@ -82,7 +82,7 @@ class UpdateRule:
         return "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())
 
     def hyperparameters(self, group: Mapping[str, Any]) -> Group:
-        """Return a group's current hyperparameters, scalar tensors as numbers; no parameters."""
+        """Return a group's entries without its parameters; tensors of one element as numbers."""
         values = {
             key: value for key, value in group.items() if key not in ("params", "param_names")
         }
@@ -100,7 +100,7 @@ class UpdateRule:
             self._run(some, first=first)
 
     def _run(self, slices: Sequence[Slice], *, first: bool) -> None:
-        starts = first and self.kind is SGD  # which creates momentum from the first gradient
+        starts = first and self.kind is SGD  # it makes momentum of the first gradient
         state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         stand_ins = []
         for one in slices:

@@ -1,7 +1,7 @@
 """Exports a run as a trace for ui.perfetto.dev and chrome://tracing, down to single transfers.
 
 In the Trace Event Format ("JSON Object Format", Duncan and others, Google 2016). Steps, phases,
-stalls, fetches and evictions have as many tracks each as overlap; counters hold memory.
+stalls, fetches and evictions each have as many tracks as overlap at a time. Memory is a counter.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _events(log: RunLog) -> Iterator[_Event]:
     yield _about_track("process_name", 0, name=f"dynoffload: {log.model}")
     track = 1
     for kind, slices in _slices(log).items():
-        ends: list[float] = []  # of each track's last slice; those of one track must not overlap
+        ends: list[float] = []  # of each track's last slice, as slices of a track must not overlap
         for start, end, name, arguments in sorted(slices, key=lambda one: one[:2]):
             lane = next((lane for lane, last in enumerate(ends) if last <= start), len(ends))
             if lane == len(ends):

@@ -1,4 +1,4 @@
-"""Deferred optimizer: splits steps by parameter and defers each update to the parameter's next use.
+"""Deferred optimizer: `step()` notes each parameter's update, which is made at its next use.
 
 A plain ``optimizer.step()`` needs all parameters, gradients and state at once. Here it splits into
 one update per paged parameter. The optimizer's own code makes it on a group of this parameter
