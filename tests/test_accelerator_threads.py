@@ -44,6 +44,7 @@ from dynoffload.memory.accelerator.pool import PAGE
 from dynoffload.memory.accelerator.storages import RegionStorage
 from dynoffload.runtime.adoption.buffers import Buffers
 from dynoffload.runtime.adoption.relocation import Homes
+from dynoffload.runtime.placing import put
 from dynoffload.units import KiB
 
 CONFIG: dict[str, Any] = {**SMALL_PAGES, "step_aside": False}
@@ -373,7 +374,8 @@ def test_buffers_go_home_to_another_device(tmp_path: Path) -> None:
         module.register_buffer("mask", torch.ones(PAGE))
         mask = module.mask
         assert device.owner(mask) >= 0
-        buffers.restore(lambda region, tensor: tensor.to("meta"))
+        for tensor in buffers.end().values():
+            put(tensor, tensor.data.to("meta"))
         assert module.mask is mask
         assert mask.is_meta
         device.close()

@@ -3,10 +3,11 @@
 A shim (failing_disk.c) between the process and the C library lets reads, writes and allocations of
 the spill file fail, fall short, or take long, in each part of a step. The only fault that needs no
 shim is a file that is cut off: the kernel's own answer to that is a bus error. See faulty.py for
-what one case does. Whatever happens, the outcome is one of three, and no file is left behind:
+what one case does. Whatever happens, the outcome is one of these, and no file is left behind:
 
 - "exact": bit for bit the state of plain training, if an error was raised after the step that it
   interrupted was made again;
+- "kept": an error has said so, and all is as it was after the last step that was made;
 - "lost": an error has said so, in step() or as the block was left, and then nobody gets what is
   half of two steps: forward, step() and state_dict() raise until a checkpoint is loaded;
 - "ended": the process has ended by itself and said why, as a thread slept on bytes that cannot be

@@ -349,7 +349,9 @@ class Adoption:
         held = self.held_by_others(adopted) if self._begun else set()
         stays = place == self._device.device
         restoration = Restoration(self._device, self.store, self.rows, held, room, stays=stays)
-        where = restoration.run(self.buffers, adopted)
+        for region, buffer in self.buffers.end().items():  # also one that left the model
+            adopted.setdefault(region, []).append(buffer)
+        where = restoration.run(adopted)
         if restoration.lost:
             raise restoration.lost[0]
         return where

@@ -85,7 +85,7 @@ class Paging(Stepping):
         tell_children(self)
 
     def count_anew(self) -> None:
-        """Restart the peak counter before the first step; setup does not count."""
+        """Size an accelerator's pool by what setup left allocated, before the first step."""
         if isinstance(self.device, Accelerator):
             self.device.count_anew()
 

@@ -312,8 +312,8 @@ class RegionPool(HostTier):
             return peak
 
     def count_anew(self) -> None:
-        """Reset the peak that `allocated_bytes` returns, and subtract what else is allocated now
-        from the pool; called once setup is done."""
+        """Size the pool by what else is allocated now, and begin a new peak; called once setup is
+        done."""
         with self._mutex:
             held = self._streams.given_bytes() - self._bare
             capacity = self._workspace.begin(held)  # regions beyond it leave when others need room

@@ -22,7 +22,6 @@ from dynoffload.memory.device import Device
 from dynoffload.memory.region_allocator import users_of
 from dynoffload.runtime.adoption.held import is_between_processes, references
 from dynoffload.runtime.adoption.store import bytes_of, offset_of, view_of
-from dynoffload.runtime.placing import put
 from dynoffload.units import MiB, format_bytes
 
 _LEFT_IN_HEAP = 32 * MiB  # of moved state, above which freed heap memory returns to the system
@@ -161,11 +160,13 @@ class Buffers:
     def _is_in_region(self, region: int, tensor: torch.Tensor | None) -> bool:
         return tensor is not None and self._device.owner(tensor) == region
 
-    def restore(self, ordinary: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
-        """Give every buffer ordinary memory again, as returned by ``ordinary``."""
+    def end(self) -> dict[int, torch.Tensor]:
+        """Stop paging what is registered, and return what is paged, by region."""
         self._handle.remove()
         tensors = {region: reference() for region, reference in self._tensors.items()}
         self._tensors.clear()  # torch cannot swap a tensor that has weak references
-        for region, tensor in tensors.items():
-            if tensor is not None and self._is_in_region(region, tensor):
-                put(tensor, ordinary(region, tensor.data))
+        return {
+            region: tensor
+            for region, tensor in tensors.items()
+            if tensor is not None and self._is_in_region(region, tensor)
+        }

@@ -21,7 +21,6 @@ from dynoffload.memory.device import Device
 from dynoffload.memory.limits import available_bytes
 from dynoffload.memory.outside import mapped_copy
 from dynoffload.memory.region_allocator import users_of
-from dynoffload.runtime.adoption.buffers import Buffers
 from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.store import Store, offset_of, view_of
 from dynoffload.runtime.counting import tensors_of
@@ -208,30 +207,30 @@ class Restoration:
         self.lost: list[SpillError] = []
 
     @torch.no_grad()
-    def run(self, buffers: Buffers, adopted: Mapping[int, Sequence[torch.Tensor]]) -> str:
-        """Restore ``buffers`` and the ``adopted`` tensors, which are keyed by first region.
+    def run(self, adopted: Mapping[int, Sequence[torch.Tensor]]) -> str:
+        """Restore the ``adopted`` tensors, which are keyed by first region.
 
         Returns:
             Where tensors that do not fit in memory are stored now, or "".
         """
-        buffers.restore(lambda region, tensor: self._ordinary(tensor))
-        present = set(self._device.resident())
-        # What is present comes first: it leaves room for the rest, also when the disk is full.
-        for first in sorted(adopted, key=lambda region: region not in present):
-            for tensor in adopted[first]:
-                if self._device.owner(tensor) >= 0:
-                    put(tensor, self._ordinary(tensor.data))
-            slot = self._store.slot_of(first)
-            if slot is not None and slot.fused is None:
-                self._discard_unused(first)
         for slot in self._store.slots.values():
             for region in slot.update_regions():
                 self._discard_unused(region)
         for fused in self._rows:
             for row in fused.rows():
-                if not self._rows.is_held(row):
-                    for region in row:
-                        self._device.discard(region)
+                self._discard_unused(row[0])
+        present = set(self._device.resident())
+
+        def missing(first: int) -> int:
+            regions = self._row_of(first) or [first]
+            return sum(self._device.size(one) for one in regions if one not in present)
+
+        # What is present comes first: it leaves room for the rest, also when the disk is full.
+        for first in sorted(adopted, key=missing):
+            for tensor in adopted[first]:
+                if self._device.owner(tensor) >= 0:
+                    put(tensor, self._ordinary(tensor.data))
+            self._discard_unused(first)
         places = [self._room.where] if self._room.where else []
         if self._inside:
             inside = f"{format_bytes(self._inside)} under the budget still ({self._refused})"
@@ -239,14 +238,21 @@ class Restoration:
         return ", ".join(places)
 
     def _discard_unused(self, region: int) -> None:
-        if users_of(self._device.storage(region)) <= 1:
-            self._device.discard(region)
+        """Discard a region, and the others of its row, unless a tensor is stored there."""
+        row = self._row_of(region)
+        storage = self._device.storage(region) if row is None else self._device.row_storage(row)
+        if users_of(storage) <= 1:
+            for one in row or [region]:
+                self._device.discard(one)
+
+    def _row_of(self, region: int) -> list[int] | None:
+        slot = self._store.slot_of(region)
+        return None if slot is None or slot.fused is None else slot.fused.row_with(region)
 
     def _ordinary(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor like the paged ``tensor``, over a copy of its region or row."""
         region = self._device.owner(tensor)
-        slot = self._store.slot_of(region)
-        row = None if slot is None or slot.fused is None else slot.fused.row_with(region)
+        row = self._row_of(region)
         first = region if row is None else row[0]
         storage = self._storages.get(first)
         if storage is None:
