@@ -72,6 +72,39 @@ def test_storages_keep_their_address_and_their_views(device: Device, page: int) 
     assert device.owner(byte_at(address)) == -1
 
 
+@each_of_the_cpu()
+def test_what_was_only_read_leaves_without_a_write(device: Device, page: int) -> None:
+    regions = [device.allocate(6 * page) for _ in range(2)]
+    filled(device, regions)
+    device.acquire([regions[0]])
+    written = device.counters().bytes_out
+    for _ in range(4):
+        for region in regions[::-1]:
+            device.acquire([region])
+            assert holds(device, region)
+    assert device.counters().bytes_out == written
+
+
+@each_of_the_cpu()
+@pytest.mark.parametrize("at", [0, 1, 4095, -1])
+@pytest.mark.parametrize("reads", [0, 1, 7])
+def test_one_bit_that_changed_is_written(device: Device, page: int, at: int, reads: int) -> None:
+    """Also where it was only read, or written, at many visits before; and back again."""
+    region, other = device.allocate(6 * page), device.allocate(6 * page)
+    filled(device, [region, other])
+    expected = pattern(6 * page, region)
+    for turn in range(8):
+        for _ in range(reads):
+            device.acquire([other])
+            device.acquire([region])
+        expected[at] ^= 1 << turn % 2
+        view(device, region)[at] ^= 1 << turn % 2
+        device.acquire([other])
+        assert region not in device.resident()
+        device.acquire([region])
+        assert torch.equal(view(device, region), expected)
+
+
 @each_device()
 def test_discarded_bytes_cost_no_write_and_no_read(device: Device, page: int) -> None:
     absent, *regions = (device.allocate(4 * page) for _ in range(3))

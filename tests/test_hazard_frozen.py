@@ -9,9 +9,10 @@ one that is left out of the optimizer.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from exactness import assert_same, is_paged
@@ -20,13 +21,14 @@ from hazards import (
     Side,
     compared,
     each_backend_in_time,
+    each_of_the_cpu,
     each_paged,
     hazard,
     loss_of,
     stepwise,
     trained,
 )
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW
 
 from dynoffload.errors import BudgetError
@@ -84,6 +86,62 @@ def test_frozen_between_backward_and_step(
     optimizer.step()
     model.layers[1].requires_grad_(True)
     optimizer.zero_grad()
+
+
+def through_numpy(target: Tensor, source: Tensor) -> None:
+    target.detach().numpy()[1:] *= np.float32(0.5)
+
+
+WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "average": lambda target, source: target.lerp_(source, 0.1),
+    "data": lambda target, source: target.data.add_(0.25),
+    "copied": lambda target, source: target.data.copy_(source.data),
+    "one element": lambda target, source: target.data.view(-1)[-1:].mul_(-1.0),
+    "of numpy": through_numpy,
+}
+
+
+@compared(each_of_the_cpu)
+@pytest.mark.parametrize("write", WRITES)
+def test_frozen_weights_and_buffers_that_are_written(side: Side, write: str) -> None:
+    """As a teacher that follows the network is, at some steps, after many at which it was read."""
+    model = Mlp()
+    for layer in model.layers[:3]:
+        layer.requires_grad_(False)
+    model.register_buffer("seen", torch.ones(64, 64))
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with side.offload(model, optimizer):
+        for step in range(9):
+            side.step(loss_of(model, step) * model.seen.mean(), optimizer)
+            if step % 4 == 3:
+                with torch.no_grad():
+                    for layer in model.layers[:2]:
+                        WRITES[write](layer.weight, model.layers[4].weight)
+                    WRITES[write](model.seen, model.layers[4].weight)
+
+
+@each_paged
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_is_frozen_is_not_written_back(backend: str, trains: bool) -> None:
+    """Neither in training steps nor in passes of evaluation."""
+    model = Mlp(depth=12).requires_grad_(False)
+    model.layers[6].requires_grad_(trains)
+    optimizer = AdamW(model.layers[6].parameters(), lr=1e-2)
+    side, written, read = Side(backend), [], []
+    with side.offload(model, optimizer, share=0.4):
+        assert side.paging is not None
+        for step in range(6):
+            with torch.set_grad_enabled(trains):
+                loss = loss_of(model, step)
+            if trains:
+                side.step(loss, optimizer)
+            counters = side.paging.device.counters()
+            written.append(counters.bytes_out)
+            read.append(counters.bytes_in)
+    changed = 4 * 64 * 65 * 4 if trains else 0
+    chunks = 12 * 8 * 64 * 4 * 4 if trains else 0
+    assert read[-1] - read[1] > 4 * sum(p.nbytes for p in model.layers[:6].parameters())
+    assert written[-1] - written[1] <= 4 * (changed + chunks)
 
 
 @compared(each_backend_in_time, moves=False, aside=False)

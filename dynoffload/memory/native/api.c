@@ -38,7 +38,8 @@ API int pager_create(struct pager *p, uint32_t id, uint32_t page, uint32_t pages
         p->region_high = id + 1;
     p->regions[id] = (struct region){.state = ABSENT, .page = page, .pages = pages, .bytes = bytes,
                                      .offset = offset, .slots = slots, .next_use = NEVER,
-                                     .stamp = ++p->clock, .locks = (uint32_t)p->clock};
+                                     .same = SAME_BITS, .stamp = ++p->clock,
+                                     .locks = (uint32_t)p->clock};
     for (uint32_t i = 0; i < pages; i++)
         p->owner[page + i] = id + 1;
     return 0;

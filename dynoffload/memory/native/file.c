@@ -1,4 +1,4 @@
-/* Reads and writes regions in the spill file; checksums writes, and compares them with reads.
+/* Reads and writes regions in the spill file; compares what is read with the checksum of its write.
  *
  * [Note: checksums]  In debug mode the checksum covers all bytes of a region. Otherwise it covers the
  * first word of every sector, as file systems and disks lose, or return stale, whole sectors. A stale
@@ -12,31 +12,26 @@
 #define IOV 256 /* most pages per call */
 
 #define SECTOR 512u
+#define LANES 8 /* as many products as a core has in flight */
 
-/* The checksum of a region whose pages are in slots. See [Note: checksums]. */
-static uint64_t sum_of(const struct pager *p, const struct region *r)
+/* The checksum of a region whose pages are in slots, or its hash: the checksum of all its words. See
+ * [Note: checksums]. Each step maps what came before, and the next word, one to one. */
+uint64_t file_sum(const struct pager *p, const struct region *r, int whole)
 {
-    uint64_t lane[4] = {0, 1, 2, 3}, step = p->debug ? 1 : SECTOR / 8, sum = 0;
+    uint64_t lane[LANES], step = whole || p->debug ? 1 : SECTOR / 8, sum = 0;
+    for (int j = 0; j < LANES; j++)
+        lane[j] = (uint64_t)j;
     for (uint32_t i = 0; i < r->pages; i++) {
         const uint64_t *words = (const uint64_t *)slot_address(p, r->slots[i]);
-        for (uint64_t at = 0; at < p->page_bytes / 8; at += 4 * step)
-            for (int j = 0; j < 4; j++) {
-                uint64_t h = (lane[j] ^ words[at + j * step]) * 0x9e3779b97f4a7c15ull;
-                lane[j] = h ^ (h >> 29);
+        for (uint64_t at = 0; at < p->page_bytes / 8; at += LANES * step)
+            for (int j = 0; j < LANES; j++) {
+                uint64_t h = (lane[j] ^ words[at + (uint64_t)j * step]) * 0x9e3779b97f4a7c15ull;
+                lane[j] = h << 29 | h >> 35;
             }
     }
-    for (int j = 0; j < 4; j++)
+    for (int j = 0; j < LANES; j++)
         sum = (sum ^ lane[j]) * 0xff51afd7ed558ccdull, sum ^= sum >> 32;
     return sum;
-}
-
-/* Record the checksum of a write; compare it after a read: 0 or EBADMSG. */
-static int compare(struct pager *p, struct region *r, int write)
-{
-    uint64_t sum = sum_of(p, r);
-    if (write)
-        r->sum = sum;
-    return sum == r->sum ? 0 : EBADMSG;
 }
 
 /* Read or write all pages of a region; 0 or an errno. Called without the mutex. */
@@ -59,5 +54,5 @@ int file_transfer(struct pager *p, struct region *r, int write)
             return EIO; /* the file was truncated, as all of it had been allocated */
         at += (uint64_t)got;
     }
-    return compare(p, r, write);
+    return write || file_sum(p, r, 0) == r->sum ? 0 : EBADMSG;
 }

@@ -11,8 +11,13 @@
  * sleeps in the kernel, perhaps with the GIL held. The pager's threads wake it and never need the
  * GIL.
  *
- * [Note: dirtiness]  Pages that were ever at their address may have been written and are written
- * back; pages that were only staged are clean. No announcement of reads or writes is relied on.
+ * [Note: dirtiness]  Pages that were only staged are clean. Pages that were ever at their address may
+ * have been written: no announcement is relied on, and the kernel cannot tell, as UFFDIO_MOVE makes
+ * pages writable and a thread may write before they are protected. So they are compared with the
+ * file's copy by hash as they leave, in slots, where nobody reaches them, and written if it differs.
+ *   A difference within one of eight interleaved lanes that is one word long is always found, any
+ * other but once in 2^64. The words that checksums read anyway are compared first. So what changes at
+ * every visit, as optimizer state does, is hashed no more after four of them.
  *
  * [Note: locked regions]  A region whose content is about to be replaced (its optimizer update is
  * deferred) is locked: it may be staged but not installed. A fault on it is reported to the owner,
@@ -72,6 +77,7 @@
 #define EVENT_CAPACITY 65536u
 #define FAULT_LOOKAHEAD 8 /* uses by which a fault may advance the plan's position */
 #define OPERANDS 4        /* of one operator; see [Note: operands] */
+#define SAME_BITS 15      /* of a region's last four evictions */
 
 enum state { FREE = 0, ABSENT, READING, STAGED, RESIDENT, WRITING };
 enum cause { BY_PLAN = 0, BY_FAULT = 1, BY_ROOM = 2 };
@@ -92,6 +98,8 @@ struct region {
     uint8_t state;
     uint8_t dirty;      /* the file's copy, if any, is older than the pages */
     uint8_t has_copy;   /* the file holds its content */
+    uint8_t hashed;
+    uint8_t same;       /* a bit for each of the last evictions: it may have been unchanged */
     uint8_t clear;      /* see [Note: clear regions] */
     uint8_t cleared;    /* it was clear, and may be again */
     uint8_t locked;     /* see [Note: locked regions] */
@@ -108,7 +116,7 @@ struct region {
     uint32_t told;      /* the last thread that was signalled to release the GIL */
     uint32_t page, pages; /* place in the arena */
     uint64_t bytes;       /* of content, for the counters */
-    uint64_t sum;         /* of the file's copy */
+    uint64_t sum, hash;   /* of the file's copy: of some words, and of all if `hashed` */
     int64_t offset;       /* in the spill file */
     uint32_t *slots;      /* one per page while not at its address */
     int64_t next_use;     /* position in the reference string, or NEVER */
@@ -264,6 +272,7 @@ int fault_open(int *user_mode_only);
 
 /* file.c: 0 or an errno; without the mutex */
 int file_transfer(struct pager *, struct region *, int write);
+uint64_t file_sum(const struct pager *, const struct region *, int whole); /* of pages in slots */
 
 /* gil_release.c */
 int gil_release_enter(struct pager *); /* 0 or an errno */

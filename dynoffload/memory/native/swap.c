@@ -52,6 +52,8 @@ API int pager_exchange(struct pager *p, const uint32_t *ids, uint32_t count, con
         a->clear = b->clear, b->clear = old.clear;
         a->cleared = b->cleared, b->cleared = old.cleared;
         a->sum = b->sum, b->sum = old.sum;
+        a->hash = b->hash, b->hash = old.hash;
+        a->hashed = b->hashed, b->hashed = old.hashed;
         a->prefetched = b->prefetched, b->prefetched = old.prefetched;
         a->stamp = b->stamp, b->stamp = old.stamp;
         a->next_use = b->next_use, b->next_use = old.next_use;

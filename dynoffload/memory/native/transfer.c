@@ -146,6 +146,7 @@ void transfer_drop(struct pager *p, uint32_t id)
     if (r->state == STAGED)
         leave(p, r);
     r->dirty = r->has_copy = r->clear = r->cleared = 0;
+    r->same = (uint8_t)(r->same << 1 & SAME_BITS);
     pthread_cond_signal(&p->work);
 }
 
@@ -167,22 +168,46 @@ static int holds_zeros(struct pager *p, const struct region *r)
     return 1;
 }
 
-/* Scan a cleared region in slots: if it holds zeros only, it is clear again, else write it if
- * `writes`. Releases the mutex. Returns whether it holds zeros; `*error` of the write. */
+/* Write a region in slots and in flight, unless the file has the same: see [Note: dirtiness]. Without
+ * the mutex. Returns whether it wrote; `*error` if it could not. */
+static int write_back(struct pager *p, struct region *r, int *error)
+{
+    uint64_t sum = file_sum(p, r, 0), hash = 0;
+    int alike = r->has_copy && sum == r->sum, hashes = alike || r->same;
+    r->same = (uint8_t)((r->same << 1 | alike) & SAME_BITS);
+    if (hashes)
+        hash = file_sum(p, r, 1);
+    if (alike && r->hashed && hash == r->hash)
+        return 0;
+    r->hashed = 0; /* a write that fails may leave the file between the two */
+    *error = file_transfer(p, r, 1);
+    if (!*error) {
+        r->sum = sum;
+        r->hash = hash;
+        r->hashed = (uint8_t)hashes;
+    }
+    return 1;
+}
+
+/* Scan a cleared region in slots: if it holds zeros only, it is clear again, else write it back if
+ * `writes`. Releases the mutex. Returns whether it was written; `*error` if it could not be. */
 static int scan(struct pager *p, struct region *r, int writes, int *error)
 {
     r->state = WRITING;
     p->moving++;
     pthread_mutex_unlock(&p->mutex);
     int zeros = r->cleared && holds_zeros(p, r);
-    *error = zeros || !writes ? 0 : file_transfer(p, r, 1);
+    int wrote = !zeros && writes && write_back(p, r, error);
     pthread_mutex_lock(&p->mutex);
     p->moving--;
+    r->clear = (uint8_t)zeros;
     if (zeros) {
-        r->clear = 1;
         r->dirty = r->has_copy = 0;
+    } else if (writes && !*error) {
+        r->dirty = 0;
+        r->has_copy = 1;
     }
-    return zeros;
+    return wrote;
 }
 
 /* Evict a region that is resident or staged. Releases the mutex while it writes. */
@@ -195,21 +220,18 @@ static void evict(struct pager *p, uint32_t id, int cause)
     }
     if (r->dirty || !(r->has_copy || r->clear)) {
         double start = pager_now();
-        int error;
-        r->clear = 0;
+        int error = 0;
         p->writing += r->pages;
-        int zeros = scan(p, r, 1, &error);
+        int wrote = scan(p, r, 1, &error);
         p->writing -= r->pages;
-        if (!zeros) {
+        if (wrote) {
             p->write_error = error;
             p->write_region = id;
         }
         if (error) { /* it stays; `pager_counters` reports the error */
             r->busy = 1;
             failed(p, id, error, 1);
-        } else if (!zeros) {
-            r->dirty = 0;
-            r->has_copy = 1;
+        } else if (wrote) {
             p->counters.bytes_out += r->bytes;
             transfer_record(p, EVENT_EVICT, cause, id, start, r->bytes);
         }
@@ -222,16 +244,16 @@ static void evict(struct pager *p, uint32_t id, int cause)
 int transfer_is_clear(struct pager *p, uint32_t id)
 {
     struct region *r = &p->regions[id];
-    int error;
+    int error = 0;
     while (r->state == READING || r->state == WRITING)
         pthread_cond_wait(&p->done, &p->mutex);
     if (r->clear && !r->dirty)
         return 1;
     if (!r->cleared || r->locked || r->pins || r->shown || r->state == ABSENT || withdraw(p, r))
         return 0;
-    int zeros = scan(p, r, 0, &error);
-    finish_move(p, id, zeros);
-    return zeros;
+    scan(p, r, 0, &error);
+    finish_move(p, id, r->clear);
+    return r->clear;
 }
 
 /* Take slots, for which there is room, for a region without a copy. If it is clear, zero them with
