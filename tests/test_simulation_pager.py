@@ -25,9 +25,9 @@ def follow(on: SimulatedPager, uses: list[Use], *actions: Action) -> None:
     on.follow(uses, Schedule(actions))
 
 
-def test_what_was_only_staged_leaves_without_a_write() -> None:
-    """Region 0 is fetched by plan: untouched it is dropped, touched it is written."""
-    for touched, written in ((False, 0), (True, PAGE)):
+def test_what_was_only_read_leaves_without_a_write() -> None:
+    """Region 0 is fetched by plan, and written back if it was acquired, as to be written."""
+    for use, written in (("none", 0), ("touch", 0), ("access", 0), ("acquire", PAGE)):
         on = pager(2, regions=3)
         assert on.state[0] is State.ABSENT
         result = on.begin_step()
@@ -38,8 +38,8 @@ def test_what_was_only_staged_leaves_without_a_write() -> None:
         on.finish()
         assert result.bytes_in == PAGE
         before = result.bytes_out
-        if touched:
-            on.touch([0])
+        if use != "none":
+            getattr(on, use)([0])
         on.discard(1)
         follow(on, [Use(()), Use(())], Action(0, Kind.EVICT, 0))
         on.finish()

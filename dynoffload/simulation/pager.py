@@ -1,7 +1,7 @@
 """Simulated pager: the methods of `dynoffload.memory.device.Device`, with simulated time.
 
-`SimulatedPager` is a `FastMemory` with the runtime's pager interface and rules. A region that was
-only staged is clean, one that was placed is dirty. Methods renew a region's LRU stamp, accesses do
+`SimulatedPager` is a `FastMemory` with the runtime's pager interface and rules. What `acquire` takes
+is written, so that it is dirty then; accesses and `touch` only read. Methods renew a region's LRU stamp, accesses do
 not. An access to an absent region waits for it.
 
 [Note: places]  A resident region is either stored in slots ("staged") or mapped at its address
@@ -126,7 +126,7 @@ class SimulatedPager(FastMemory):
     # Residency
 
     def acquire(self, regions: Sequence[int], *, pin: bool = False) -> None:
-        """Wait until all regions are placed; keep them placed if ``pin``."""
+        """Wait until all regions are placed, to be written; keep them placed if ``pin``."""
         for region in regions:
             self._pins[region] += 1
             self._renew(region)
@@ -134,6 +134,8 @@ class SimulatedPager(FastMemory):
             if new and self._room() >= self.sizes[region]:
                 self._bring(region, planned=False)
         self._bring_all(regions)
+        for region in regions:
+            self.dirty[region] = True
         if not pin:
             self.unpin(regions)
 
@@ -184,7 +186,7 @@ class SimulatedPager(FastMemory):
 
     def _place(self, region: int, *, beside: bool = False) -> None:
         """Place a region; see [Note: places]. ``beside``: a transfer does it."""
-        self._regions[region].placed = self.dirty[region] = True
+        self._regions[region].placed = True
         self._wanted[region] = False
         self._renew(region)
         if beside:
