@@ -34,6 +34,15 @@ class NativeEvent(ctypes.Structure):
     )
 
 
+class NativeExtent(ctypes.Structure):
+    """``struct extent`` of pager.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("fd", "spare")),
+        *((name, ctypes.c_int64) for name in ("offset", "nbytes", "size", "modified_ns")),
+    )
+
+
 class NativeCounters(ctypes.Structure):
     """``struct counters`` of pager.h."""
 
@@ -82,6 +91,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pager_base": (_U64, (_P,)),
     "pager_set_reserve": (None, (_P, _U32)),
     "pager_create": (_INT, (_P, _U32, _U32, _U32, _U64, _I64)),
+    "pager_source": (_INT, (_P, _U32, _P, _U32)),
+    "pager_sourced": (_INT, (_P, _U32)),
     "pager_discard": (None, (_P, _U32)),
     "pager_clear": (None, (_P, _P, _U32)),
     "pager_is_clear": (None, (_P, _P, _U32, _P)),

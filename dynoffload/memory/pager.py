@@ -8,6 +8,7 @@ unannounced access may stall but never reads wrong data. This module calls the n
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -22,6 +23,7 @@ from dynoffload.memory import native_pager
 from dynoffload.memory.device import Cause, Counters, Device, Event, EventKind
 from dynoffload.memory.native_pager import FailureKind
 from dynoffload.memory.region_allocator import REGIONS, Place, arena_pages, called
+from dynoffload.memory.sources import Extent
 from dynoffload.memory.spill import UNWRITTEN, SpillFile
 from dynoffload.memory.spill import reason as reason_of
 from dynoffload.planning.schedule import Schedule, Use
@@ -108,6 +110,7 @@ class Pager(Device):
         self._process = os.getpid()
         base = int(self._native.pager_base(self._handle))
         super().__init__(pages * page_bytes, page_bytes, spill, base)
+        self._sources: dict[int, tuple[Extent, ...]] = {}
         self._aliases: dict[int, int] = {}  # shown region -> first page of its alias
         self._events = (native_pager.NativeEvent * native_pager.EVENT_CAPACITY)()
 
@@ -118,10 +121,27 @@ class Pager(Device):
 
     def _dismiss(self, region: int) -> None:
         self._native.pager_release(self._handle, region)
+        self._sources.pop(region, None)
 
     def discard(self, region: int) -> None:
         """See `Device.discard`."""
         self._native.pager_discard(self._handle, region)
+
+    def source(self, region: int, extents: Sequence[Extent]) -> None:
+        """Let a region's content be that of ``extents``, read there until the region is written.
+
+        Args:
+            extents: as many bytes as the region has. They must not change meanwhile: `SpillError`
+                is raised by whoever waits for bytes of a file that did.
+        """
+        assert sum(extent.nbytes for extent in extents) == self.nbytes(region)
+        native = (native_pager.NativeExtent * len(extents))()
+        for one, (file, offset, nbytes) in zip(native, extents, strict=True):
+            one.fd, one.offset, one.nbytes = file.fd, offset, nbytes
+            one.size, one.modified_ns = file.size, file.modified_ns
+        if self._native.pager_source(self._handle, region, native, len(extents)):
+            raise BudgetError(f"{_NO_BOOKS} a region's place in a checkpoint: {_MORE_MEMORY}")
+        self._sources[region] = tuple(extents)
 
     def clear(self, regions: Sequence[int]) -> None:
         """See `Device.clear`."""
@@ -226,10 +246,10 @@ class Pager(Device):
     ) -> DynOffloadError:
         """Return the error for a native call on ``regions`` that failed."""
         kind, why = FailureKind(failure.kind), reason_of(failure.error)
+        if kind is FailureKind.READ:
+            return self._unread(failure.error, failure.region)
         need = format_bytes(sum(map(self.size, set(regions))))
         one = self._called(failure.region)
-        if kind is FailureKind.READ:
-            return self._spill.failed(failure.error, one, reads=True)
         if kind is FailureKind.WRITE:
             return SpillError(
                 failure.error,
@@ -245,6 +265,19 @@ class Pager(Device):
         return BackendError(
             f"the kernel holds pages of {one}, which can neither be brought nor taken: {why}; do "
             "not give the memory of parameters to drivers or io_uring, or use backend='mapped'"
+        )
+
+    def _unread(self, number: int, region: int) -> SpillError:
+        """Return the error for a region that cannot be read back."""
+        one = self._called(region)
+        if not self._native.pager_sourced(self._handle, region):
+            return self._spill.failed(number, one, reads=True)
+        paths = ", ".join(dict.fromkeys(str(e.file.path) for e in self._sources[region]))
+        why = "it has changed since" if number == errno.ESTALE else reason_of(number)
+        return SpillError(
+            number,
+            f"cannot read {one} from {paths}, where the block found it ({why}): leave the files of "
+            "a model alone while a block reads them, and begin again",
         )
 
     # The plan
@@ -304,8 +337,10 @@ class Pager(Device):
         """See `Device.counters`."""
         native = self._counters(reset=True)
         if native.error:
-            one, reads = self._called(native.error_region), not native.error_is_write
-            raise self._spill.failed(native.error, one, reads=reads)
+            region = native.error_region
+            if not native.error_is_write:
+                raise self._unread(native.error, region)
+            raise self._spill.failed(native.error, self._called(region), reads=False)
         return Counters(
             **{name: getattr(native, name) for name in native_pager.TOTALS},
             resident_bytes=native.pages_in_use * self.page_bytes,

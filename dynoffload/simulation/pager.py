@@ -1,8 +1,8 @@
 """Simulated pager: the methods of `dynoffload.memory.device.Device`, with simulated time.
 
-`SimulatedPager` is a `FastMemory` with the runtime's pager interface and rules. What `acquire` takes
-is written, so that it is dirty then; accesses and `touch` only read. Methods renew a region's LRU stamp, accesses do
-not. An access to an absent region waits for it.
+`SimulatedPager` is a `FastMemory` with the runtime's pager interface and rules. What `acquire`
+takes is written, so that it is dirty then; accesses and `touch` only read. Methods renew a region's
+LRU stamp, accesses do not. An access to an absent region waits for it.
 
 [Note: places]  A resident region is either stored in slots ("staged") or mapped at its address
 ("placed"), where the program may write it. Only a placed region can be accessed. Placing a region

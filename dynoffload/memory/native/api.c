@@ -89,6 +89,31 @@ API void pager_is_clear(struct pager *p, const uint32_t *ids, uint32_t count, ui
         answers[i] = (uint8_t)transfer_is_clear(p, ids[i]);
 }
 
+/* Let the content be that of `extents` of other files, as many bytes as the region has; see
+ * [Note: sources]. */
+API int pager_source(struct pager *p, uint32_t id, const struct extent *extents, uint32_t count)
+{
+    struct extent *source = malloc(sizeof *source * count);
+    if (!source)
+        return ENOMEM;
+    memcpy(source, extents, sizeof *source * count);
+    HOLD(p);
+    forget(p, id);
+    struct region *r = &p->regions[id];
+    r->source = source;
+    r->extents = count;
+    r->has_copy = 1;
+    r->hashed = 0;
+    return 0;
+}
+
+/* Is its copy in other files? */
+API int pager_sourced(struct pager *p, uint32_t id)
+{
+    HOLD(p);
+    return p->regions[id].source != NULL;
+}
+
 /* End the region. */
 API void pager_release(struct pager *p, uint32_t id)
 {

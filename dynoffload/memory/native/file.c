@@ -7,6 +7,8 @@
 #include "pager.h"
 
 #include <errno.h>
+#include <string.h>
+#include <sys/stat.h>
 #include <sys/uio.h>
 
 #define IOV 256 /* most pages per call */
@@ -34,18 +36,21 @@ uint64_t file_sum(const struct pager *p, const struct region *r, int whole)
     return sum;
 }
 
-/* Read or write all pages of a region; 0 or an errno. Called without the mutex. */
-int file_transfer(struct pager *p, struct region *r, int write)
+/* Move bytes `at` to `end` of a region from or to `offset` of a file. */
+static int move_bytes(struct pager *p, struct region *r, uint64_t at, uint64_t end, int fd,
+                      int64_t offset, int write)
 {
     struct iovec iov[IOV];
-    uint64_t page = p->page_bytes, end = r->pages * page;
-    for (uint64_t at = 0; at < end;) {
+    uint64_t page = p->page_bytes;
+    for (offset -= (int64_t)at; at < end;) {
         int n = 0;
-        uint64_t skip = at % page; /* of a page that was transferred in part */
-        for (uint64_t i = at / page; i < r->pages && n < IOV; i++, skip = 0)
-            iov[n++] = (struct iovec){slot_address(p, r->slots[i]) + skip, page - skip};
-        ssize_t got = write ? pwritev(p->fd, iov, n, r->offset + (int64_t)at)
-                            : preadv(p->fd, iov, n, r->offset + (int64_t)at);
+        for (uint64_t from = at; from < end && n < IOV; from += iov[n++].iov_len) {
+            uint64_t skip = from % page, left = end - from;
+            iov[n] = (struct iovec){slot_address(p, r->slots[from / page]) + skip,
+                                    left < page - skip ? left : page - skip};
+        }
+        ssize_t got = write ? pwritev(fd, iov, n, offset + (int64_t)at)
+                            : preadv(fd, iov, n, offset + (int64_t)at);
         if (got < 0 && errno == EINTR)
             continue;
         if (got < 0)
@@ -54,5 +59,43 @@ int file_transfer(struct pager *p, struct region *r, int write)
             return EIO; /* the file was truncated, as all of it had been allocated */
         at += (uint64_t)got;
     }
+    return 0;
+}
+
+/* Read a region from its source, and zero what is left of its last page; see [Note: sources]. */
+static int read_source(struct pager *p, struct region *r)
+{
+    uint64_t at = 0, page = p->page_bytes;
+    for (uint32_t i = 0; i < r->extents; i++) {
+        const struct extent *e = &r->source[i];
+        struct stat now;
+        if (fstat(e->fd, &now))
+            return errno;
+        if (now.st_size != e->size ||
+            now.st_mtim.tv_sec * 1000000000l + now.st_mtim.tv_nsec != e->modified_ns)
+            return ESTALE;
+        int error = move_bytes(p, r, at, at + (uint64_t)e->bytes, e->fd, e->offset, 0);
+        if (error)
+            return error;
+        at += (uint64_t)e->bytes;
+    }
+    if (at % page)
+        memset(slot_address(p, r->slots[at / page]) + at % page, 0, page - at % page);
+    if (r->hashed)
+        return 0;
+    r->sum = file_sum(p, r, 0);
+    r->hash = file_sum(p, r, 1);
+    r->hashed = 1;
+    return 0;
+}
+
+/* Read or write all pages of a region; 0 or an errno. Called without the mutex. */
+int file_transfer(struct pager *p, struct region *r, int write)
+{
+    uint64_t end = r->pages * p->page_bytes;
+    int error = !write && r->source ? read_source(p, r)
+                                    : move_bytes(p, r, 0, end, p->fd, r->offset, write);
+    if (error)
+        return error;
     return write || file_sum(p, r, 0) == r->sum ? 0 : EBADMSG;
 }

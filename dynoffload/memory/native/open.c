@@ -44,7 +44,7 @@ static void destroy(struct pager *p)
         if (p->stop_pipe[i] >= 0)
             close(p->stop_pipe[i]);
     for (uint32_t i = 0; p->regions && i < p->region_capacity; i++)
-        free(p->regions[i].slots);
+        free(p->regions[i].slots), free(p->regions[i].source);
     plan_clear(p);
     free(p->owner);
     free(p->full);

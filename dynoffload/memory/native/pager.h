@@ -19,6 +19,10 @@
  * other but once in 2^64. The words that checksums read anyway are compared first. So what changes at
  * every visit, as optimizer state does, is hashed no more after four of them.
  *
+ * [Note: sources]  A region's copy may lie in other files, such as a checkpoint, in extents at any
+ * offset. It is read there until it is first written, to the spill file. A file whose size or time of
+ * modification differs from when it was opened is not read.
+ *
  * [Note: locked regions]  A region whose content is about to be replaced (its optimizer update is
  * deferred) is locked: it may be staged but not installed. A fault on it is reported to the owner,
  * who updates it at another address ("alias") and unlocks it.
@@ -94,6 +98,12 @@ struct failure { /* why a function failed */
     uint32_t region;
 };
 
+struct extent { /* bytes of a file that is not ours; see [Note: sources] */
+    int32_t fd, spare;
+    int64_t offset, bytes;
+    int64_t size, modified_ns; /* of the file, as it was opened */
+};
+
 struct region {
     uint8_t state;
     uint8_t dirty;      /* the file's copy, if any, is older than the pages */
@@ -118,6 +128,8 @@ struct region {
     uint64_t bytes;       /* of content, for the counters */
     uint64_t sum, hash;   /* of the file's copy: of some words, and of all if `hashed` */
     int64_t offset;       /* in the spill file */
+    struct extent *source; /* where the file's copy is instead, or NULL */
+    uint32_t extents;
     uint32_t *slots;      /* one per page while not at its address */
     int64_t next_use;     /* position in the reference string, or NEVER */
     uint64_t stamp;       /* last use, for LRU */

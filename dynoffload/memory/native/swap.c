@@ -47,6 +47,8 @@ API int pager_exchange(struct pager *p, const uint32_t *ids, uint32_t count, con
         a->state = b->state, b->state = old.state;
         a->slots = b->slots, b->slots = old.slots;
         a->offset = b->offset, b->offset = old.offset;
+        a->source = b->source, b->source = old.source;
+        a->extents = b->extents, b->extents = old.extents;
         a->dirty = b->dirty, b->dirty = old.dirty;
         a->has_copy = b->has_copy, b->has_copy = old.has_copy;
         a->clear = b->clear, b->clear = old.clear;

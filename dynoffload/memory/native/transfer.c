@@ -2,6 +2,7 @@
 #include "pager.h"
 
 #include <errno.h>
+#include <stdlib.h>
 #include <string.h>
 
 void transfer_record(struct pager *p, int kind, int cause, uint32_t region, double start, uint64_t bytes)
@@ -146,6 +147,8 @@ void transfer_drop(struct pager *p, uint32_t id)
     if (r->state == STAGED)
         leave(p, r);
     r->dirty = r->has_copy = r->clear = r->cleared = 0;
+    free(r->source);
+    r->source = NULL;
     r->same = (uint8_t)(r->same << 1 & SAME_BITS);
     pthread_cond_signal(&p->work);
 }
@@ -185,6 +188,8 @@ static int write_back(struct pager *p, struct region *r, int *error)
         r->sum = sum;
         r->hash = hash;
         r->hashed = (uint8_t)hashes;
+        free(r->source);
+        r->source = NULL;
     }
     return 1;
 }
@@ -295,10 +300,12 @@ static void fetch(struct pager *p, uint32_t id, int cause)
         pthread_mutex_lock(&p->mutex);
         p->moving--;
         if (error && r->asleep)
-            pager_end("cannot read %llu bytes of region %u, for which a thread sleeps, back from the "
-                      "spill file: %s", (unsigned long long)r->bytes, id,
-                      error == EBADMSG ? "its bytes are not those that were written"
-                                       : strerror(error));
+            pager_end("cannot read %llu bytes of region %u, for which a thread sleeps, from %s: %s",
+                      (unsigned long long)r->bytes, id,
+                      r->source ? "the checkpoint" : "the spill file",
+                      error == EBADMSG  ? "its bytes are not those that were written"
+                      : error == ESTALE ? "the file has changed"
+                                        : strerror(error));
         if (error) {
             leave(p, r);
             if (r->waited)

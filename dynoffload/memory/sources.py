@@ -1,0 +1,37 @@
+"""Files that are not ours, from which regions are read until they are written."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from pathlib import Path
+from typing import NamedTuple
+
+
+class SourceFile:
+    """A file that is open for reading as long as this object lives.
+
+    Attributes:
+        path: of the file.
+        fd: its descriptor.
+        size: its bytes when it was opened.
+        modified_ns: when it had been modified last by then.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.fd)
+        found = os.fstat(self.fd)
+        self.size, self.modified_ns = found.st_size, found.st_mtime_ns
+
+
+class Extent(NamedTuple):
+    """A range of bytes of a file."""
+
+    file: SourceFile
+    offset: int
+    nbytes: int

@@ -1,0 +1,127 @@
+"""Regions that are read from files of others until they are written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from devices import SMALL, needs_pager, opened, pattern, view
+
+from dynoffload.errors import SpillError
+from dynoffload.memory.pager import Pager
+from dynoffload.memory.sources import Extent, SourceFile
+
+pytestmark = needs_pager
+LENGTH = 5 * SMALL + 999
+CONTENT = pattern(40 * SMALL, 5)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(CONTENT))
+    return path
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Iterator[Pager]:
+    """A pager of eight pages."""
+    with opened("pager", 8 * SMALL, SMALL, tmp_path) as made:
+        assert isinstance(made, Pager)
+        yield made
+
+
+def parted(path: Path, at: int, *cuts: int) -> tuple[list[Extent], torch.Tensor]:
+    """Return extents of a region's length from ``at`` on, ``cuts`` bytes long but for the last,
+    with gaps between them; and their bytes."""
+    opened, left, extents = SourceFile(path), LENGTH, []
+    for cut in (*cuts, LENGTH):
+        nbytes = min(cut, left)
+        extents.append(Extent(opened, at, nbytes))
+        at, left = at + nbytes + 37, left - nbytes
+    return extents, torch.cat([CONTENT[e.offset : e.offset + e.nbytes] for e in extents])
+
+
+def crowd(device: Pager) -> None:
+    """Push everything else out."""
+    other = device.allocate(8 * SMALL)
+    device.acquire([other])
+    device.release(other)
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (SMALL,), (SMALL - 1, 2 * SMALL, 5), (7,) * 300])
+@pytest.mark.parametrize("at", [0, 1, 4090])
+def test_bytes_at_any_place(device: Pager, file: Path, at: int, cuts: tuple[int, ...]) -> None:
+    """Read as often as they left, and never written."""
+    region = device.allocate(LENGTH)
+    extents, expected = parted(file, at, *cuts)
+    device.source(region, extents)
+    assert device.resident() == []
+    for _ in range(3):
+        assert torch.equal(view(device, region), expected)
+        crowd(device)
+        assert region not in device.resident()
+    assert device.counters().bytes_out == 0
+    assert device.counters().bytes_in == 3 * LENGTH
+
+
+def test_what_is_written_moves_to_the_spill_file(device: Pager, file: Path) -> None:
+    region = device.allocate(LENGTH)
+    extents, expected = parted(file, 3, SMALL)
+    device.source(region, extents)
+    view(device, region)[LENGTH - 1] ^= 1
+    expected[LENGTH - 1] ^= 1
+    crowd(device)
+    assert device.counters().bytes_out == LENGTH
+    file.write_bytes(b"")  # nobody looks there any more
+    for _ in range(2):
+        assert torch.equal(view(device, region), expected)
+        crowd(device)
+    assert bytes(file.read_bytes()) == b""
+
+
+def test_content_is_dropped_and_exchanged(device: Pager, file: Path) -> None:
+    region = device.allocate(LENGTH)
+    extents, expected = parted(file, 0)
+    device.source(region, extents)
+    twin = device.twin(region)
+    device.exchange([region], [twin])
+    assert torch.equal(view(device, twin), expected)
+    device.exchange([region], [twin])
+    crowd(device)
+    assert torch.equal(view(device, region), expected)
+    device.clear([region])
+    assert not view(device, region).any()
+    device.source(region, extents)
+    device.discard(region)
+    device.source(region, extents)
+    assert torch.equal(view(device, region), expected)
+
+
+@pytest.mark.parametrize("how", ["written", "cut off", "touched by another write of the same"])
+def test_a_file_that_changes_is_not_read(device: Pager, file: Path, how: str) -> None:
+    region = device.allocate(LENGTH)
+    device.names[region] = "experts.up[3]"
+    extents, _ = parted(file, 0)
+    device.source(region, extents)
+    device.acquire([region])
+    crowd(device)
+    with file.open("r+b") as written:
+        if how == "cut off":
+            os.ftruncate(written.fileno(), 100)
+        else:
+            written.write(b"x" if how == "written" else bytes(CONTENT[:1]))
+    with pytest.raises(SpillError, match=r"cannot read experts.up\[3\] .* from .*weights.*changed"):
+        device.acquire([region])
+
+
+def test_a_file_that_vanishes_is_read_on(device: Pager, file: Path) -> None:
+    """It exists as long as it is open."""
+    region = device.allocate(LENGTH)
+    extents, expected = parted(file, 0)
+    device.source(region, extents)
+    file.rename(file.parent / "elsewhere")
+    assert torch.equal(view(device, region), expected)
