@@ -13,7 +13,7 @@ TOTAL = 40
 @given(
     st.lists(
         st.one_of(
-            st.tuples(st.just("take"), st.integers(1, 12)),
+            st.tuples(st.sampled_from(["take", "take_last"]), st.integers(1, 12)),
             st.tuples(st.just("give"), st.integers(0, 99)),
         ),
         max_size=80,
@@ -23,15 +23,16 @@ def test_against_a_bitmap(steps: list[tuple[str, int]]) -> None:
     extents, taken, free = Extents(TOTAL), [], [True] * TOTAL
     high = 0
     for step, number in steps:
-        if step == "take":
-            first = next(
-                (at for at in range(TOTAL - number + 1) if all(free[at : at + number])), None
-            )
-            assert extents.take(number) == first  # the lowest place where it fits, if any
+        if step != "give":
+            places = [at for at in range(TOTAL - number + 1) if all(free[at : at + number])]
+            if step == "take_last":
+                places.reverse()
+            first = places[0] if places else None  # the lowest place where it fits, or the highest
+            assert getattr(extents, step)(number) == first
             if first is not None:
                 taken.append((first, number))
                 free[first : first + number] = [False] * number
-                high = max(high, first + number)
+                high = max(high, first + number) if step == "take" else high
         elif taken:
             start, pages = taken.pop(number % len(taken))
             extents.give(start, pages)

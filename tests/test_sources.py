@@ -83,6 +83,20 @@ def test_what_is_written_moves_to_the_spill_file(device: Pager, file: Path) -> N
     assert bytes(file.read_bytes()) == b""
 
 
+def test_what_is_not_backed_takes_room_once_it_is_written(device: Pager, file: Path) -> None:
+    regions = [device.allocate(LENGTH, backed=False) for _ in range(3)]
+    for region in regions:
+        device.source(region, parted(file, region)[0])
+    assert device.spill_bytes() == 0
+    view(device, regions[1])[7] ^= 1
+    expected = view(device, regions[1]).clone()
+    crowd(device)
+    taken = device.spill_bytes()
+    assert os.fstat(device._spill.fd).st_blocks * 512 <= taken + 8 * SMALL
+    assert torch.equal(view(device, regions[1]), expected)
+    assert torch.equal(view(device, regions[2]), parted(file, regions[2])[1])
+
+
 def test_content_is_dropped_and_exchanged(device: Pager, file: Path) -> None:
     region = device.allocate(LENGTH)
     extents, expected = parted(file, 0)

@@ -105,13 +105,15 @@ class RegionAllocator(ABC):
         place = self._places.get(region)
         return place.pages * self.page_bytes if place else 0
 
-    def allocate(self, nbytes: int, *, extra: bool = False) -> int:
+    def allocate(self, nbytes: int, *, extra: bool = False, backed: bool = True) -> int:
         """Return a new region of ``nbytes`` without content or fast memory.
 
         Args:
             nbytes: at least one.
             extra: it is not counted in the spill file's minimum size. The file grows, so that the
                 counted regions keep their room.
+            backed: whether the spill file has room for it from the start. If not, it lies beyond
+                all that have, and takes room once it is written.
 
         Raises:
             BudgetError: the region alone is larger than the pool.
@@ -119,15 +121,17 @@ class RegionAllocator(ABC):
         """
         if nbytes < 1:
             raise ValueError(f"a region has at least one byte, not {nbytes}")
-        return self._allocate(1, nbytes, extra=extra)[0]
+        return self._allocate(1, nbytes, extra=extra, backed=backed)[0]
 
-    def allocate_row(self, count: int, nbytes: int, *, extra: bool = False) -> list[int]:
+    def allocate_row(
+        self, count: int, nbytes: int, *, extra: bool = False, backed: bool = True
+    ) -> list[int]:
         """Return ``count`` new regions of ``nbytes`` that form a row, which one storage spans.
 
         Args:
             count: at least one.
             nbytes: of each, a multiple of `page_bytes`.
-            extra: as for `allocate`.
+            extra, backed: as for `allocate`.
 
         Raises:
             BudgetError: a region alone is larger than the pool.
@@ -138,9 +142,9 @@ class RegionAllocator(ABC):
                 f"a row has regions of a multiple of {self.page_bytes} bytes, not {count} of "
                 f"{nbytes}"
             )
-        return self._allocate(count, nbytes, extra=extra)
+        return self._allocate(count, nbytes, extra=extra, backed=backed)
 
-    def _allocate(self, count: int, nbytes: int, *, extra: bool) -> list[int]:
+    def _allocate(self, count: int, nbytes: int, *, extra: bool, backed: bool) -> list[int]:
         pages = self.padded(nbytes) // self.page_bytes
         if pages * self.page_bytes > self.capacity:
             raise BudgetError(
@@ -150,12 +154,13 @@ class RegionAllocator(ABC):
         with self._placing:
             if len(self._free_ids) < count:
                 raise BudgetError(f"more than {REGIONS} regions are alive: raise min_paged_bytes")
-            first = self._take(count * pages)
+            first = self._take(count * pages, backed=backed)
             end = first + count * pages
             regions = self._free_ids[: -count - 1 : -1]
             admitted = []
             try:
-                self._spill.grow(end * self.page_bytes)
+                if backed:
+                    self._spill.grow(end * self.page_bytes)
                 if extra:
                     beyond = count * pages * self.page_bytes
                     self._spill.grow(self._spill.need + self._extra_bytes + beyond)
@@ -224,9 +229,9 @@ class RegionAllocator(ABC):
             names.append(f"{len(ordered) - _LISTED} more")
         return ", ".join(names) or "nothing"
 
-    def _take(self, pages: int) -> int:
+    def _take(self, pages: int, *, backed: bool = True) -> int:
         with self._placing:
-            page = self._extents.take(pages)
+            page = (self._extents.take if backed else self._extents.take_last)(pages)
         if page is None:
             raise BudgetError(f"the arena has no {pages} pages in a row left")
         return page

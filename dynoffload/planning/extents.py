@@ -1,4 +1,4 @@
-"""First-fit allocator of page ranges that merges freed ranges."""
+"""Allocator of page ranges, from both ends, that merges freed ranges."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import bisect
 
 
 class Extents:
-    """Allocates runs of pages from ``range(total)``, lowest first.
+    """Allocates runs of pages from ``range(total)``.
 
     Invariant: ``_starts`` is sorted; free runs neither touch nor overlap.
     """
@@ -14,10 +14,11 @@ class Extents:
     def __init__(self, total: int) -> None:
         self._starts = [0]
         self._lengths = [total]
-        self.high = 0  # one past the highest page ever taken
+        self.high = 0  # one past the highest page ever taken by `take`
 
     def take(self, pages: int) -> int | None:
-        """Allocate ``pages`` consecutive pages; return the first, or None if they do not fit."""
+        """Allocate ``pages`` consecutive pages, the lowest there are; return the first, or None if
+        they do not fit."""
         for index, length in enumerate(self._lengths):
             if length < pages:
                 continue
@@ -29,6 +30,17 @@ class Extents:
                 self._lengths[index] -= pages
             self.high = max(self.high, start + pages)
             return start
+        return None
+
+    def take_last(self, pages: int) -> int | None:
+        """Allocate as `take` does, but the highest there are."""
+        for index in reversed(range(len(self._lengths))):
+            if self._lengths[index] >= pages:
+                self._lengths[index] -= pages
+                start = self._starts[index] + self._lengths[index]
+                if not self._lengths[index]:
+                    del self._starts[index], self._lengths[index]
+                return start
         return None
 
     def give(self, start: int, pages: int) -> None:

@@ -119,9 +119,11 @@ class Rows(RegionCache[DeviceRegion]):
     def used(self, regions: Sequence[int]) -> None:
         """Report that the work announced by `use` has been enqueued."""
 
-    def allocate_row(self, count: int, nbytes: int, *, extra: bool = False) -> list[int]:
+    def allocate_row(
+        self, count: int, nbytes: int, *, extra: bool = False, backed: bool = True
+    ) -> list[int]:
         """See `Device.allocate_row`."""
-        regions = super().allocate_row(count, nbytes, extra=extra)
+        regions = super().allocate_row(count, nbytes, extra=extra, backed=backed)
         storage = RowStorage.of(count * nbytes, self.device)
         row = Row(tuple(regions), nbytes, storage)
         storage.slice_bytes = nbytes
