@@ -304,7 +304,7 @@ def built(stock: Any, config: Any, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def assert_trains_as_loaded(model: Any, path: Path) -> None:
-    """Assert that ``model`` has the bits of `from_pretrained` in a block, before and after a step."""
+    """Assert that ``model`` has the bits of `from_pretrained` in a block, and after a step."""
     loaded = type(model).from_pretrained(path, dtype=model.dtype).train()
     optimizer, its = (AdamW(m.parameters(), lr=1e-3) for m in (model, loaded))
     config = {**SMALL_PAGES, "step_aside": False}

@@ -69,8 +69,8 @@ class PlainWeights:
 
     def values(
         self, model: nn.Module, shapes: Mapping[str, Shape], files: WeightFiles
-    ) -> Mapping[str, FileValue]:
-        """Return what ``files`` have, by transformers' own conversions."""
+    ) -> tuple[Mapping[str, FileValue], Collection[str]]:
+        """Return what ``files`` have and may lack, by transformers' own conversions."""
         return converted(model, shapes, files)
 
 

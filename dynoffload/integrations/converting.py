@@ -77,9 +77,11 @@ class _Group:
                 yield name, whole(conversion, tuple(tensor.shape))
 
 
-def converted(model: Any, shapes: Mapping[str, Shape], files: WeightFiles) -> dict[str, FileValue]:
+def converted(
+    model: Any, shapes: Mapping[str, Shape], files: WeightFiles
+) -> tuple[dict[str, FileValue], set[str]]:
     """Return by name the values that ``files`` have for ``model``, as ``from_pretrained`` loads
-    them.
+    them, and the names of tensors that they may lack.
 
     Args:
         model: of transformers.
@@ -108,7 +110,6 @@ def converted(model: Any, shapes: Mapping[str, Shape], files: WeightFiles) -> di
         else:
             group = groups.setdefault(target, _Group(model, by_pattern[pattern], target))
             group.sources.append((name, pattern))
-    _check_unknown(model, unknown, files)
     for target, group in groups.items():
         try:
             found = dict(group.values(files.shapes))
@@ -123,13 +124,9 @@ def converted(model: Any, shapes: Mapping[str, Shape], files: WeightFiles) -> di
             if name in shapes and value.shape != shapes[name]:
                 _check_sources(model, name, shapes, files)
         values |= found
-    return values
-
-
-def _check_unknown(model: Any, unknown: Mapping[str, str], files: WeightFiles) -> None:
-    """Refuse tensors that are not of the model, except those that its class ignores."""
-    info = SimpleNamespace(missing_keys=set(), unexpected_keys=set(unknown))
-    model._adjust_missing_and_unexpected_keys(info)
+    info = SimpleNamespace(missing_keys=set(shapes) - set(values), unexpected_keys=set(unknown))
+    may_lack = info.missing_keys
+    model._adjust_missing_and_unexpected_keys(info)  # drops what the class ignores
     for target in sorted(info.unexpected_keys):
         name = unknown[target]
         raise ConfigError(
@@ -137,6 +134,7 @@ def _check_unknown(model: Any, unknown: Mapping[str, str], files: WeightFiles) -
             f"{type(model).__name__}: build the model with the class and the config that the files "
             "were written with (quantized weights cannot be read)"
         )
+    return values, may_lack - info.missing_keys
 
 
 def _check_sources(model: Any, name: str, shapes: Mapping[str, Shape], files: WeightFiles) -> None:

@@ -54,8 +54,9 @@ class Initialiser(Protocol):
 
     def values(
         self, model: nn.Module, shapes: Mapping[str, Shape], files: WeightFiles
-    ) -> Mapping[str, FileValue]:
-        """Return by name the values that ``files`` have for ``model``.
+    ) -> tuple[Mapping[str, FileValue], Collection[str]]:
+        """Return by name the values that ``files`` have for ``model``, and the names of tensors
+        that they may lack.
 
         Args:
             shapes: of the tensors of ``model`` that files have.

@@ -20,8 +20,12 @@ Bring = Callable[[Iterable[torch.Tensor]], None]
 Piece = tuple[str, Shape, tuple[slice, ...]]
 """A part of a larger tensor: its name and shape, and the part's slices; ``()``: all."""
 
-Values = Callable[[nn.Module, Mapping[str, Shape], "WeightFiles"], Mapping[str, FileValue]]
-"""Returns by name the values that files have for a model, given the shapes of its tensors."""
+Values = Callable[
+    [nn.Module, Mapping[str, Shape], "WeightFiles"],
+    tuple[Mapping[str, FileValue], Collection[str]],
+]
+"""Returns by name the values that files have for a model, and the names of tensors that they may
+lack; given the shapes of its tensors."""
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 """The names that transformers gives to the files of a model."""
@@ -82,9 +86,10 @@ class WeightFiles:
             self.values: Mapping[str, FileValue] = {
                 name: whole(name, shape) for name, shape in self.shapes.items()
             }
+            self._may_lack: Collection[str] = ()
         else:
             self._remedy = _SAVED
-            self.values = values(model, _shapes_of(model), self)
+            self.values, self._may_lack = values(model, _shapes_of(model), self)
 
     def file_of(self, name: str) -> Path:
         """Return the file that has the tensor ``name``."""
@@ -101,7 +106,7 @@ class WeightFiles:
         Raises:
             ConfigError: a tensor is missing or has another shape.
         """
-        persistent = set(model.state_dict().keys())
+        persistent = set(model.state_dict().keys()) - set(self._may_lack)
         for names, _, (name, shape, _) in self._found(model):
             if name:
                 if self.values[name].shape != shape:
