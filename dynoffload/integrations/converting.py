@@ -1,10 +1,9 @@
 """What the files of a transformers model have for its parameters, by transformers' own conversions.
 
 `save_pretrained` may write other tensors than the model has, such as one per expert for a fused
-parameter. ``from_pretrained`` renames and converts them. Here the same code runs once on tensors
-without memory that record how they are stacked, concatenated and split (`_Recorded`). So most
-parameters become parts that are read one by one. What is also transposed or permuted, say, is
-converted by transformers when the parameter is filled.
+parameter. ``from_pretrained`` renames and converts them. Here the same code runs once on `Recorded`
+tensors, so most parameters become parts that are read one by one. What is also transposed or
+permuted, say, is converted by transformers when the parameter is filled.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 
 from dynoffload.errors import ConfigError
 from dynoffload.integrations.imports import importing
-from dynoffload.integrations.recording import Recorded
+from dynoffload.integrations.recording import Recorded, Writes
 from dynoffload.runtime.file_parts import Conversion, FileValue, Shape, whole
 from dynoffload.runtime.weight_files import WeightFiles
 
@@ -69,8 +68,10 @@ class _Group:
         """Yield the names of what is made and the values, given the ``shapes`` in the files."""
         names = tuple(name for name, _ in self.sources)
         recorded = [Recorded(whole(name, shapes[name])) for name in names]
-        for name, tensor in self.convert(recorded).items():
-            if isinstance(tensor, Recorded):
+        with Writes() as writes:
+            made = self.convert(recorded)
+        for name, tensor in made.items():
+            if isinstance(tensor, Recorded) and not writes.seen:
                 yield name, tensor.value
             else:
                 conversion = Conversion(names, functools.partial(self.make, name))

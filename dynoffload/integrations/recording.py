@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from dynoffload.runtime.file_parts import FileValue, concatenated, stacked
@@ -43,6 +44,25 @@ class Recorded(torch.Tensor):
             return [cls(one) for one in made] if isinstance(made, list) else cls(made)
         args, kwargs = tree_map_only(cls, _empty, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether an operator writes into a tensor, which no record shows.
+
+    Attributes:
+        seen: whether one did.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator."""
+        self.seen |= func._schema.is_mutable
+        return func(*args, **(kwargs or {}))
 
 
 def _empty(tensor: Recorded) -> torch.Tensor:
