@@ -22,8 +22,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from dynoffload.integrations.converting import converted
 from dynoffload.integrations.imports import importing
+from dynoffload.runtime.file_parts import FileValue, Shape
 from dynoffload.runtime.initialising import Around, join, own_tensors
+from dynoffload.runtime.weight_files import WeightFiles
 
 with importing("transformers", extra="transformers"):
     from transformers import PreTrainedModel
@@ -63,6 +66,12 @@ class PlainWeights:
                 if isinstance(part, PreTrainedModel):
                     stack.enter_context(_wrapped_initialize(part, one))
             model.initialize_weights()  # type: ignore[operator]
+
+    def values(
+        self, model: nn.Module, shapes: Mapping[str, Shape], files: WeightFiles
+    ) -> tuple[Mapping[str, FileValue], Collection[str]]:
+        """Return what ``files`` have and may lack, by transformers' own conversions."""
+        return converted(model, shapes, files)
 
 
 def _modules_over(model: nn.Module, names: Collection[str]) -> set[nn.Module]:

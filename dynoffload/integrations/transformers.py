@@ -54,15 +54,16 @@ def materialize(model: PreTrainedModel, path: str | Path | None = None) -> PreTr
     Args:
         model: built under ``torch.device("meta")``. Tensors already in memory keep their values,
             unless a file is given.
-        path: a safetensors file with the model's own names; None for random weights, distributed as
-            by the model's constructor (other bits: see `PlainWeights`).
+        path: a directory that ``save_pretrained`` wrote, or a safetensors file or an index with the
+            same names; None for random weights, distributed as by the model's constructor (other
+            bits: see `PlainWeights`). The parameters are those of ``from_pretrained``.
 
     Returns:
         ``model``.
 
     Raises:
-        ConfigError: the model is not of transformers, the file lacks a tensor, or transformers
-            leaves a tensor without a value.
+        ConfigError: the model is not of transformers, the files have a tensor too few, too many or
+            of another shape, or transformers leaves a tensor without a value.
     """
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
@@ -71,8 +72,8 @@ def materialize(model: PreTrainedModel, path: str | Path | None = None) -> PreTr
         )
     if not isinstance(path, str | Path | None):
         raise ConfigError(
-            f"path={path!r:.80} is no path: pass that of a safetensors file, or None for random "
-            "weights"
+            f"path={path!r:.80} is no path: pass that of a directory or safetensors file, or None "
+            "for random weights"
         )
     give = PlainWeights()
     offload.materialize(model, give if path is None else (path, give))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
@@ -18,8 +18,9 @@ from torch import nn
 
 from dynoffload.errors import ConfigError
 from dynoffload.memory.pieces import same_bits
+from dynoffload.runtime.file_parts import FileValue, Shape
 from dynoffload.runtime.interrupts import uninterrupted
-from dynoffload.runtime.weight_files import Bring
+from dynoffload.runtime.weight_files import Bring, WeightFiles, is_of_transformers
 
 Give = Callable[[nn.Module], None]
 Around = Callable[[nn.Module], AbstractContextManager[None]]
@@ -30,13 +31,13 @@ _REMEDY = (
 )
 _OF_TRANSFORMERS = (
     "call dynoffload.integrations.transformers.materialize(model) before the offload() block, for "
-    "random weights; with the path of a safetensors file as second argument, for those"
+    "random weights; with the path of a safetensors file or directory as second argument, for those"
 )
 
 
 @runtime_checkable
 class Initialiser(Protocol):
-    """Initialises a whole model in an order of its own.
+    """Initialises a whole model in an order of its own, and knows its names in files.
 
     Attributes:
         name: the function it calls for each module, for messages.
@@ -49,6 +50,19 @@ class Initialiser(Protocol):
 
         Args:
             around: entered while a module is initialised.
+        """
+
+    def values(
+        self, model: nn.Module, shapes: Mapping[str, Shape], files: WeightFiles
+    ) -> tuple[Mapping[str, FileValue], Collection[str]]:
+        """Return by name the values that ``files`` have for ``model``, and the names of tensors
+        that they may lack.
+
+        Args:
+            shapes: of the tensors of ``model`` that files have.
+
+        Raises:
+            ConfigError: the files do not fit.
         """
 
 
@@ -129,11 +143,7 @@ def _reset(model: nn.Module, path: str, module: nn.Module) -> None:
 
 def _remedy_for(model: nn.Module) -> str:
     """Return the advice for a ``model`` whose reset_parameters() does not give its weights."""
-    stock = any(
-        base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.")
-        for base in type(model).__mro__
-    )
-    return _OF_TRANSFORMERS if stock else _REMEDY
+    return _OF_TRANSFORMERS if is_of_transformers(model) else _REMEDY
 
 
 class _Filling:

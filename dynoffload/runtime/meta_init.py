@@ -133,7 +133,8 @@ def _checked(init: object, model: nn.Module, empty: Collection[str]) -> WeightFi
     is_pair = isinstance(init, tuple) and len(init) == 2 and gives(init[1])
     path = init[0] if is_pair and isinstance(init, tuple) else init
     if isinstance(path, str | Path):
-        stored = WeightFiles(path)
+        by = init[1] if is_pair and isinstance(init, tuple) else None
+        stored = WeightFiles(path, model, by.values if isinstance(by, Initialiser) else None)
         stored.check(model, empty, makes=is_pair)
         return stored
     if is_pair or not (init is None or gives(init)):

@@ -295,9 +295,14 @@ class Paging(Stepping):
         return self.activations.are_held() or self.adoption.is_held()
 
     def bring(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Fetch the paged ones of ``tensors``, which are written next."""
-        slots = self.store.slots_of
-        self.device.touch([slot.region for tensor in tensors for slot in slots(tensor)])
+        """Fetch the paged ones of ``tensors``, or views of them, which are written next."""
+        regions: list[int] = []
+        for tensor in tensors:
+            if tensor._is_view():
+                regions += self.device.owners(tensor)
+            else:
+                regions += [slot.region for slot in self.store.slots_of(tensor)]
+        self.device.touch(regions)
 
     def revert(self) -> None:
         """Restore the meta tensors on close, as the beginning failed before any use."""

@@ -1,4 +1,4 @@
-"""Weights in safetensors files, one file or the shards of an index, copied tensor by tensor."""
+"""Weights in safetensors files, one file or the shards of an index, copied part by part."""
 
 from __future__ import annotations
 
@@ -12,12 +12,20 @@ import torch
 from torch import nn
 
 from dynoffload.errors import ConfigError
+from dynoffload.runtime.file_parts import Conversion, FileValue, Part, Shape, whole
 
 Bring = Callable[[Iterable[torch.Tensor]], None]
 """Called with tensors before they are written, to fetch their memory."""
 
-Piece = tuple[str, tuple[int, ...], tuple[slice, ...]]
-"""A part of a tensor in a file: the tensor's name and shape, and the part's slices; ``()``: all."""
+Piece = tuple[str, Shape, tuple[slice, ...]]
+"""A part of a larger tensor: its name and shape, and the part's slices; ``()``: all."""
+
+Values = Callable[
+    [nn.Module, Mapping[str, Shape], "WeightFiles"],
+    tuple[Mapping[str, FileValue], Collection[str]],
+]
+"""Returns by name the values that files have for a model, and the names of tensors that they may
+lack; given the shapes of its tensors."""
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 """The names that transformers gives to the files of a model."""
@@ -25,6 +33,11 @@ INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 _FITS = (
     "give one whose names and shapes are those of this model's state_dict(), as safetensors' "
     "save_file(model.state_dict(), path) writes them"
+)
+_SAVED = "give the files that save_pretrained() wrote for a model of this class and this config"
+_BY_TRANSFORMERS = (
+    "call dynoffload.integrations.transformers.materialize(model, path), which reads what "
+    "save_pretrained() writes"
 )
 
 
@@ -39,14 +52,24 @@ class Tiled(Protocol):
 class WeightFiles:
     """The tensors of ``path``: a safetensors file, an index of shards, or a directory with either.
 
+    Args:
+        path: of the file, index or directory.
+        model: that gets them; on the meta device or not.
+        values: returns what the files have for it; by default, tensors under the model's names.
+
+    Attributes:
+        path: of the file, or the index.
+        shapes: of all tensors in the files, by name.
+        values: what the files have, by the model's names.
+
     Raises:
-        ConfigError: a file is missing, cannot be read, or is of another kind.
+        ConfigError: a file is missing, cannot be read, or is of another kind, or as ``values``.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, model: nn.Module, values: Values | None = None) -> None:
         self.path = _file_in(Path(path))
+        self.shapes: dict[str, Shape] = {}
         self._files: dict[str, Path] = {}
-        self._shapes: dict[str, list[int]] = {}
         for file, names in _listed(self.path).items():
             with _opened(file) as opened:
                 held = set(opened.keys())
@@ -57,7 +80,20 @@ class WeightFiles:
                             "complete the download, or save the model again"
                         )
                     self._files[name] = file
-                    self._shapes[name] = list(opened.get_slice(name).get_shape())
+                    self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+        if values is None:
+            self._remedy = _BY_TRANSFORMERS if is_of_transformers(model) else _FITS
+            self.values: Mapping[str, FileValue] = {
+                name: whole(name, shape) for name, shape in self.shapes.items()
+            }
+            self._may_lack: Collection[str] = ()
+        else:
+            self._remedy = _SAVED
+            self.values, self._may_lack = values(model, _shapes_of(model), self)
+
+    def file_of(self, name: str) -> Path:
+        """Return the file that has the tensor ``name``."""
+        return self._files[name]
 
     def check(self, model: nn.Module, empty: Collection[str], *, makes: bool) -> None:
         """Refuse a model that these files do not fit.
@@ -70,16 +106,17 @@ class WeightFiles:
         Raises:
             ConfigError: a tensor is missing or has another shape.
         """
-        persistent = set(model.state_dict().keys())
+        persistent = set(model.state_dict().keys()) - set(self._may_lack)
         for names, _, (name, shape, _) in self._found(model):
             if name:
-                if self._shapes[name] != list(shape):
+                if self.values[name].shape != shape:
                     raise ConfigError(
-                        f"tensor {name!r} of {self.path} has shape {self._shapes[name]} but the "
-                        f"model's has {list(shape)}: {_FITS}"
+                        f"tensor {name!r} of {self.path} has shape "
+                        f"{list(self.values[name].shape)} but the model's has {list(shape)}: "
+                        f"{self._remedy}"
                     )
             elif not persistent.isdisjoint(names):
-                raise ConfigError(f"{self.path} has no tensor {names[0]!r}: {_FITS}")
+                raise ConfigError(f"{self.path} has no tensor {names[0]!r}: {self._remedy}")
             elif not makes and not frozenset(names).isdisjoint(empty):
                 raise ConfigError(
                     f"{self.path} has no tensor {names[0]!r}, a buffer that is not saved: pass "
@@ -93,26 +130,36 @@ class WeightFiles:
         return frozenset(name for names in found for name in names if name in empty)
 
     def copy_to(self, model: nn.Module, bring: Bring) -> None:
-        """Copy the tensors of the files into those of ``model``, file by file."""
-        wanted: dict[Path, list[tuple[torch.Tensor, Piece]]] = {}
-        for _, tensor, piece in self._found(model):
-            if name := piece[0]:
-                wanted.setdefault(self._files[name], []).append((tensor, piece))
-        for file, tensors in wanted.items():
+        """Copy the tensors of the files into those of ``model``, file by file, part by part."""
+        wanted: dict[Path, list[tuple[torch.Tensor, Part]]] = {}
+        for _, tensor, (name, _, index) in self._found(model):
+            for part in self.values[name].indexed(index).parts if name else ():
+                by = part.source
+                first = by.names[0] if isinstance(by, Conversion) else by
+                wanted.setdefault(self._files[first], []).append((tensor, part))
+        for file, parts in wanted.items():
             with _opened(file) as opened:
-                for tensor, (name, _, index) in tensors:
-                    bring([tensor])
-                    tensor.copy_(_read(opened, file, name, index))
+                for tensor, (at, source, piece) in parts:
+                    if isinstance(source, Conversion):
+                        found = self._converted(source, tensor.dtype)[piece]
+                    else:
+                        found = _read(opened, file, source, piece)
+                    place = tensor[at]
+                    bring([place])
+                    place.copy_(found)
+
+    def _converted(self, conversion: Conversion, dtype: torch.dtype) -> torch.Tensor:
+        """Return the tensor that ``conversion`` makes, of sources cast to ``dtype``."""
+        tensors = []
+        for name in conversion.names:
+            with _opened(self._files[name]) as opened:
+                tensors.append(_read(opened, self._files[name], name, ()).to(dtype))
+        return conversion.make(tensors)
 
     def _found(self, model: nn.Module) -> Iterator[tuple[list[str], torch.Tensor, Piece]]:
-        """Yield each tensor of ``model``: its names, itself, and its piece of a file, whose name is
-        "" if no file has it."""
-        pieces = {
-            name: piece
-            for path, module in model.named_modules(remove_duplicate=False)
-            if isinstance(module, Tiled)
-            for name, piece in module.tile_pieces(f"{path}." if path else "").items()
-        }
+        """Yield each tensor of ``model``: its names, itself, and its piece of a value, whose name
+        is "" if the files have none."""
+        pieces = _tile_pieces(model)
         names: dict[torch.Tensor, list[str]] = {}
         for name, tensor in (
             *model.named_parameters(remove_duplicate=False),
@@ -120,10 +167,33 @@ class WeightFiles:
         ):
             names.setdefault(tensor, []).append(name)
         for tensor, its in names.items():
-            whole = tuple(tensor.shape)
-            known = ((name, whole, ()) if name in self._files else pieces.get(name) for name in its)
-            here = (piece for piece in known if piece is not None and piece[0] in self._files)
-            yield its, tensor, next(here, ("", whole, ()))
+            shape = tuple(tensor.shape)
+            known = ((name, shape, ()) if name in self.values else pieces.get(name) for name in its)
+            here = (piece for piece in known if piece is not None and piece[0] in self.values)
+            yield its, tensor, next(here, ("", shape, ()))
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Return whether ``model`` is a `PreTrainedModel`."""
+    return any(
+        base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.")
+        for base in type(model).__mro__
+    )
+
+
+def _tile_pieces(model: nn.Module) -> dict[str, Piece]:
+    return {
+        name: piece
+        for path, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, Tiled)
+        for name, piece in module.tile_pieces(f"{path}." if path else "").items()
+    }
+
+
+def _shapes_of(model: nn.Module) -> dict[str, Shape]:
+    """Return the shapes of the tensors in ``state_dict()``, and of those that were tiled."""
+    state = {n: tuple(t.shape) for n, t in model.state_dict().items() if hasattr(t, "shape")}
+    return state | {name: shape for name, shape, _ in _tile_pieces(model).values()}
 
 
 def _file_in(path: Path) -> Path:
