@@ -143,6 +143,10 @@ class Pager(Device):
             raise BudgetError(f"{_NO_BOOKS} a region's place in a checkpoint: {_MORE_MEMORY}")
         self._sources[region] = tuple(extents)
 
+    def is_sourced(self, region: int) -> bool:
+        """Return whether the lower tier of a region is that of `source` still."""
+        return bool(self._native.pager_sourced(self._handle, region))
+
     def clear(self, regions: Sequence[int]) -> None:
         """See `Device.clear`."""
         self._native.pager_clear(self._handle, _ids(regions), len(regions))
@@ -270,7 +274,7 @@ class Pager(Device):
     def _unread(self, number: int, region: int) -> SpillError:
         """Return the error for a region that cannot be read back."""
         one = self._called(region)
-        if not self._native.pager_sourced(self._handle, region):
+        if not self.is_sourced(region):
             return self._spill.failed(number, one, reads=True)
         paths = ", ".join(dict.fromkeys(str(e.file.path) for e in self._sources[region]))
         why = "it has changed since" if number == errno.ESTALE else reason_of(number)

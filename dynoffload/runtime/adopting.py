@@ -70,7 +70,7 @@ class Adoption:
         self._seen: tuple[dict[str, int], int] = {}, 0
         self.allowance, self.changed = sizing.kept_bytes, False
         left = min(_LEFT_IN_HEAP, config.heap_slack_bytes // _LEFT_OF_SLACK)
-        self.store = Store(device, sizing.min_paged_bytes, left)
+        self.store = Store(device, sizing.min_paged_bytes, left, setup.sourced)
         self.store.home = setup.target.home
         self.rows = FusedStore(device, self.store)
         self.buffers: Buffers

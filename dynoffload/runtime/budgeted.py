@@ -115,7 +115,7 @@ class BudgetedSession(Session):
         ]
         self._log_plan(paging, spill_reason)
         paging.begun()
-        interruptible(self._meta_init.give)(paging.bring)
+        interruptible(self._meta_init.give)(paging.bring, paging.link)
         paging.count_anew()
 
     def _outside_bytes(self, device: Device | None) -> int:

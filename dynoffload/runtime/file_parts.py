@@ -84,6 +84,20 @@ class FileValue(NamedTuple):
         return value
 
 
+def run_of(shape: Shape, index: Sequence[int | slice]) -> tuple[int, int] | None:
+    """Return the first element of ``tensor[index]`` in a contiguous tensor of ``shape``, and how
+    many elements follow on each other from there; None if they do not. Slices have step 1."""
+    first, count, rest = 0, 1, True  # whether all later dimensions are whole
+    step = 1
+    for size, one in zip(reversed(shape), reversed(index), strict=True):
+        start, stop = (one, one + 1) if isinstance(one, int) else (one.start, one.stop)
+        if not rest and stop - start != 1:
+            return None
+        rest = rest and stop - start == size
+        first, count, step = first + start * step, count * (stop - start), step * size
+    return first, count
+
+
 def whole(source: str | Conversion, shape: Shape) -> FileValue:
     """Return the value of a tensor that equals ``source``."""
     all_of = tuple(slice(0, size) for size in shape)

@@ -23,7 +23,7 @@ from torch import nn
 from dynoffload.errors import ConfigError
 from dynoffload.runtime.initialising import Give, Initialiser, fill, tensors_on_meta
 from dynoffload.runtime.placing import leave_for_meta, put_in_place, zero_buffers
-from dynoffload.runtime.weight_files import Bring, WeightFiles
+from dynoffload.runtime.weight_files import Bring, Link, WeightFiles
 
 _CPU = torch.device("cpu")
 _NOTE, _PLACE = "_dynoffload_init", "_dynoffload_place"
@@ -94,6 +94,29 @@ def noted(model: nn.Module) -> Init:
     """Return the ``init`` that `remember` noted; None, the default, if it noted nothing."""
     its = _noted_of(model)
     return None if its is None else its.init
+
+
+def frozen_in_files(model: nn.Module) -> frozenset[nn.Parameter]:
+    """Return the frozen parameters of ``model`` on the meta device whose bytes lie in the files
+    that `remember` noted.
+
+    Raises:
+        ConfigError: the files do not fit.
+    """
+    init = noted(model)
+    if not isinstance(init, str | Path | tuple):
+        return frozenset()
+    stored = _checked(init, model, tensors_on_meta(model))
+    assert stored is not None
+    return frozenset(
+        tensor
+        for tensor, value in stored.values_in(model)
+        if isinstance(tensor, nn.Parameter)
+        and tensor.is_meta
+        and not tensor.requires_grad
+        and tensor.is_contiguous()
+        and stored.extents_of(value, tensor.dtype) is not None
+    )
 
 
 def check_parts(model: nn.Module) -> None:
@@ -176,11 +199,16 @@ class MetaInit:
         ]
 
     @torch.no_grad()
-    def give(self, bring: Bring = lambda tensors: None) -> None:
+    def give(
+        self,
+        bring: Bring = lambda tensors: None,
+        link: Link = lambda tensor, value, extents_of: False,
+    ) -> None:
         """Give all tensors on the meta device values; others keep theirs, unless a file has them.
 
         Args:
             bring: called with tensors before they are written, to fetch their memory.
+            link: see `WeightFiles.copy_to`.
 
         Raises:
             ConfigError: a module cannot initialise itself or leaves a tensor without a value, or a
@@ -202,7 +230,7 @@ class MetaInit:
             lacking = stored.lacks(model, names)
             # Before the file is read: the function may also overwrite what the file has.
             fill(model, init[1], lacking, names - lacking, bring)
-        stored.copy_to(model, bring)
+        stored.copy_to(model, bring, link)
 
     def undo(self) -> None:
         """Move the model back to the meta device and restore the notes, as the block failed to

@@ -27,6 +27,7 @@ from dynoffload.errors import ConfigError, PilotError
 from dynoffload.launch import own_file
 from dynoffload.managed import managers
 from dynoffload.memory.filesystems import why_not_temporary
+from dynoffload.memory.pager import probe
 from dynoffload.memory.reused import suspended
 from dynoffload.memory.spill import check_room, default_spill_dir
 from dynoffload.numerics import settle_kernels
@@ -35,7 +36,7 @@ from dynoffload.runtime.block import OffloadBlock, Planned
 from dynoffload.runtime.budgeted import BudgetedSession
 from dynoffload.runtime.counting import images_bytes
 from dynoffload.runtime.host import within
-from dynoffload.runtime.meta_init import Init, check_parts, place_of, remember
+from dynoffload.runtime.meta_init import Init, check_parts, frozen_in_files, place_of, remember
 from dynoffload.runtime.migration.forecast import Predictor
 from dynoffload.runtime.opening import Setup
 from dynoffload.runtime.profiled import profiled
@@ -176,12 +177,14 @@ def _plan(
         options = replace(options, heap_slack_bytes=possible.slack)
         buckets = bucket_bytes(replicas)
         host = target.host_budget
-        sizing = sizing_of(model, optimizer, possible.budget, options, buckets, host)
+        may_source = target.queues is None and options.backend != "mapped" and not probe()
+        sourced = frozen_in_files(model) if may_source else frozenset()
+        sizing = sizing_of(model, optimizer, possible.budget, options, buckets, host, sourced)
     if options.rollback and optimizer is not None and can_split(optimizer):
         images = images_bytes(model, optimizer)
         check_room(directory, {"training": sizing.spill_bytes, "rollback": images})
-    setup = Setup(model, optimizer, sizing, options, directory, target, predictor, reason, replicas)
-    return Planned(_paged(setup), functools.partial(_report, given))
+    parts = model, optimizer, sizing, options, directory, target, predictor, reason, replicas
+    return Planned(_paged(Setup(*parts, sourced)), functools.partial(_report, given))
 
 
 @contextlib.contextmanager

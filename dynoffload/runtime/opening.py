@@ -43,6 +43,7 @@ class Setup:
         pilot: a predictor, ``"auto"`` or None.
         spill_reason: why the spill directory is not the system's usual one, or "".
         replicas: the wrappers of the model.
+        sourced: parameters that are read from files of others, and take no room in the spill file.
     """
 
     model: nn.Module
@@ -54,6 +55,7 @@ class Setup:
     pilot: Predictor | str | None
     spill_reason: str
     replicas: tuple[DistributedDataParallel, ...]
+    sourced: frozenset[nn.Parameter]
 
 
 def open_device(setup: Setup) -> Device:

@@ -27,6 +27,7 @@ from dynoffload.runtime.adoption.held import has_its_own
 from dynoffload.runtime.adoption.relocation import Homes, Room
 from dynoffload.runtime.counting import images_bytes, tensors_of
 from dynoffload.runtime.experts.gradients import FusedGradients
+from dynoffload.runtime.file_parts import FileValue
 from dynoffload.runtime.forked import refusal, tell_children
 from dynoffload.runtime.interrupts import let_come, uninterrupted
 from dynoffload.runtime.migration.forecast import Forecast
@@ -43,6 +44,7 @@ from dynoffload.runtime.updates.failure import Recovery
 from dynoffload.runtime.updates.pending import PendingUpdates
 from dynoffload.runtime.updates.undo_log import UndoLog
 from dynoffload.runtime.updates.update import can_split, check_host
+from dynoffload.runtime.weight_files import ExtentsOf
 from dynoffload.telemetry import StepStats
 from dynoffload.units import format_bytes
 
@@ -303,6 +305,21 @@ class Paging(Stepping):
             else:
                 regions += [slot.region for slot in self.store.slots_of(tensor)]
         self.device.touch(regions)
+
+    def link(self, tensor: torch.Tensor, value: FileValue, extents_of: ExtentsOf) -> bool:
+        """Let a paged parameter be read from where its value lies, until it is written; return
+        whether it is. See `WeightFiles.copy_to`."""
+        slots = self.store.slots_of(tensor)
+        if not isinstance(self.device, Pager) or not slots or not tensor.is_contiguous():
+            return False
+        sliced = len(slots) > 1 or slots[0].is_slice
+        values = [value.narrowed(0, n, n + 1) for n in range(len(slots))] if sliced else [value]
+        found = [extents_of(one, tensor.dtype) for one in values]
+        if None in found or sum(self.device.nbytes(slot.region) for slot in slots) != tensor.nbytes:
+            return False
+        for slot, extents in zip(slots, found, strict=True):
+            self.device.source(slot.region, extents or ())
+        return True
 
     def revert(self) -> None:
         """Restore the meta tensors on close, as the beginning failed before any use."""

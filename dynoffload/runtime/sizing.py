@@ -96,16 +96,19 @@ def sizing_of(
     config: OffloadConfig,
     buckets: int = 0,
     host: int | None = None,
+    sourced: Collection[nn.Parameter] = (),
 ) -> Sizing:
     """Divide ``budget`` for ``model``; ``buckets`` is the bytes of DDP's gradient buckets.
 
-    ``host`` is the bytes of host memory below an accelerator; None: as many as needed.
+    ``host`` is the bytes of host memory below an accelerator; None: as many as needed. Parameters
+    in ``sourced`` take no room in the spill file.
 
     Raises:
         BudgetError: the largest parameter's update, or the small tensors, do not fit; names need,
             have and remedy.
     """
-    divider = _Divider(model, optimizer, config, buckets, host, held_parameters(model))
+    held = held_parameters(model)
+    divider = _Divider(model, optimizer, config, buckets, host, held, sourced)
     division = divider.divided(max(1 + buckets, budget))
     if division.sizing is not None:
         return replace(division.sizing, budget=budget)
@@ -199,6 +202,7 @@ class _Divider:
     buckets: int
     host: int | None
     staying: Collection[nn.Parameter]
+    sourced: Collection[nn.Parameter] = ()
 
     def enough(self, budget: int, nbytes: int = 0) -> tuple[int, _Division]:
         """Return a budget of ``budget`` or more that has room for two regions of ``nbytes`` in
@@ -265,7 +269,7 @@ class _Divider:
             small += sum(states) - sum(paged)
             whole, storage = padded(nbytes, page), padded(moved_bytes(parameter), page)
             own = local(parameter).untyped_storage()._cdata
-            spilled += 0 if own in moved else storage
+            spilled += 0 if own in moved or parameter in self.sourced else storage
             moved.add(own)
             changes = sum(padded(size, page) for size in paged)
             if trained:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -11,11 +12,18 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from dynoffload.checkpoint.files import Place, read_head
 from dynoffload.errors import ConfigError
-from dynoffload.runtime.file_parts import Conversion, FileValue, Part, Shape, whole
+from dynoffload.memory.sources import Extent, SourceFile
+from dynoffload.runtime.file_parts import Conversion, FileValue, Part, Shape, run_of, whole
 
 Bring = Callable[[Iterable[torch.Tensor]], None]
 """Called with tensors before they are written, to fetch their memory."""
+
+ExtentsOf = Callable[[FileValue, torch.dtype], list[Extent] | None]
+Link = Callable[[torch.Tensor, FileValue, ExtentsOf], bool]
+"""Called with a tensor, its value, and what returns where a value lies. Returns whether the tensor
+is read from there from now on."""
 
 Piece = tuple[str, Shape, tuple[slice, ...]]
 """A part of a larger tensor: its name and shape, and the part's slices; ``()``: all."""
@@ -70,6 +78,8 @@ class WeightFiles:
         self.path = _file_in(Path(path))
         self.shapes: dict[str, Shape] = {}
         self._files: dict[str, Path] = {}
+        self._sources: dict[Path, SourceFile] = {}
+        self._heads: dict[Path, Mapping[str, Place]] = {}
         for file, names in _listed(self.path).items():
             with _opened(file) as opened:
                 held = set(opened.keys())
@@ -129,11 +139,12 @@ class WeightFiles:
         found = (names for names, _, (name, _, _) in self._found(model) if not name)
         return frozenset(name for names in found for name in names if name in empty)
 
-    def copy_to(self, model: nn.Module, bring: Bring) -> None:
-        """Copy the tensors of the files into those of ``model``, file by file, part by part."""
+    def copy_to(self, model: nn.Module, bring: Bring, link: Link) -> None:
+        """Give the tensors of ``model`` the values of the files: those that ``link`` takes are read
+        there when they are used; others are copied, file by file, part by part."""
         wanted: dict[Path, list[tuple[torch.Tensor, Part]]] = {}
-        for _, tensor, (name, _, index) in self._found(model):
-            for part in self.values[name].indexed(index).parts if name else ():
+        for tensor, value in self.values_in(model):
+            for part in () if link(tensor, value, self.extents_of) else value.parts:
                 by = part.source
                 first = by.names[0] if isinstance(by, Conversion) else by
                 wanted.setdefault(self._files[first], []).append((tensor, part))
@@ -147,6 +158,40 @@ class WeightFiles:
                     place = tensor[at]
                     bring([place])
                     place.copy_(found)
+
+    def extents_of(self, value: FileValue, dtype: torch.dtype) -> list[Extent] | None:
+        """Return the bytes of a contiguous tensor with this value, as they lie in the files; None
+        if they do not: they are of another dtype, converted, or not in one order."""
+        found, end = [], 0
+        for at, source, piece in value.parts:
+            if isinstance(source, Conversion):
+                return None
+            ours, theirs = run_of(value.shape, at), run_of(self.shapes[source], piece)
+            place = self._places(self._files[source]).get(source)
+            if place is None or place.kind.torch_dtype != dtype:
+                return None
+            if ours is None or theirs is None or ours[0] != end:
+                return None
+            start, nbytes = (n * dtype.itemsize for n in theirs)
+            found.append(Extent(self._sources[self._files[source]], place.start + start, nbytes))
+            end += theirs[1]
+        return found if end == math.prod(value.shape) else None
+
+    def _places(self, path: Path) -> Mapping[str, Place]:
+        """Return where the tensors of a file are, none if it is not laid out as usual."""
+        if path not in self._heads:
+            self._sources[path] = file = SourceFile(path)
+            try:
+                self._heads[path] = read_head(file.fd, str(path), file.size)
+            except (ValueError, KeyError, TypeError, AttributeError):
+                self._heads[path] = {}
+        return self._heads[path]
+
+    def values_in(self, model: nn.Module) -> Iterator[tuple[torch.Tensor, FileValue]]:
+        """Yield the tensors of ``model`` that the files have, with their values."""
+        for _, tensor, (name, _, index) in self._found(model):
+            if name:
+                yield tensor, self.values[name].indexed(index)
 
     def _converted(self, conversion: Conversion, dtype: torch.dtype) -> torch.Tensor:
         """Return the tensor that ``conversion`` makes, of sources cast to ``dtype``."""

@@ -76,7 +76,8 @@ class FusedStore:
         """Move ``parameter`` into a row; a meta parameter gets a row of zeros."""
         count = int(parameter.shape[0])
         nbytes = parameter.numel() // count * parameter.element_size()
-        row = self._device.allocate_row(count, nbytes)
+        backed = parameter not in self._store.sourced
+        row = self._device.allocate_row(count, nbytes, backed=backed)
         like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         fused = Fused(name, parameter, like, row)
         slots = []

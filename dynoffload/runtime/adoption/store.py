@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -85,13 +85,20 @@ class Store:
         device: allocates the regions.
         min_paged_bytes: smaller tensors stay in place.
         left_bytes: bytes of state moved out of the heap before its free pages are returned.
+        sourced: see `Setup`.
 
     Attributes:
         home: device of tensors before the block; then the device's own.
     """
 
-    def __init__(self, device: Device, min_paged_bytes: int, left_bytes: int) -> None:
-        self._device = device
+    def __init__(
+        self,
+        device: Device,
+        min_paged_bytes: int,
+        left_bytes: int,
+        sourced: Collection[nn.Parameter] = (),
+    ) -> None:
+        self._device, self.sourced = device, sourced
         self.home = device.device
         self._min = min_paged_bytes
         self._most_left = left_bytes
@@ -122,8 +129,8 @@ class Store:
         """Return what reports call ``region``."""
         return self.names.get(region, f"region {region}")
 
-    def _region(self, nbytes: int, name: str, slot: Slot | None) -> int:
-        region = self._device.allocate(nbytes)
+    def _region(self, nbytes: int, name: str, slot: Slot | None, *, backed: bool = True) -> int:
+        region = self._device.allocate(nbytes, backed=backed)
         if slot is None:
             self.names[region] = name
         else:
@@ -170,7 +177,7 @@ class Store:
         source = 0 if meta else part.untyped_storage().data_ptr()
         region = None if meta else regions.get(source)
         if region is None:
-            region = self._region(whole, name, None)
+            region = self._region(whole, name, None, backed=parameter not in self.sourced)
             if not meta:
                 self._device.acquire([region])
                 ours = bytes_of(self._device.storage(region))

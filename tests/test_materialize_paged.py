@@ -1,0 +1,125 @@
+"""Frozen weights of transformers models are paged from the files of `save_pretrained`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exactness import SMALL_PAGES, assert_same, least_budget, needs_pager
+from fused_networks import paging_of
+from torch.optim import AdamW
+
+import dynoffload
+from dynoffload.errors import SpillError
+from dynoffload.memory.device import Device
+from dynoffload.memory.pager import Pager
+from dynoffload.runtime.session import Session
+
+pytest.importorskip("transformers")
+
+from test_materialize_saved import SAVED, built, saved
+
+from dynoffload.integrations.transformers import materialize
+
+CONFIG: dict[str, Any] = {**SMALL_PAGES, "step_aside": False}
+IDS = torch.randint(64, (2, 7), generator=torch.Generator().manual_seed(3))
+
+
+def frozen_but_the_norms(model: Any) -> Any:
+    """Freeze all but what is small, and return the model."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    return model.train()
+
+
+def trains(model: Any, optimizer: Any, steps: int = 3) -> list[float]:
+    """Train, and return the losses."""
+    losses = []
+    for _ in range(steps):
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("backend", [pytest.param("pager", marks=needs_pager), "mapped"])
+@pytest.mark.parametrize("shard", ["1GB", "20KB"])
+@pytest.mark.parametrize("name", SAVED)
+def test_frozen_weights_stay_in_their_files(
+    name: str, shard: str, backend: str, tmp_path: Path
+) -> None:
+    """Their bits are those of `from_pretrained`, also after the block."""
+    stock, config = saved(name, tmp_path, torch.bfloat16, shard)
+    loaded = frozen_but_the_norms(stock.from_pretrained(tmp_path, dtype=torch.bfloat16))
+    expected = trains(loaded, AdamW(loaded.parameters(), lr=1e-2))
+    model = frozen_but_the_norms(built(stock, config, torch.bfloat16))
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    options = {**CONFIG, "backend": backend}
+    nbytes = sum(p.nbytes for p in model.parameters())
+    budget, _ = least_budget(model, optimizer, nbytes // 2, options)
+    materialize(model, tmp_path)
+    with dynoffload.offload(model, optimizer, budget=budget, config=options) as session:
+        assert trains(model, optimizer) == expected
+        slots = paged(session, model)
+        device = paging_of(session).device
+        assert len(slots) > 10
+        if isinstance(device, Pager):
+            assert all(map(device.is_sourced, slots))
+    assert_same(dict(model.named_parameters()), dict(loaded.named_parameters()), "after")
+
+
+def paged(session: Session, model: Any) -> list[int]:
+    """Return the regions of frozen parameters."""
+    store = paging_of(session).store
+    frozen = (p for p in model.parameters() if not p.requires_grad)
+    return [slot.region for parameter in frozen for slot in store.slots_of(parameter)]
+
+
+@needs_pager
+def test_they_take_no_room_in_the_spill_file(tmp_path: Path) -> None:
+    stock, config = saved("qwen3-moe", tmp_path, num_hidden_layers=6)
+    model = built(stock, config).requires_grad_(False).eval()
+    loaded = stock.from_pretrained(tmp_path).eval()
+    nbytes = sum(p.nbytes for p in model.parameters())
+    materialize(model, tmp_path)
+    with torch.no_grad(), dynoffload.offload(model, budget=nbytes // 3, config=CONFIG) as session:
+        for _ in range(2):
+            assert torch.equal(model(input_ids=IDS).logits, loaded(input_ids=IDS).logits)
+        device: Any = paging_of(session).device
+        counters = device.counters()
+        assert counters.bytes_in > nbytes
+        assert counters.bytes_out == 0
+        assert os.fstat(device._spill.fd).st_blocks == 0
+        for one in (model, loaded):
+            one.model.layers[1].mlp.experts.down_proj[2].mul_(2.0)
+        for _ in range(2):
+            assert torch.equal(model(input_ids=IDS).logits, loaded(input_ids=IDS).logits)
+        assert 0 < device.counters().bytes_out < nbytes // 8
+
+
+@needs_pager
+def test_a_file_that_changes_under_a_block_is_an_error(tmp_path: Path) -> None:
+    stock, config = saved("mixtral", tmp_path)
+    model = built(stock, config).requires_grad_(False).eval()
+    materialize(model, tmp_path)
+    budget = sum(p.nbytes for p in model.parameters()) // 2
+    with torch.no_grad(), dynoffload.offload(model, budget=budget, config=CONFIG) as session:
+        model(input_ids=IDS)
+        with (tmp_path / "model.safetensors").open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"?")
+        device, regions = paging_of(session).device, paged(session, model)
+        with pytest.raises(SpillError, match=r"model.safetensors, where the block found it .*chang"):
+            fetch(device, regions)
+        for region in regions:  # a block that ends reads them all
+            device.discard(region)
+
+
+def fetch(device: Device, regions: list[int]) -> None:
+    for region in regions:
+        device.acquire([region])
