@@ -114,7 +114,7 @@ def test_a_file_that_changes_under_a_block_is_an_error(tmp_path: Path) -> None:
             file.seek(-1, os.SEEK_END)
             file.write(b"?")
         device, regions = paging_of(session).device, paged(session, model)
-        with pytest.raises(SpillError, match=r"model.safetensors, where the block found it .*chang"):
+        with pytest.raises(SpillError, match=r"model.safetensors, where .*has changed"):
             fetch(device, regions)
         for region in regions:  # a block that ends reads them all
             device.discard(region)
