@@ -52,7 +52,8 @@ def materialize(model: PreTrainedModel, path: str | Path | None = None) -> PreTr
     initialization of modules. See `PlainWeights` for the resulting bits.
 
     Args:
-        model: built under ``torch.device("meta")``. Tensors already in memory keep their values,
+        model: built under ``torch.device("meta")``; or a model of PEFT around one, with adapters of
+            LoRA or IA3, which begin as PEFT lets them. Tensors already in memory keep their values,
             unless a file is given.
         path: a directory that ``save_pretrained`` wrote, or a safetensors file or an index with the
             same names; None for random weights, distributed as by the model's constructor (other
@@ -65,7 +66,9 @@ def materialize(model: PreTrainedModel, path: str | Path | None = None) -> PreTr
         ConfigError: the model is not of transformers, the files have a tensor too few, too many or
             of another shape, or transformers leaves a tensor without a value.
     """
-    if not isinstance(model, PreTrainedModel):
+    peft: Any = sys.modules.get("peft")
+    adapted = peft is not None and isinstance(model, peft.PeftModel)
+    if not isinstance(model.get_base_model() if adapted else model, PreTrainedModel):
         raise ConfigError(
             f"the {type(model).__name__} is no PreTrainedModel of transformers: pass it to "
             "dynoffload.materialize, with init= a function that initialises a module"
@@ -75,9 +78,15 @@ def materialize(model: PreTrainedModel, path: str | Path | None = None) -> PreTr
             f"path={path!r:.80} is no path: pass that of a directory or safetensors file, or None "
             "for random weights"
         )
-    give = PlainWeights()
+    give = _adapter_weights(model) if adapted else PlainWeights()
     offload.materialize(model, give if path is None else (path, give))
     return model
+
+
+def _adapter_weights(model: Any) -> PlainWeights:
+    from dynoffload.integrations.adapters import AdapterWeights
+
+    return AdapterWeights(model)
 
 
 class OffloadCallback(EventBlock, TrainerCallback):  # type: ignore[misc]
