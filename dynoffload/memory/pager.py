@@ -144,7 +144,7 @@ class Pager(Device):
         self._sources[region] = tuple(extents)
 
     def is_sourced(self, region: int) -> bool:
-        """Return whether the lower tier of a region is that of `source` still."""
+        """See `Device.is_sourced`."""
         return bool(self._native.pager_sourced(self._handle, region))
 
     def clear(self, regions: Sequence[int]) -> None:

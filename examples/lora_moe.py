@@ -1,0 +1,141 @@
+"""Fine-tune a mixture of experts that is larger than memory, by LoRA, with transformers' Trainer.
+
+    python examples/lora_moe.py /var/tmp/moe --make            # 8 GB of random weights in bfloat16
+    python examples/lora_moe.py /var/tmp/moe --budget 1.2GB    # in less than 2 GB of memory
+
+The first command writes a Qwen3-MoE layer by layer, as `save_pretrained` would: take one of your
+own in its place. The text is Python's own source, one byte per token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from itertools import islice
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Qwen3MoeConfig,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.core_model_loading import revert_weight_conversion
+
+from dynoffload.datasets.text import VOCABULARY, batches
+from dynoffload.integrations.transformers import OffloadCallback, materialize
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("path", type=Path, help="directory of the checkpoint")
+    parser.add_argument("--make", action="store_true", help="write it, with random weights")
+    parser.add_argument("--layers", type=int, default=27)
+    parser.add_argument("--hidden", type=int, default=1024, help="width of the network")
+    parser.add_argument("--experts", type=int, default=64, help="in each layer")
+    parser.add_argument("--budget", help="such as 1.5GB; without it the loop is plain")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=512, help="tokens per step")
+    parser.add_argument("--adapter", type=Path, help="directory to save the adapter to")
+    return parser.parse_args()
+
+
+def on_meta(config: Qwen3MoeConfig) -> torch.nn.Module:
+    """Return the network without memory."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def make(args: argparse.Namespace) -> None:
+    """Write a checkpoint of random weights, one file per layer."""
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=args.hidden,
+        moe_intermediate_size=args.hidden * 3 // 4,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden // 64,
+        num_key_value_heads=max(1, args.hidden // 256),
+        head_dim=64,
+        num_experts=args.experts,
+        num_experts_per_tok=min(8, args.experts),
+        architectures=["Qwen3MoeForCausalLM"],
+    )
+    model = on_meta(config)
+    files: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in revert_weight_conversion(model, model.state_dict()).items():
+        parts = name.split(".")
+        layer = f"layer-{int(parts[2]):03d}" if parts[1] == "layers" else "rest"
+        files.setdefault(f"{layer}.safetensors", {})[name] = tensor
+    args.path.mkdir(parents=True, exist_ok=True)
+    generator, total = torch.Generator().manual_seed(0), 0
+    for number, (file, tensors) in enumerate(files.items(), 1):
+        made = {
+            name: torch.ones(one.shape, dtype=one.dtype)
+            if "norm" in name
+            else torch.empty(one.shape, dtype=one.dtype).normal_(0, 0.02, generator=generator)
+            for name, one in tensors.items()
+        }
+        save_file(made, args.path / file, metadata={"format": "pt"})
+        total += sum(one.nbytes for one in made.values())
+        print(f"{number} of {len(files)} files, {total / 1e9:.2f} GB", flush=True)
+    index = {
+        "metadata": {"total_size": total},
+        "weight_map": {name: file for file, names in files.items() for name in names},
+    }
+    (args.path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    config.save_pretrained(args.path)
+
+
+def main() -> None:
+    """Train and print the losses."""
+    args = arguments()
+    if args.make:
+        make(args)
+        return
+    set_seed(0)
+    lora = LoraConfig(r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+    if args.budget is None:
+        model = AutoModelForCausalLM.from_pretrained(args.path, dtype=torch.bfloat16)
+        model = get_peft_model(model, lora)
+    else:
+        model = get_peft_model(on_meta(AutoConfig.from_pretrained(args.path)), lora)
+        materialize(model, args.path)
+    rows = [
+        {"input_ids": row.tokens[0], "labels": row.tokens[0]}
+        for row in islice(batches("train", length=args.tokens), args.steps)
+    ]
+    with tempfile.TemporaryDirectory() as out:
+        trainer = Trainer(
+            model,
+            TrainingArguments(
+                output_dir=out,
+                max_steps=args.steps,
+                per_device_train_batch_size=1,
+                learning_rate=1e-3,
+                use_cpu=True,
+                save_strategy="no",
+                logging_steps=1,
+                report_to=[],
+                disable_tqdm=True,
+            ),
+            train_dataset=rows,
+            callbacks=[OffloadCallback(budget=args.budget)] if args.budget is not None else [],
+        )
+        trainer.train()
+    if args.adapter is not None:
+        model.save_pretrained(args.adapter)
+    for entry in trainer.state.log_history:
+        if "loss" in entry:
+            print(f"step {entry['step']:3d}  loss {entry['loss']:.6f}")
+
+
+if __name__ == "__main__":
+    main()
