@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -20,7 +20,11 @@ from peft import IA3Config, LoraConfig, get_peft_model  # noqa: E402
 ATTENTION = ["q_proj", "v_proj"]
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
-BASES = {"llama": llama, "mixtral": mixtral, "qwen3-moe": lambda: built("qwen3-moe", "eager")}
+BASES: dict[str, Callable[..., nn.Module]] = {
+    "llama": llama,
+    "mixtral": mixtral,
+    "qwen3-moe": lambda: built("qwen3-moe", "eager"),
+}
 
 CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "lora": (LoraConfig, {"r": 4, "target_modules": ATTENTION, "lora_dropout": 0.1}),
@@ -32,10 +36,10 @@ CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
 """By name: LoRA and its kind on attention, a head trained with it, LoRA on fused experts."""
 
 
-def config(kind: str) -> Any:
+def config(kind: str, **changes: Any) -> Any:
     """Return PEFT's configuration of a kind."""
     make, options = CONFIGS[kind]
-    return make(**options)
+    return make(**{**options, **changes})
 
 
 def drawn(model: nn.Module) -> nn.Module:
