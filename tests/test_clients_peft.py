@@ -209,7 +209,7 @@ def test_saved_and_loaded_in_the_block(backend: str, base: str, kind: str, tmp_p
 
 @each_with_slices_in_time
 @pytest.mark.parametrize(("base", "kind"), USUAL)
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_checkpointed(backend: str, base: str, kind: str, reentrant: bool) -> None:
     """Layers are computed again in backward, and inputs of a frozen embedding require grad."""
 
