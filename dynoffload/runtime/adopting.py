@@ -103,7 +103,11 @@ class Adoption:
         states = States(self._optimizer)
         for name, parameter in self._model.named_parameters():
             known = self.store.slots_of(parameter) or parameter in held
-            if known or not self.store.pages(parameter) or (self._begun and parameter.is_meta):
+            stays = (
+                is_trained(parameter) and local_bytes(parameter) < self._sizing.min_trained_bytes
+            )
+            empty = self._begun and parameter.is_meta
+            if known or stays or empty or not self.store.pages(parameter):
                 continue
             count = self._slices_of(parameter) if id(parameter) in alone else 1
             late = "added to the model" if self._begun else "added or thawed since the block began"

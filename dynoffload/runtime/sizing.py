@@ -42,6 +42,7 @@ _PADDING = 1.1  # how much larger the paged parameters may become by padding
 _LEAST_SLICED = 64 * KiB  # smallest page that is chosen to fit slices
 _HOST_CHUNKS = 8  # chunks that host memory below an accelerator has room for, at least
 _RESIDENT = 8  # small tensors may take one part in so many of the budget
+_RESIDENT_TRAINED = 4  # and so may all that is trained, beside frozen weights
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class Sizing:
         least_bytes: the smallest pool that works; see [Note: the least pool].
         page_bytes: size of its pages.
         min_paged_bytes: parameters and state below this stay resident.
+        min_trained_bytes: trained parameters below this stay resident, with gradient and state; see
+            `_least_trained`.
         min_moved_bytes: saved tensors below this stay in place.
         kept_bytes: the most that those may take.
         small_bytes: resident parameters, gradients, state and buffers.
@@ -69,6 +72,7 @@ class Sizing:
     least_bytes: int
     page_bytes: int
     min_paged_bytes: int
+    min_trained_bytes: int
     min_moved_bytes: int
     kept_bytes: int
     small_bytes: int
@@ -235,9 +239,9 @@ class _Divider:
                 break
         return division
 
-    def _divide(self, whole_budget: int, sliced: int = 0) -> _Division:
+    def _divide(self, whole_budget: int, sliced: int = 0, *, adapters: bool = True) -> _Division:
         """Divide a budget, with pages that fit slices of ``sliced`` bytes unless that is 0; see
-        [Note: the least pool]."""
+        [Note: the least pool]. With ``adapters``, trained parameters may stay resident."""
         model, optimizer, config = self.model, self.optimizer, self.config
         budget = whole_budget - self.buckets
         least = config.min_paged_bytes or _least_for(model, optimizer, budget)
@@ -245,6 +249,9 @@ class _Divider:
         if sliced:
             page = min(page, sliced & -sliced)  # the largest power of two that divides it
             least = config.min_paged_bytes or min(least, sliced)
+        least_trained = least
+        if adapters and not config.min_paged_bytes:
+            least_trained = max(least, _least_trained(model, optimizer, budget))
         alone = sole_owners(model.parameters()) if config.slices and may_slice(optimizer) else set()
         queues = may_queue(config)
         total = spilled = biggest = 0
@@ -260,7 +267,8 @@ class _Divider:
             total += nbytes + extra
             if states and trained:
                 small += SCALARS
-            if nbytes < least or not can_move(parameter) or parameter in self.staying:
+            stays = nbytes < (least_trained if trained else least)
+            if stays or not can_move(parameter) or parameter in self.staying:
                 resident.append(parameter)
                 small += extra
                 continue
@@ -292,6 +300,8 @@ class _Divider:
         reserve = min(max(chunk, biggest), max(0, pool // 8)) // page * page
         need = largest + 2 * chunk + reserve
         lowest = need + small + saved + self.buckets
+        if pool < need and least_trained > least:
+            return self._divide(whole_budget, sliced, adapters=False)
         if pool < need:
             return _Division(None, lowest, largest, culprit)
         sizing = Sizing(
@@ -300,6 +310,7 @@ class _Divider:
             least_bytes=need,
             page_bytes=page,
             min_paged_bytes=least,
+            min_trained_bytes=least_trained,
             min_moved_bytes=min(16 * KiB, max(256, budget // 4096)),
             kept_bytes=saved,
             small_bytes=small,
@@ -331,6 +342,21 @@ def _least_for(model: nn.Module, optimizer: Optimizer | None, budget: int) -> in
     while least > 1 and sum(taken for n, taken in sizes if n < least) > budget // _RESIDENT:
         least //= 2
     return least
+
+
+def _least_trained(model: nn.Module, optimizer: Optimizer | None, budget: int) -> int:
+    """Return the size from which trained parameters are paged; 0: as all others.
+
+    Adapters on frozen weights change in each step, so paging writes them to disk each time. They
+    stay if with gradients and state they take a small share of a budget that the model exceeds.
+    """
+    states = States(optimizer)
+    trained = [p for p in model.parameters() if is_trained(p)]
+    taken = sum(2 * local_bytes(p) + sum(states.sizes(p)) for p in trained)
+    frozen = sum(local_bytes(p) for p in model.parameters() if not is_trained(p))
+    if taken > budget // _RESIDENT_TRAINED or taken + frozen <= budget:
+        return 0
+    return 1 + max(map(local_bytes, trained), default=0)
 
 
 def _page_for(model: nn.Module, budget: int, least: int, *, slices: bool) -> int:

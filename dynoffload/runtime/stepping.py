@@ -17,7 +17,7 @@ from dynoffload.memory.device import Device
 from dynoffload.runtime.adopting import Adoption
 from dynoffload.runtime.adoption.slots import Fused, Slot
 from dynoffload.runtime.adoption.units import Unit, units_of
-from dynoffload.runtime.counting import storages_outside
+from dynoffload.runtime.counting import is_trained, storages_outside
 from dynoffload.runtime.experts.gradients import FusedGradients
 from dynoffload.runtime.experts.parts import Parts, run_by_slices
 from dynoffload.runtime.interrupts import uninterrupted
@@ -142,9 +142,17 @@ class Stepping(Mode):
     def _begin_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], order: list[Unit] | None
     ) -> None:
+        self._take_back_frozen()
         self.activations.begin_forward(tensors_in((args, kwargs), depth=4))
         self.migrator.set_prefetch(self._forecast.pays)
         self.migrator.begin_forward(order)
+
+    def _take_back_frozen(self) -> None:
+        """Move replaced data of frozen fused parameters back into their rows; no step does."""
+        pending = {} if self.updates is None else self.updates.pending.by_slot
+        for fused in self.adoption.rows:
+            if not is_trained(fused.parameter) and pending.keys().isdisjoint(fused.slots):
+                self.adoption.rows.take_back(fused)
 
     @uninterrupted
     @unseen

@@ -19,6 +19,7 @@ class Division:
         min_paged_bytes: parameters and state below this stay in memory.
         min_moved_bytes: saved tensors below this stay in place, up to `kept_bytes` in total.
         kept_bytes: most bytes of tensors saved in place.
+        min_trained_bytes: trained parameters below this stay in memory too.
     """
 
     pool_bytes: int
@@ -28,6 +29,7 @@ class Division:
     min_paged_bytes: int
     min_moved_bytes: int
     kept_bytes: int
+    min_trained_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,8 @@ class Training:
         )
         self._slots: dict[int, Slot] = {}
         for number, one in enumerate(network.parameters):
-            if one.nbytes >= division.min_paged_bytes:
+            least = division.min_trained_bytes if one.trained else 0
+            if one.nbytes >= max(least, division.min_paged_bytes):
                 self._adopt(number, one.nbytes, trained=one.trained)
         if not self._slots:
             raise ConfigError(
