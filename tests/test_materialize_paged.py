@@ -16,7 +16,6 @@ import dynoffload
 from dynoffload.errors import SpillError
 from dynoffload.memory.device import Device
 from dynoffload.memory.pager import Pager
-from dynoffload.runtime.adoption import relocation
 from dynoffload.runtime.session import Session
 
 pytest.importorskip("transformers")
@@ -101,27 +100,7 @@ def test_they_take_no_room_in_the_spill_file(tmp_path: Path) -> None:
         for _ in range(2):
             assert torch.equal(model(input_ids=IDS).logits, loaded(input_ids=IDS).logits)
         assert 0 < device.counters().bytes_out < nbytes // 8
-
-
-@needs_pager
-def test_what_does_not_fit_in_memory_stays_paged_after_the_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No byte of it is copied, and it can be used and written."""
-    stock, config = saved("mixtral", tmp_path)
-    loaded = stock.from_pretrained(tmp_path).eval()
-    model = built(stock, config).requires_grad_(False).eval()
-    materialize(model, tmp_path)
-    budget = sum(p.nbytes for p in model.parameters()) // 2
-    with torch.no_grad():
-        with dynoffload.offload(model, budget=budget, config=CONFIG):
-            model(input_ids=IDS)
-            monkeypatch.setattr(relocation, "available_bytes", lambda: 0)
-        for scale in (1.0, 0.5):
-            for one in (model, loaded):
-                one.model.layers[1].mlp.experts.down_proj.mul_(scale)
-            assert torch.equal(model(input_ids=IDS).logits, loaded(input_ids=IDS).logits)
-    assert_same(dict(model.named_parameters()), dict(loaded.named_parameters()), "after")
+        assert 0 < session.spill_bytes < nbytes // 8
 
 
 @needs_pager

@@ -264,3 +264,19 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     remedy = r"call dynoffload\.integrations\.transformers\.materialize\(model, path\)"
     with pytest.raises(ConfigError, match=rf"has no tensor 'model.layers.0.mlp.*: {remedy}"):
         dynoffload.materialize(built(stock, config), init=tmp_path)
+
+
+def test_two_values_of_a_tied_weight_are_refused(tmp_path: Path) -> None:
+    """`from_pretrained` unties them; the model here is tied already."""
+    stock, config = saved("llama", tmp_path)
+    config.tie_word_embeddings = True
+    model = built(stock, config)
+    materialize(model, tmp_path)
+    with (
+        pytest.raises(
+            ConfigError, match=r"other values for 'lm_head.weight' than for 'model.embed"
+        ),
+        dynoffload.offload(model, budget="64MB"),
+    ):
+        pass
+    assert model.lm_head.weight.is_meta

@@ -143,8 +143,16 @@ class Pager(Device):
             raise BudgetError(f"{_NO_BOOKS} a region's place in a checkpoint: {_MORE_MEMORY}")
         self._sources[region] = tuple(extents)
 
+    def spill_bytes(self) -> int:
+        """See `Device.spill_bytes`; with what was written of regions that are not backed."""
+        beyond = (r for r in self._sources if not self.is_sourced(r) and not self._is_backed(r))
+        return super().spill_bytes() + sum(map(self.size, beyond))
+
+    def _is_backed(self, region: int) -> bool:
+        return self._places[region].page * self.page_bytes < self._spill.size
+
     def is_sourced(self, region: int) -> bool:
-        """See `Device.is_sourced`."""
+        """Return whether the lower tier of a region is that of `source` still."""
         return bool(self._native.pager_sourced(self._handle, region))
 
     def clear(self, regions: Sequence[int]) -> None:
@@ -235,6 +243,10 @@ class Pager(Device):
             BackendError: the kernel holds a region's pages; nothing was exchanged.
         """
         self._try(self._native.pager_exchange, regions, _ids(twins))
+        for pair in zip(regions, twins, strict=True):
+            for one, extents in [(one, self._sources.pop(one, ())) for one in pair]:
+                if extents:
+                    self._sources[sum(pair) - one] = extents
 
     def _try(
         self, function: Callable[..., int], regions: Sequence[int], *arguments: object
@@ -364,6 +376,7 @@ class Pager(Device):
         if self._handle and os.getpid() == self._process:
             self._storages.clear()
             self._rows.clear()
+            self._sources.clear()
             self._native.pager_close(self._handle)
             self._spill.close()
         self._handle = None

@@ -285,10 +285,6 @@ class RegionAllocator(ABC):
         count, regions and all else; 0 if there is no count."""
         return 0
 
-    def is_sourced(self, region: int) -> bool:
-        """Return whether a region's lower tier is a file of others still; see `Pager.source`."""
-        return False
-
     def keep(self, region: int) -> bool:
         """Turn a region's storage into an ordinary one, in place and with its bytes, outside the
         budget. Return False, and leave it paged, if there is no room or the device cannot."""

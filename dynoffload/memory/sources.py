@@ -24,7 +24,7 @@ class SourceFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self.fd)
+        weakref.finalize(self, os.close, self.fd).atexit = False  # others may read it then
         found = os.fstat(self.fd)
         self.size, self.modified_ns = found.st_size, found.st_mtime_ns
 

@@ -183,8 +183,19 @@ def _plan(
     if options.rollback and optimizer is not None and can_split(optimizer):
         images = images_bytes(model, optimizer)
         check_room(directory, {"training": sizing.spill_bytes, "rollback": images})
-    parts = model, optimizer, sizing, options, directory, target, predictor, reason, replicas
-    return Planned(_paged(Setup(*parts, sourced)), functools.partial(_report, given))
+    setup = Setup(
+        model=model,
+        optimizer=optimizer,
+        sizing=sizing,
+        config=options,
+        spill_dir=directory,
+        target=target,
+        pilot=predictor,
+        spill_reason=reason,
+        replicas=replicas,
+        sourced=sourced,
+    )
+    return Planned(_paged(setup), functools.partial(_report, given))
 
 
 @contextlib.contextmanager

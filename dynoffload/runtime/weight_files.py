@@ -142,6 +142,7 @@ class WeightFiles:
     def copy_to(self, model: nn.Module, bring: Bring, link: Link) -> None:
         """Give the tensors of ``model`` the values of the files: those that ``link`` takes are read
         there when they are used; others are copied, file by file, part by part."""
+        self._check_ties(model)
         wanted: dict[Path, list[tuple[torch.Tensor, Part]]] = {}
         for tensor, value in self.values_in(model):
             for part in () if link(tensor, value, self.extents_of) else value.parts:
@@ -192,6 +193,29 @@ class WeightFiles:
         for _, tensor, (name, _, index) in self._found(model):
             if name:
                 yield tensor, self.values[name].indexed(index)
+
+    def _check_ties(self, model: nn.Module) -> None:
+        """Refuse files that have several values for one tensor of the model.
+
+        Raises:
+            ConfigError: names two.
+        """
+        for names, _, _ in self._found(model):
+            first, *others = [name for name in names if name in self.values][:2] or [""]
+            for other in others:
+                if not torch.equal(self._whole(first), self._whole(other)):
+                    raise ConfigError(
+                        f"{self.path} has other values for {other!r} than for {first!r}, which are "
+                        "one tensor of this model: build it with tie_word_embeddings=False"
+                    )
+
+    def _whole(self, name: str) -> torch.Tensor:
+        """Return a tensor that lies whole in a file; empty if it does not."""
+        source = self.values[name].parts[0].source
+        if isinstance(source, Conversion):
+            return torch.empty(0)
+        with _opened(self._files[source]) as opened:
+            return _read(opened, self._files[source], source, ())
 
     def _converted(self, conversion: Conversion, dtype: torch.dtype) -> torch.Tensor:
         """Return the tensor that ``conversion`` makes, of sources cast to ``dtype``."""

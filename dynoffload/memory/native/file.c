@@ -17,7 +17,8 @@
 #define LANES 8 /* as many products as a core has in flight */
 
 /* The checksum of a region whose pages are in slots, or its hash: the checksum of all its words. See
- * [Note: checksums]. Each step maps what came before, and the next word, one to one. */
+ * [Note: checksums]. Each step maps what came before, and the next word, one to one; the shift
+ * lets a sign, the highest bit, reach more bits than one. */
 uint64_t file_sum(const struct pager *p, const struct region *r, int whole)
 {
     uint64_t lane[LANES], step = whole || p->debug ? 1 : SECTOR / 8, sum = 0;
@@ -27,8 +28,8 @@ uint64_t file_sum(const struct pager *p, const struct region *r, int whole)
         const uint64_t *words = (const uint64_t *)slot_address(p, r->slots[i]);
         for (uint64_t at = 0; at < p->page_bytes / 8; at += LANES * step)
             for (int j = 0; j < LANES; j++) {
-                uint64_t h = (lane[j] ^ words[at + (uint64_t)j * step]) * 0x9e3779b97f4a7c15ull;
-                lane[j] = h << 29 | h >> 35;
+                uint64_t h = lane[j] ^ words[at + (uint64_t)j * step];
+                lane[j] = (h ^ h >> 32) * 0x9e3779b97f4a7c15ull;
             }
     }
     for (int j = 0; j < LANES; j++)

@@ -15,8 +15,8 @@
  * have been written: no announcement is relied on, and the kernel cannot tell, as UFFDIO_MOVE makes
  * pages writable and a thread may write before they are protected. So they are compared with the
  * file's copy by hash as they leave, in slots, where nobody reaches them, and written if it differs.
- *   A difference within one of eight interleaved lanes that is one word long is always found, any
- * other but once in 2^64. The words that checksums read anyway are compared first. So what changes at
+ *   A difference of one word in each of eight interleaved lanes is always found. Others would have to
+ * cancel by chance, as once in 2^64 tries. The words that checksums read anyway are compared first. So what changes at
  * every visit, as optimizer state does, is hashed no more after four of them.
  *
  * [Note: sources]  A region's copy may lie in other files, such as a checkpoint, in extents at any
@@ -108,7 +108,7 @@ struct region {
     uint8_t state;
     uint8_t dirty;      /* the file's copy, if any, is older than the pages */
     uint8_t has_copy;   /* the file holds its content */
-    uint8_t hashed;
+    uint8_t hashed;     /* `hash` is of the file's copy */
     uint8_t same;       /* a bit for each of the last evictions: it may have been unchanged */
     uint8_t clear;      /* see [Note: clear regions] */
     uint8_t cleared;    /* it was clear, and may be again */

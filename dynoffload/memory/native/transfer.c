@@ -229,10 +229,8 @@ static void evict(struct pager *p, uint32_t id, int cause)
         p->writing += r->pages;
         int wrote = scan(p, r, 1, &error);
         p->writing -= r->pages;
-        if (wrote) {
-            p->write_error = error;
-            p->write_region = id;
-        }
+        p->write_error = error;
+        p->write_region = id;
         if (error) { /* it stays; `pager_counters` reports the error */
             r->busy = 1;
             failed(p, id, error, 1);
@@ -302,7 +300,7 @@ static void fetch(struct pager *p, uint32_t id, int cause)
         if (error && r->asleep)
             pager_end("cannot read %llu bytes of region %u, for which a thread sleeps, from %s: %s",
                       (unsigned long long)r->bytes, id,
-                      r->source ? "the checkpoint" : "the spill file",
+                      r->source ? "the files of the model" : "the spill file",
                       error == EBADMSG  ? "its bytes are not those that were written"
                       : error == ESTALE ? "the file has changed"
                                         : strerror(error));

@@ -174,8 +174,7 @@ def _move(
 class Restoration:
     """Moves tensors out of regions into ordinary memory, at the end of paging.
 
-    Tensors that do not fit in memory move to mapped files; if that fails too, they stay in place,
-    as do those that are paged from files of others.
+    Tensors that do not fit in memory move to mapped files; if that fails too, they stay in place.
     Either way they remain usable as ordinary tensors.
 
     Args:
@@ -281,17 +280,15 @@ class Restoration:
                 self._rows.copy_out(row, storage)
         except SpillError as error:
             self.lost.append(error)
-            return self._left(ours, error.strerror or str(error))
+            return self._left(ours, error)
         if storage is not None:
             return storage
-        if device.is_sourced(region):  # a copy would be of what the disk has already
-            return self._left(ours, "paged from files of theirs, while they exist")
         try:
             return self._room.mapped(ours)
         except SpillError as error:  # no room there either
-            return self._left(ours, error.strerror or str(error))
+            return self._left(ours, error)
 
-    def _left(self, ours: torch.UntypedStorage, why: str) -> torch.UntypedStorage:
-        self._refused = why
+    def _left(self, ours: torch.UntypedStorage, error: SpillError) -> torch.UntypedStorage:
+        self._refused = error.strerror or str(error)
         self._inside += ours.nbytes()
         return ours
