@@ -9,7 +9,8 @@ import pytest
 import torch
 from exactness import SMALL_PAGES, assert_same, least_budget, needs_pager
 from fused_networks import paging_of
-from test_materialize_paged import paged, trains
+from safetensors.torch import load_file
+from test_materialize_paged import IDS, paged, trains
 from test_materialize_saved import built, saved
 from torch.optim import AdamW
 
@@ -44,14 +45,18 @@ def trained(model: Any) -> dict[str, Any]:
 @needs_pager
 @pytest.mark.parametrize("network", ["qwen3-moe", "llama"])
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_adapters_train_as_on_a_loaded_base(name: str, network: str, tmp_path: Path) -> None:
+def test_adapters_train_as_on_a_loaded_base(
+    name: str, network: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Nothing of the base is written; adapters begin as PEFT lets them."""
     if "experts" in name and network == "llama":
         return
     stock, config = saved(network, tmp_path, torch.bfloat16, tie_word_embeddings=False)
     model = peft.get_peft_model(built(stock, config, torch.bfloat16), ADAPTERS[name]()).train()
     optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    materialize(model, tmp_path)
+    with caplog.at_level("WARNING"):
+        materialize(model, tmp_path)
+    assert "begin anew" in caplog.text
     nbytes = sum(p.nbytes for p in model.parameters())
     budget, _ = least_budget(model, optimizer, nbytes // 2, CONFIG)
     with dynoffload.offload(model, optimizer, budget=budget, config=CONFIG) as session:
@@ -78,6 +83,23 @@ def test_adapters_train_as_on_a_loaded_base(name: str, network: str, tmp_path: P
     by = AdamW([p for p in loaded.parameters() if p.requires_grad], lr=1e-2)
     assert trains(loaded, by) == losses
     assert_same(dict(model.named_parameters()), its, "after")
+
+
+@needs_pager
+def test_a_saved_adapter_is_loaded_in_the_block(tmp_path: Path) -> None:
+    stock, config = saved("llama", tmp_path / "base")
+    loaded = stock.from_pretrained(tmp_path / "base")
+    loaded = peft.get_peft_model(loaded, ADAPTERS["lora"]()).train()
+    trains(loaded, AdamW([p for p in loaded.parameters() if p.requires_grad], lr=1e-2))
+    loaded.save_pretrained(tmp_path / "adapter")
+    model = peft.get_peft_model(built(stock, config), ADAPTERS["lora"]()).train()
+    materialize(model, tmp_path / "base")
+    budget = sum(p.nbytes for p in model.parameters()) // 2
+    with dynoffload.offload(model, budget=budget, config=CONFIG), torch.no_grad():
+        state = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+        peft.set_peft_model_state_dict(model, state)
+        ours, theirs = (one(input_ids=IDS).logits for one in (model, loaded))
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ device have lost their first values, and get them again as the block begins.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -24,6 +25,8 @@ from dynoffload.integrations.converting import converted
 from dynoffload.runtime.file_parts import FileValue, Shape
 from dynoffload.runtime.initialising import Around
 from dynoffload.runtime.weight_files import WeightFiles
+
+logger = logging.getLogger(__name__)
 
 _BASE = "base_model.model."
 
@@ -50,6 +53,12 @@ class AdapterWeights(PlainWeights):
                     "without a known reset: use LoRA with init_lora_weights True or 'gaussian' and "
                     "without DoRA, or IA3; or build the model in memory"
                 )
+        if any(p.is_meta and p.requires_grad for p in model.parameters()):
+            logger.warning(
+                "the adapters of this %s begin anew, as the meta device holds no values: load a "
+                "saved one in the block, by peft.set_peft_model_state_dict",
+                type(model).__name__,
+            )
 
     @torch.no_grad()
     def initialise(self, model: Any, names: Collection[str], around: Around) -> None:

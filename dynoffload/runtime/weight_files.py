@@ -326,11 +326,11 @@ def _naming(path: Path) -> Iterator[None]:
         yield
     except (SafetensorError, OSError) as error:
         if isinstance(error, FileNotFoundError):
-            why = "there is no such file"
-        elif isinstance(error, OSError):
-            why = error.strerror or str(error)
-        else:
-            why = str(error)
+            raise ConfigError(
+                f"there is no {path}: name a directory with model.safetensors or its index, or "
+                "such a file; if it is one of several, complete the download"
+            ) from error
+        why = (isinstance(error, OSError) and error.strerror) or str(error)
         raise ConfigError(
             f"cannot read {path} as safetensors: {why}: give a file that safetensors' save_file "
             "has written (torch.load reads others)"
