@@ -69,9 +69,10 @@ class OffloadConfig:
             takes the largest that pads the parameters little and leaves the pool 40 pages. Pass
             what a `BudgetError` names.
         min_paged_bytes: tensors below this stay resident (and are counted); ``None``: the lesser
-            of 1 MiB and 1/256 of the budget, and what trains beside frozen weights, as adapters
-            do, if it takes at most 1/4 of the budget with gradients and state. Lower it if small
-            parameters alone fill the budget.
+            of 1 MiB and 1/256 of the budget. With ``None``, adapters and whatever else trains
+            beside frozen weights stay too, if they take at most 1/4 of the budget with gradients
+            and state. Lower it if small parameters alone fill the budget, or if a larger weight is
+            thawed in mid-run.
         slices: page fused parameters, with one matrix per expert, by expert, if the optimizer is
             elementwise. Pass False to measure what that is worth.
         page_activations: page what autograd saves in the model's forward. Pass False, so that it

@@ -47,6 +47,12 @@ class AdapterWeights(PlainWeights):
         for name, config in model.peft_config.items():
             lora = config.peft_type == "LORA" and isinstance(config.init_lora_weights, bool | str)
             known = lora and config.init_lora_weights in (True, "gaussian") and not config.use_dora
+            if config.inference_mode and any(p.is_meta for p in model.parameters()):
+                raise ConfigError(
+                    f"the adapter {name!r} was loaded to be used as it is, and the meta device has "
+                    "lost its values: make it with get_peft_model, and load it in the block, by "
+                    "peft.set_peft_model_state_dict"
+                )
             if not known and config.peft_type != "IA3":
                 raise ConfigError(
                     f"the adapter {name!r} begins from the weights under it, or is of a kind "

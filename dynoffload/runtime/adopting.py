@@ -104,7 +104,9 @@ class Adoption:
         for name, parameter in self._model.named_parameters():
             known = self.store.slots_of(parameter) or parameter in held
             stays = (
-                is_trained(parameter) and local_bytes(parameter) < self._sizing.min_trained_bytes
+                is_trained(parameter)
+                and states.steps(parameter)
+                and local_bytes(parameter) < self._sizing.min_trained_bytes
             )
             empty = self._begun and parameter.is_meta
             if known or stays or empty or not self.store.pages(parameter):

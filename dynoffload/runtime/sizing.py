@@ -35,6 +35,7 @@ from dynoffload.runtime.adoption.held import held_parameters
 from dynoffload.runtime.adoption.slicing import may_slice, slice_bytes, slices_of, sole_owners
 from dynoffload.runtime.adoption.store import can_move, moved_bytes
 from dynoffload.runtime.counting import SCALARS, States, is_trained, padded, parts_of
+from dynoffload.runtime.updates.update import can_split
 from dynoffload.units import KiB, MiB, Quantity, format_bytes, parse_bytes
 
 _LEAST_PAGES = 40  # of a pool, so that regions of several pages find room
@@ -267,7 +268,7 @@ class _Divider:
             total += nbytes + extra
             if states and trained:
                 small += SCALARS
-            stays = nbytes < (least_trained if trained else least)
+            stays = nbytes < (least_trained if trained and kept.steps(parameter) else least)
             if stays or not can_move(parameter) or parameter in self.staying:
                 resident.append(parameter)
                 small += extra
@@ -350,8 +351,10 @@ def _least_trained(model: nn.Module, optimizer: Optimizer | None, budget: int) -
     Adapters on frozen weights change in each step, so paging writes them to disk each time. They
     stay if with gradients and state they take a small share of a budget that the model exceeds.
     """
+    if optimizer is None or not can_split(optimizer):
+        return 0  # the state of an optimizer that steps whole is paged
     states = States(optimizer)
-    trained = [p for p in model.parameters() if is_trained(p)]
+    trained = [p for p in model.parameters() if is_trained(p) and states.steps(p)]
     taken = sum(2 * local_bytes(p) + sum(states.sizes(p)) for p in trained)
     frozen = sum(local_bytes(p) for p in model.parameters() if not is_trained(p))
     if taken > budget // _RESIDENT_TRAINED or taken + frozen <= budget:
