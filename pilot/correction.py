@@ -41,6 +41,7 @@ MAX_STEPS = 512
 """Steps replayed to learn how far to trust residuals."""
 _NEWTON = 12  # iterations
 _LEAST = 0.02  # lower bound of a residual's standard deviation
+_FAR = 1e6  # beyond every mean of a learned factor; one from a damaged file may grow without end
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ class Posterior:
         residual = (ran - self._chances[..., i]) / self._deviation[..., i]
         residual = np.clip(residual, -MAX_RESIDUAL, MAX_RESIDUAL)
         weight = (residual - self._mean[..., i]) / factor[i, i]
-        self._mean[..., i + 1 :] += weight[..., None] * factor[i, i + 1 :]
+        rest = self._mean[..., i + 1 :]
+        np.clip(rest + weight[..., None] * factor[i, i + 1 :], -_FAR, _FAR, out=rest)
         self._ran[..., i] = ran
         self.known += 1
 

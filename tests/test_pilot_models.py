@@ -26,7 +26,7 @@ from torch.optim import AdamW
 import dynoffload
 from dynoffload.errors import PilotError
 from dynoffload.pilot.association import learn_association
-from dynoffload.pilot.correction import Posterior, learn_correction
+from dynoffload.pilot.correction import Correction, Posterior, learn_correction
 from dynoffload.pilot.evaluate import score
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import fit_pilot
@@ -35,6 +35,20 @@ from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.train import train_pilot
 from dynoffload.pilot.trees import MAX_LEAVES, Trees
 from dynoffload.profiler.input_features import InputFeatures
+
+
+def test_a_factor_from_a_damaged_file_does_not_overflow() -> None:
+    """It may be any upper triangle of half precision with a positive diagonal."""
+    size = 12
+    factor = np.triu(np.full((size, size), 6e4, dtype=np.float32), 1)
+    np.fill_diagonal(factor, 6e-8)
+    nothing = np.zeros(0, dtype=np.float32)
+    correction = Correction(np.zeros(size, dtype=np.int64), factor, nothing)
+    posterior = Posterior(correction, np.full(size, 0.5, dtype=np.float32))
+    with np.errstate(all="raise"):
+        for number in range(size):
+            posterior.observe(number % 3 == 0)
+    assert np.isfinite(posterior._mean).all()
 
 
 def test_association_blames_the_code_and_not_its_neighbours() -> None:
