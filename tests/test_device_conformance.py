@@ -85,7 +85,7 @@ def test_what_was_only_read_leaves_without_a_write(device: Device, page: int) ->
     assert device.counters().bytes_out == written
 
 
-@each_of_the_cpu()
+@each_of_the_cpu(SMALL)
 @pytest.mark.parametrize("at", [0, 4095, -1])
 @pytest.mark.parametrize("reads", [0, 7])
 def test_one_bit_that_changed_is_written(device: Device, page: int, at: int, reads: int) -> None:
