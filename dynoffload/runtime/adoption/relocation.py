@@ -21,6 +21,7 @@ from dynoffload.memory.device import Device
 from dynoffload.memory.limits import available_bytes
 from dynoffload.memory.outside import mapped_copy
 from dynoffload.memory.region_allocator import users_of
+from dynoffload.planning.schedule import Schedule
 from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.store import Store, offset_of, view_of
 from dynoffload.runtime.counting import tensors_of
@@ -213,6 +214,8 @@ class Restoration:
         Returns:
             Where tensors that do not fit in memory are stored now, or "".
         """
+        self._device.follow([], Schedule(()))  # else a plan and the reserve would go on evicting
+        self._device.reserve(0)
         for slot in self._store.slots.values():
             for region in slot.update_regions():
                 self._discard_unused(region)
