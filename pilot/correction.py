@@ -42,6 +42,8 @@ MAX_STEPS = 512
 _NEWTON = 12  # iterations
 _LEAST = 0.02  # lower bound of a residual's standard deviation
 _FAR = 1e6  # beyond every mean of a learned factor; one from a damaged file may grow without end
+_JITTER = 1e-3  # added to the variances of residuals
+_LEAST_FACTOR = 0.03  # below every diagonal of a learned factor, whose squares are at least _JITTER
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Correction:
             raise ValueError("a correction of the wrong shape")
         if blend.ndim != 3 or blend.shape[1:] != (SOURCES, COLUMNS) or sites.max() >= len(blend):
             raise ValueError("a blend of the wrong shape")
-        if (np.diagonal(factor) <= 0).any():
+        if (np.diagonal(factor) < _LEAST_FACTOR).any():
             raise ValueError("a factor that is none")
         return cls(sites, factor, blend)
 
@@ -239,7 +241,7 @@ def residual_factor(chances: Floats, ran: Bools) -> Floats:
     spread = (products / max(steps, 1) - apart) / max(steps, 1)
     shrink = min(1.0, max(spread, 0.0) / apart) if apart > 1e-12 else 1.0
     shrunk = (1 - shrink) * covariance
-    shrunk[np.diag_indices(blocks)] = np.maximum(variances, 1e-2) + 1e-3
+    shrunk[np.diag_indices(blocks)] = np.maximum(variances, 1e-2) + _JITTER
     return np.ascontiguousarray(np.linalg.cholesky(shrunk).T, dtype=np.float32)
 
 

@@ -26,7 +26,7 @@ from torch.optim import AdamW
 import dynoffload
 from dynoffload.errors import PilotError
 from dynoffload.pilot.association import learn_association
-from dynoffload.pilot.correction import Correction, Posterior, learn_correction
+from dynoffload.pilot.correction import COLUMNS, SOURCES, Correction, Posterior, learn_correction
 from dynoffload.pilot.evaluate import score
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import fit_pilot
@@ -35,20 +35,27 @@ from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.train import train_pilot
 from dynoffload.pilot.trees import MAX_LEAVES, Trees
 from dynoffload.profiler.input_features import InputFeatures
+from dynoffload.profiler.safefile import LARGEST_WEIGHT
 
 
-def test_a_factor_from_a_damaged_file_does_not_overflow() -> None:
-    """It may be any upper triangle of half precision with a positive diagonal."""
+def test_a_factor_from_a_damaged_file_is_refused_or_does_not_overflow() -> None:
+    """A stranger's factor may be as large as weights may be; no learned one has so small a
+    diagonal."""
     size = 12
-    factor = np.triu(np.full((size, size), 6e4, dtype=np.float32), 1)
-    np.fill_diagonal(factor, 6e-8)
-    nothing = np.zeros(0, dtype=np.float32)
-    correction = Correction(np.zeros(size, dtype=np.int64), factor, nothing)
-    posterior = Posterior(correction, np.full(size, 0.5, dtype=np.float32))
+    sites = np.zeros(size, dtype=np.int64)
+    blend = np.zeros((1, SOURCES, COLUMNS), dtype=np.float32)
+    factor = np.triu(np.full((size, size), LARGEST_WEIGHT), 1)
+    arrays = {"correction_factor": factor, "correction_blend": blend}
+    for smallest in (0.0, 1e-40, 6e-8):
+        np.fill_diagonal(factor, smallest)
+        with pytest.raises(ValueError, match="factor"):
+            Correction.load(arrays, sites)
+    np.fill_diagonal(factor, 0.031)
+    posterior = Posterior(Correction.load(arrays, sites), np.full(size, 0.5, dtype=np.float32))
     with np.errstate(all="raise"):
         for number in range(size):
             posterior.observe(number % 3 == 0)
-    assert np.isfinite(posterior._mean).all()
+        assert np.isfinite(posterior._mean).all()
 
 
 def test_association_blames_the_code_and_not_its_neighbours() -> None:
@@ -203,13 +210,13 @@ def test_what_is_said_of_a_step_is_not_taught_by_it() -> None:
 
 # Trees as arrays give LightGBM's own scores, bit for bit
 
-COLUMNS = 6
+FEATURES = 6
 
 
 def trained(seed: int, **more: Any) -> tuple[lightgbm.Booster, np.ndarray]:
     """Return a booster, and the rows that it was trained on: numbers, steps, zeros, a constant."""
     rng = np.random.default_rng(seed)
-    rows = rng.normal(size=(2000, COLUMNS)).astype(np.float32)
+    rows = rng.normal(size=(2000, FEATURES)).astype(np.float32)
     rows[:, 2] = np.round(rows[:, 2], 1)
     rows[:, 3] = np.maximum(rows[:, 3], 0)
     rows[:, 4] = 1.0
@@ -249,7 +256,7 @@ def test_scores_are_lightgbms_at_and_beside_every_threshold(seed: int) -> None:
 @given(st.integers(0, 9), st.integers(2, MAX_LEAVES), st.integers(1, 400))
 def test_trees_of_any_size_come_back_as_they_were(seed: int, leaves: int, least: int) -> None:
     booster, rows = trained(seed, num_leaves=leaves, min_data_in_leaf=least)
-    trees = Trees.load(Trees.of_booster(booster).arrays(), COLUMNS)
+    trees = Trees.load(Trees.of_booster(booster).arrays(), FEATURES)
     assert np.array_equal(predicted(trees, rows), booster.predict(rows, raw_score=True))
 
 
@@ -257,7 +264,7 @@ def test_counts_of_thresholds_that_overflow_are_refused() -> None:
     arrays = Trees.of_booster(trained(0)[0]).arrays()
     arrays["tree_edges"][:4] += 2**62  # their sum in 64 bits is what it was
     with pytest.raises(ValueError, match="thresholds missing"):
-        Trees.load(arrays, COLUMNS)
+        Trees.load(arrays, FEATURES)
 
 
 # Samples of another kind than those of the training
