@@ -27,6 +27,7 @@ from dynoffload.runtime.adoption.store import Store, can_move
 from dynoffload.runtime.counting import (
     SCALARS,
     States,
+    check_stored,
     is_trained,
     parts_of,
     state_tensors,
@@ -96,7 +97,9 @@ class Adoption:
 
         Raises:
             BudgetError: an update, or what stays in memory, does not fit; nothing was adopted.
+            ConfigError: see `check_stored`; nothing was adopted.
         """
+        check_stored(self._model)
         new: list[tuple[str, nn.Parameter, int]] = []
         held = held_parameters(self._model)
         alone = sole_owners(self._model.parameters()) if self._slices else set()

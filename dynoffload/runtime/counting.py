@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dynoffload.distributed.sharded import aliases_of
+from dynoffload.errors import ConfigError
 from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.accelerator.storages import size_of
 from dynoffload.memory.device import Device
@@ -23,6 +25,8 @@ from dynoffload.runtime.updates.update import can_split
 _STATES = {"SGD": 0, "ASGD": 1, "Adagrad": 1, "Muon": 1, "RMSprop": 1, "Rprop": 2}
 _STATES_OF_ADAM = 2
 _SWITCHES = ("momentum", "amsgrad", "centered")  # options; each that is on adds a state tensor
+_COMPRESSED = (torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc)
+_LAYOUTS = (torch.strided, torch.sparse_coo, *_COMPRESSED)
 SCALARS = 32  # bytes of step counts and the like: up to four one-element tensors a parameter
 
 
@@ -250,6 +254,38 @@ def _named_tensors(
         names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
         for name, tensor in state_of(optimizer, names):
             yield name, tensor, "tensor of optimizer state"
+
+
+def check_stored(model: nn.Module) -> None:
+    """Refuse parameters and buffers of which the memory is not known.
+
+    Raises:
+        ConfigError: naming the tensor, its class and the remedy.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        own = local(tensor)
+        plain = own.layout in _LAYOUTS and not own.is_nested
+        if plain and isinstance(tensor, nn.Parameter):
+            plain = not own.is_quantized and (own.layout is not torch.strided or _has_memory(own))
+        if not plain:
+            layout = "" if own.layout is torch.strided else f" of layout {own.layout}"
+            raise ConfigError(
+                f"{name!r} of this {type(model).__name__} is a {type(own).__name__}{layout}, whose "
+                "class stores its values in a way of its own, such as in several tensors: train it "
+                "without offload(), or with plain weights (of quantized ones, those of "
+                "bitsandbytes' nf4 are plain)"
+            )
+
+
+def _has_memory(tensor: Any) -> bool:
+    """Return whether ``tensor`` has memory itself, or would have on another device than meta."""
+    if is_traceable_wrapper_subclass(tensor):
+        return False
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,0 +1,229 @@
+"""Adapters on a quantized base: to the bits of PEFT without a budget, or refused by name."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapters import ATTENTION, drawn, sample_loss, trained_part
+from exactness import assert_ordinary, assert_same
+from hazards import Side, each_backend, each_paged, hazard, stepwise, trained
+from peft import LoraConfig, get_peft_model
+from test_materialize_saved import saved
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
+from transformers import AutoModelForCausalLM
+
+import dynoffload
+from dynoffload.errors import BudgetError, ConfigError
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def of_torchao(bits: int) -> Any:
+    """Return transformers' configuration of torchao's weights, of which int4 are in bytes."""
+    torchao = pytest.importorskip("torchao.quantization")
+    from transformers import TorchAoConfig
+
+    if bits == 8:
+        return TorchAoConfig(torchao.Int8WeightOnlyConfig(version=2))
+    return TorchAoConfig(torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4))
+
+
+def of_bitsandbytes(**options: Any) -> Any:
+    """Return transformers' configuration of bitsandbytes' weights."""
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(**options)
+
+
+def nf4(**options: Any) -> Any:
+    return of_bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", **options)
+
+
+NF4: dict[str, Callable[[], Any]] = {
+    "nf4": nf4,
+    "twice quantized": lambda: nf4(bnb_4bit_use_double_quant=True),
+    "in bfloat16": lambda: nf4(bnb_4bit_compute_dtype=torch.bfloat16),
+}
+
+
+def adapted(path: Path, quantized: Any) -> Any:
+    """Return a Llama of random weights, quantized as it is read, under LoRA."""
+    saved("llama", path, hidden_size=128, intermediate_size=256)
+    model = AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=quantized, device_map="cpu", dtype=torch.float32
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        targets = [*ATTENTION, "down_proj"]
+        config = LoraConfig(r=4, target_modules=targets, lora_dropout=0.1)
+        return drawn(get_peft_model(model, config)).train()
+
+
+@each_paged
+@pytest.mark.parametrize("kind", NF4)
+def test_nf4_trains_to_the_same_bits(backend: str, kind: str, tmp_path: Path) -> None:
+    """With evaluations between, for which bitsandbytes may pack weights anew, and a merge."""
+    quantized, chosen = NF4[kind](), random.Random(kind)
+
+    def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
+        side.step(sample_loss(model, step), optimizer)
+        if step in (1, 3):
+            with torch.no_grad():
+                side.see("score", sample_loss(model.eval(), 9))
+            model.train()
+        if step == 2:
+            model.merge_adapter()
+            side.see("merged", sample_loss(model, 9))
+            model.unmerge_adapter()
+
+    make = lambda: adapted(tmp_path, quantized)  # noqa: E731
+    for _ in range(3):
+        program = trained(
+            make,
+            each,
+            optimizer=trained_part,
+            share=chosen.uniform(0, 0.6),
+            steps=5,
+        )
+        side = hazard(backend, program, budgeted=False)
+        (session, _), *_ = side.sessions
+        kinds = {type(p).__name__ for p in session.model.parameters()}
+        assert kinds == {"Params4bit", "Parameter"}
+
+
+@each_paged
+def test_int8_of_bitsandbytes_stays_in_memory(backend: str, tmp_path: Path) -> None:
+    """Its layers keep a second tensor on the same memory."""
+    quantized = of_bitsandbytes(load_in_8bit=True)
+    make = lambda: adapted(tmp_path, quantized)  # noqa: E731
+    program = trained(make, loss=sample_loss, optimizer=trained_part, share=0.9)
+    hazard(backend, program, budgeted=False)
+
+
+@each_paged
+def test_int8_of_bitsandbytes_without_room_is_refused(backend: str, tmp_path: Path) -> None:
+    model = adapted(tmp_path, of_bitsandbytes(load_in_8bit=True))
+    budget = sum(p.nbytes for p in model.parameters()) // 2
+    words = r"something else holds it too: .* 'base_model.*q_proj.*weight' \(Int8Params\)"
+    block = dynoffload.offload(model, budget=budget, config={"backend": backend})
+    with pytest.raises(BudgetError, match=words), block:
+        pass
+    assert_ordinary(model)
+
+
+@each_paged
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_of_torchao_are_refused(backend: str, bits: int, tmp_path: Path) -> None:
+    model = adapted(tmp_path, of_torchao(bits))
+    optimizer = trained_part(model.parameters())
+    losses = [sample_loss(model.eval(), 0)]
+    words = r"q_proj.base_layer.weight' of this PeftModel is a Int.*Tensor, whose class stores its"
+    block = dynoffload.offload(model, optimizer, budget="1MB", config={"backend": backend})
+    with pytest.raises(ConfigError, match=words), block:
+        pass
+    losses.append(sample_loss(model, 0))
+    assert_same(*losses, "loss")
+
+
+# Without these libraries
+
+
+class Scaled(nn.Parameter):
+    """Bytes that stand for numbers by a scale, which is an attribute, as in bitsandbytes."""
+
+    scale: float
+
+    @staticmethod
+    def of(weight: Tensor) -> Scaled:
+        """Quantize ``weight``."""
+        scale = float(weight.abs().max()) / 127
+        data = (weight / scale).round().to(torch.int8)
+        made: Scaled = torch.Tensor._make_subclass(Scaled, data, False)
+        made.scale = scale
+        return made
+
+
+class Quantized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Scaled.of(torch.randn(64, 64) / 8)
+        self.up = nn.Linear(64, 4, bias=False)
+        self.down = nn.Linear(4, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        assert type(weight) is Scaled
+        return F.linear(x, weight.to(x.dtype) * weight.scale) + self.down(self.up(x))
+
+
+def layers() -> nn.Module:
+    """Return a network on which everything but low ranks is frozen bytes."""
+    return nn.Sequential(*(Quantized() for _ in range(6)), nn.Linear(64, 10))
+
+
+@stepwise(each_backend, layers, optimizer=trained_part, share=0.6)
+def test_parameters_of_a_class_with_attributes(
+    side: Side, model: Any, optimizer: Any, step: int
+) -> None:
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(step))
+    side.step(model(x).square().mean(), optimizer)
+
+
+def strange(kind: str) -> Tensor:
+    """Return a tensor whose values are not in strided memory of its own."""
+    plain = torch.randn(64, 64)
+    made: Tensor = {
+        "two tensors": lambda: TwoTensor(plain, plain.clone()),
+        "two tensors on the meta device": lambda: TwoTensor(plain.to("meta"), plain.to("meta")),
+        "quantized by torch": lambda: torch.quantize_per_tensor(plain, 0.1, 0, torch.qint8),
+        "jagged": lambda: torch.nested.nested_tensor([*plain], layout=torch.jagged),
+        "nested": lambda: torch.nested.nested_tensor([*plain]),
+        "of oneDNN": lambda: plain.to_mkldnn(),
+    }[kind]()
+    return made
+
+
+@each_paged
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "two tensors",
+        "two tensors on the meta device",
+        "quantized by torch",
+        "jagged",
+        "nested",
+        "of oneDNN",
+    ],
+)
+@pytest.mark.parametrize("when", ["before", "inside"])
+def test_what_has_no_plain_memory_is_refused(backend: str, kind: str, when: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    weights = [p.detach().clone() for p in model.parameters()]
+    odd = nn.Parameter(strange(kind), requires_grad=False)
+    if when == "before":
+        model[1].odd = odd
+    options = {"backend": backend, "step_aside": False, "page_bytes": 4096}
+    block = dynoffload.offload(model, optimizer, budget="300kB", config=options)
+    words = "'1.odd' of this Sequential is a .*, whose class stores its values in a way of its own"
+
+    def put_in() -> None:
+        model[1].odd = odd
+        model(torch.randn(4, 64))
+
+    with pytest.raises(ConfigError, match=words), block:
+        put_in()
+    assert model[1].odd is odd
+    assert_same(
+        [p.detach() for p in (*model[0].parameters(), *model[2].parameters())],
+        weights[:2] + weights[4:],
+        "weights",
+    )
