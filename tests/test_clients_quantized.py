@@ -10,19 +10,22 @@ from typing import Any
 import pytest
 import torch
 from adapters import ATTENTION, drawn, sample_loss, trained_part
-from exactness import assert_ordinary, assert_same
+from clients import assert_paged
+from exactness import SMALL_PAGES, assert_ordinary, assert_same
 from hazards import Side, each_backend, each_paged, hazard, stepwise, trained
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from test_materialize_saved import saved
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
+from trainers import EVERYTHING, assert_same_outcome, trainer
 from transformers import AutoModelForCausalLM
 
 import dynoffload
 from dynoffload.errors import BudgetError, ConfigError
+from dynoffload.integrations.transformers import OffloadCallback
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 
 def of_torchao(bits: int) -> Any:
@@ -54,12 +57,17 @@ NF4: dict[str, Callable[[], Any]] = {
 }
 
 
-def adapted(path: Path, quantized: Any) -> Any:
-    """Return a Llama of random weights, quantized as it is read, under LoRA."""
+def based(path: Path, quantized: Any) -> Any:
+    """Return a Llama of random weights, quantized as it is read."""
     saved("llama", path, hidden_size=128, intermediate_size=256)
-    model = AutoModelForCausalLM.from_pretrained(
+    return AutoModelForCausalLM.from_pretrained(
         path, quantization_config=quantized, device_map="cpu", dtype=torch.float32
     )
+
+
+def adapted(path: Path, quantized: Any) -> Any:
+    """Return it under LoRA."""
+    model = based(path, quantized)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         targets = [*ATTENTION, "down_proj"]
@@ -97,6 +105,24 @@ def test_nf4_trains_to_the_same_bits(backend: str, kind: str, tmp_path: Path) ->
         (session, _), *_ = side.sessions
         kinds = {type(p).__name__ for p in session.model.parameters()}
         assert kinds == {"Params4bit", "Parameter"}
+
+
+@each_paged
+def test_a_trainer_trains_on_nf4(backend: str, tmp_path: Path) -> None:
+    """As recipes have it: the rest in single precision, autocast, and layers computed again."""
+    options = {**EVERYTHING, "gradient_checkpointing": True, "bf16": True}
+    quantized, sides = nf4(bnb_4bit_compute_dtype=torch.bfloat16), []
+    for ours in (False, True):
+        model = prepare_model_for_kbit_training(based(tmp_path / "base", quantized))
+        torch.manual_seed(1)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=ATTENTION)).train()
+        budget = sum(p.nbytes for p in model.parameters()) // 2
+        config = {**SMALL_PAGES, "step_aside": False, "backend": backend}
+        calls = [OffloadCallback(budget=budget, config=config)] if ours else []
+        sides.append(trainer(model, tmp_path / str(ours), *calls, **options))
+        sides[-1].train()
+    assert_paged(calls[0].session, steps=4)
+    assert_same_outcome(sides[1], sides[0])
 
 
 @each_paged

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from clients import assert_paged
 from emulated import DEVICE, accelerated
 from exactness import SMALL_PAGES, assert_same, least_budget, needs_pager
 from fused_networks import paging_of
@@ -15,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from test_materialize_paged import IDS, paged, trains
 from test_materialize_saved import built, saved
 from torch.optim import AdamW
+from trainers import EVERYTHING, assert_same_outcome, trainer
 
 import dynoffload
 from dynoffload.errors import ConfigError
-from dynoffload.integrations.transformers import materialize
+from dynoffload.integrations.transformers import OffloadCallback, materialize
 from dynoffload.memory.pager import Pager
 
 peft = pytest.importorskip("peft")
@@ -132,9 +134,7 @@ def test_saved_adapters_train_on(name: str, network: str, backend: Any, tmp_path
     assert_same(dict(model.named_parameters()), dict(loaded.named_parameters()), "after")
 
 
-def test_several_saved_adapters_and_a_new_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_several_saved_adapters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Also one that was loaded to be used as it is."""
     stock, config = saved("llama", tmp_path / "base")
     for number, name in enumerate(("one", "other")):
@@ -155,6 +155,24 @@ def test_several_saved_adapters_and_a_new_one(
             for side in sides:
                 side.set_adapter(name)
             assert_same(model(input_ids=IDS).logits, loaded(input_ids=IDS).logits, name)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_a_trainer_goes_on_with_a_saved_adapter(tmp_path: Path) -> None:
+    stock, config = saved("llama", tmp_path / "base", vocab_size=512)
+    saved_adapter(stock, tmp_path / "base", ADAPTERS["lora"](), tmp_path / "adapter")
+    sides: list[Any] = []
+    for base in (stock.from_pretrained(tmp_path / "base"), built(stock, config)):
+        model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
+        calls = []
+        if sides:
+            materialize(model, tmp_path / "base", adapters={"default": tmp_path / "adapter"})
+            nbytes = sum(p.nbytes for p in model.parameters())
+            calls = [OffloadCallback(budget=nbytes // 2, config=CONFIG)]
+        sides.append(trainer(model, tmp_path / str(len(sides)), *calls, **EVERYTHING))
+        sides[-1].train()
+    assert_paged(calls[0].session, steps=4)
+    assert_same_outcome(sides[1], sides[0])
 
 
 def test_a_head_that_is_tied_is_copied(tmp_path: Path) -> None:
