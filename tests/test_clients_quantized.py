@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,9 @@ import pytest
 import torch
 from adapters import ATTENTION, drawn, sample_loss, trained_part
 from clients import assert_paged
-from exactness import SMALL_PAGES, assert_ordinary, assert_same
-from hazards import Side, each_backend, each_paged, hazard, stepwise, trained
+from emulated import DEVICE, accelerated
+from exactness import SMALL_PAGES, assert_ordinary, assert_same, is_paged
+from hazards import Side, each_backend, each_of_the_cpu, each_paged, hazard, stepwise, trained
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from test_materialize_saved import saved
 from torch import Tensor, nn
@@ -24,6 +26,7 @@ from transformers import AutoModelForCausalLM
 import dynoffload
 from dynoffload.errors import BudgetError, ConfigError
 from dynoffload.integrations.transformers import OffloadCallback
+from dynoffload.memory.local import wrapped
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -50,10 +53,12 @@ def nf4(**options: Any) -> Any:
     return of_bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", **options)
 
 
-NF4: dict[str, Callable[[], Any]] = {
+PAGED: dict[str, Callable[[], Any]] = {
     "nf4": nf4,
-    "twice quantized": lambda: nf4(bnb_4bit_use_double_quant=True),
-    "in bfloat16": lambda: nf4(bnb_4bit_compute_dtype=torch.bfloat16),
+    "nf4, twice quantized": lambda: nf4(bnb_4bit_use_double_quant=True),
+    "nf4 in bfloat16": lambda: nf4(bnb_4bit_compute_dtype=torch.bfloat16),
+    "torchao's int8": lambda: of_torchao(8),
+    "torchao's int4": lambda: of_torchao(4),
 }
 
 
@@ -76,10 +81,10 @@ def adapted(path: Path, quantized: Any) -> Any:
 
 
 @each_paged
-@pytest.mark.parametrize("kind", NF4)
-def test_nf4_trains_to_the_same_bits(backend: str, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", PAGED)
+def test_quantized_bases_train_to_the_same_bits(backend: str, kind: str, tmp_path: Path) -> None:
     """With evaluations between, for which bitsandbytes may pack weights anew, and a merge."""
-    quantized, chosen = NF4[kind](), random.Random(kind)
+    quantized, chosen = PAGED[kind](), random.Random(kind)
 
     def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
         side.step(sample_loss(model, step), optimizer)
@@ -87,36 +92,33 @@ def test_nf4_trains_to_the_same_bits(backend: str, kind: str, tmp_path: Path) ->
             with torch.no_grad():
                 side.see("score", sample_loss(model.eval(), 9))
             model.train()
-        if step == 2:
+        if step == 2 and "int4" not in kind:  # PEFT does not merge into these
             model.merge_adapter()
             side.see("merged", sample_loss(model, 9))
             model.unmerge_adapter()
 
     make = lambda: adapted(tmp_path, quantized)  # noqa: E731
     for _ in range(3):
-        program = trained(
-            make,
-            each,
-            optimizer=trained_part,
-            share=chosen.uniform(0, 0.6),
-            steps=5,
-        )
+        share = chosen.uniform(0.45, 0.8) if "torchao" in kind else chosen.uniform(0, 0.6)
+        program = trained(make, each, optimizer=trained_part, share=share, steps=5)
         side = hazard(backend, program, budgeted=False)
         (session, _), *_ = side.sessions
         kinds = {type(p).__name__ for p in session.model.parameters()}
-        assert kinds == {"Params4bit", "Parameter"}
+        assert len(kinds) == 2
+        assert "Parameter" in kinds
 
 
 @each_paged
-def test_a_trainer_trains_on_nf4(backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["nf4 in bfloat16", "torchao's int8"])
+def test_a_trainer_trains_on_a_quantized_base(backend: str, kind: str, tmp_path: Path) -> None:
     """As recipes have it: the rest in single precision, autocast, and layers computed again."""
     options = {**EVERYTHING, "gradient_checkpointing": True, "bf16": True}
-    quantized, sides = nf4(bnb_4bit_compute_dtype=torch.bfloat16), []
+    quantized, sides = PAGED[kind](), []
     for ours in (False, True):
         model = prepare_model_for_kbit_training(based(tmp_path / "base", quantized))
         torch.manual_seed(1)
         model = get_peft_model(model, LoraConfig(r=4, target_modules=ATTENTION)).train()
-        budget = sum(p.nbytes for p in model.parameters()) // 2
+        budget = sum(part.nbytes for p in model.parameters() for part in wrapped(p)) * 3 // 4
         config = {**SMALL_PAGES, "step_aside": False, "backend": backend}
         calls = [OffloadCallback(budget=budget, config=config)] if ours else []
         sides.append(trainer(model, tmp_path / str(ours), *calls, **options))
@@ -143,20 +145,6 @@ def test_int8_of_bitsandbytes_without_room_is_refused(backend: str, tmp_path: Pa
     with pytest.raises(BudgetError, match=words), block:
         pass
     assert_ordinary(model)
-
-
-@each_paged
-@pytest.mark.parametrize("bits", [4, 8])
-def test_weights_of_torchao_are_refused(backend: str, bits: int, tmp_path: Path) -> None:
-    model = adapted(tmp_path, of_torchao(bits))
-    optimizer = trained_part(model.parameters())
-    losses = [sample_loss(model.eval(), 0)]
-    words = r"q_proj.base_layer.weight' of this PeftModel is a Int.*Tensor, whose class stores its"
-    block = dynoffload.offload(model, optimizer, budget="1MB", config={"backend": backend})
-    with pytest.raises(ConfigError, match=words), block:
-        pass
-    losses.append(sample_loss(model, 0))
-    assert_same(*losses, "loss")
 
 
 # Without these libraries
@@ -203,43 +191,62 @@ def test_parameters_of_a_class_with_attributes(
     side.step(model(x).square().mean(), optimizer)
 
 
-def strange(kind: str) -> Tensor:
-    """Return a tensor whose values are not in strided memory of its own."""
-    plain = torch.randn(64, 64)
-    made: Tensor = {
-        "two tensors": lambda: TwoTensor(plain, plain.clone()),
-        "two tensors on the meta device": lambda: TwoTensor(plain.to("meta"), plain.to("meta")),
-        "quantized by torch": lambda: torch.quantize_per_tensor(plain, 0.1, 0, torch.qint8),
-        "jagged": lambda: torch.nested.nested_tensor([*plain], layout=torch.jagged),
-        "nested": lambda: torch.nested.nested_tensor([*plain]),
-        "of oneDNN": lambda: plain.to_mkldnn(),
-    }[kind]()
-    return made
+class Split(nn.Module):
+    """Multiplies by the sum of a wrapper's tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        high = torch.randn(64, 64) / 8
+        self.weight = nn.Parameter(TwoTensor(high, high / 256), requires_grad=False)
+        self.out = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight
+        return torch.tanh(self.out(F.linear(x, weight.a + weight.b)))
+
+
+@stepwise(each_of_the_cpu, lambda: nn.Sequential(*(Split() for _ in range(6))), share=0.5, steps=6)
+def test_frozen_wrappers(side: Side, model: Any, optimizer: Any, step: int) -> None:
+    """Also where one is written, and one gets other tensors, in mid-run."""
+    if step == 2:
+        with torch.no_grad():
+            model[1].weight.a.mul_(0.5)
+    if step == 3:
+        model[2].weight = nn.Parameter(model[3].weight.detach().clone(), requires_grad=False)
+    if step == 4:
+        side.see("a copy", copy.deepcopy(model[1]).weight.detach())
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(step))
+    side.step(model(x).square().mean(), optimizer)
+    for session, _ in side.sessions if side.paging else ():
+        assert is_paged(session, model[0].weight.a)
+        assert not is_paged(session, model[0].weight.b)
+
+
+STRANGE: dict[str, Callable[[], Tensor]] = {
+    "two tensors, trained": lambda: TwoTensor(torch.ones(64, 64), torch.ones(64, 64)),
+    "two tensors on the meta device": lambda: TwoTensor(
+        *[torch.ones(9, device="meta") for _ in "ab"]
+    ),
+    "quantized by torch": lambda: torch.quantize_per_tensor(torch.ones(9), 0.1, 0, torch.qint8),
+    "jagged": lambda: torch.nested.nested_tensor([*torch.ones(64, 64)], layout=torch.jagged),
+    "nested": lambda: torch.nested.nested_tensor([*torch.ones(64, 64)]),
+    "of oneDNN": lambda: torch.ones(64, 64).to_mkldnn(),
+}
 
 
 @each_paged
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "two tensors",
-        "two tensors on the meta device",
-        "quantized by torch",
-        "jagged",
-        "nested",
-        "of oneDNN",
-    ],
-)
+@pytest.mark.parametrize("kind", STRANGE)
 @pytest.mark.parametrize("when", ["before", "inside"])
 def test_what_has_no_plain_memory_is_refused(backend: str, kind: str, when: str) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     weights = [p.detach().clone() for p in model.parameters()]
-    odd = nn.Parameter(strange(kind), requires_grad=False)
+    odd = nn.Parameter(STRANGE[kind](), requires_grad="trained" in kind)
     if when == "before":
         model[1].odd = odd
     options = {"backend": backend, "step_aside": False, "page_bytes": 4096}
     block = dynoffload.offload(model, optimizer, budget="300kB", config=options)
-    words = "'1.odd' of this Sequential is a .*, whose class stores its values in a way of its own"
+    words = "'1.odd' of this Sequential is a .*, (which wraps other|whose class stores its values)"
 
     def put_in() -> None:
         model[1].odd = odd
@@ -248,8 +255,23 @@ def test_what_has_no_plain_memory_is_refused(backend: str, kind: str, when: str)
     with pytest.raises(ConfigError, match=words), block:
         put_in()
     assert model[1].odd is odd
-    assert_same(
-        [p.detach() for p in (*model[0].parameters(), *model[2].parameters())],
-        weights[:2] + weights[4:],
-        "weights",
-    )
+    del model[1].odd
+    assert_same([p.detach() for p in model.parameters()], weights, "weights")
+
+
+def test_wrappers_on_an_accelerator_are_refused() -> None:
+    """As the block begins, and where one is added later."""
+    words = r"0.weight' of this Sequential is a TwoTensor, .*: train it in memory of the CPU"
+    x = torch.randn(4, 64)
+
+    def added(model: Any) -> None:
+        model(x)
+        model.append(nn.Sequential(Split()))
+        model(x)
+
+    with accelerated():
+        for model in (nn.Sequential(nn.Linear(64, 64)), nn.Sequential(Split())):
+            config = {**SMALL_PAGES, "step_aside": False}
+            block = dynoffload.offload(model, budget="300kB", device=DEVICE, config=config)
+            with pytest.raises(ConfigError, match=words), block:
+                added(model)

@@ -10,14 +10,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dynoffload.distributed.sharded import aliases_of
 from dynoffload.errors import ConfigError
 from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.accelerator.storages import size_of
 from dynoffload.memory.device import Device
-from dynoffload.memory.local import local, local_bytes
+from dynoffload.memory.local import is_spread, is_wrapper, local, local_bytes, wrapped
 from dynoffload.runtime.adoption.store import moved_bytes
 from dynoffload.runtime.updates.kept_state import state_of
 from dynoffload.runtime.updates.update import can_split
@@ -196,7 +195,7 @@ def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> Iterator[torch.
     for parameter in model.parameters():
         if torch._C._functorch.is_functorch_wrapped_tensor(parameter):
             continue  # put there temporarily by a functional call
-        yield local(parameter)
+        yield from wrapped(parameter)
         gradient = parameter.grad if parameter.is_leaf else None
         if gradient is not None:
             yield local(gradient)
@@ -256,42 +255,50 @@ def _named_tensors(
             yield name, tensor, "tensor of optimizer state"
 
 
-def check_stored(model: nn.Module) -> None:
-    """Refuse parameters and buffers of which the memory is not known.
+def check_stored(model: nn.Module, *, accelerator: bool = False) -> None:
+    """Refuse parameters and buffers of which the memory is not known, or is not paged there.
 
     Raises:
         ConfigError: naming the tensor, its class and the remedy.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        own = local(tensor)
-        plain = own.layout in _LAYOUTS and not own.is_nested
-        if plain and isinstance(tensor, nn.Parameter):
-            plain = not own.is_quantized and (own.layout is not torch.strided or _has_memory(own))
-        if not plain:
-            layout = "" if own.layout is torch.strided else f" of layout {own.layout}"
+        why = _unknown(tensor, accelerator=accelerator)
+        if why:
+            kind = type(tensor).__name__
             raise ConfigError(
-                f"{name!r} of this {type(model).__name__} is a {type(own).__name__}{layout}, whose "
-                "class stores its values in a way of its own, such as in several tensors: train it "
-                "without offload(), or with plain weights (of quantized ones, those of "
-                "bitsandbytes' nf4 are plain)"
+                f"{name!r} of this {type(model).__name__} is a {kind}, {why}, or use plain tensors"
             )
 
 
-def _has_memory(tensor: Any) -> bool:
-    """Return whether ``tensor`` has memory itself, or would have on another device than meta."""
-    if is_traceable_wrapper_subclass(tensor):
-        return False
+def _unknown(tensor: torch.Tensor, *, accelerator: bool) -> str:
+    """Return why the memory of a parameter or buffer is not known and what helps, "" if it is."""
+    parts = [local(tensor)]
+    if isinstance(tensor, nn.Parameter):
+        parts = wrapped(tensor)
+        if any(one.is_quantized or not _has_memory(one) for one in parts):
+            return "whose class stores its values in a way of its own: train without offload()"
+        if is_wrapper(tensor) and not is_spread(tensor):
+            if tensor.requires_grad:
+                return "which wraps other tensors and is trained: freeze it"
+            if accelerator or any(one.is_meta for one in parts):
+                return "which wraps other tensors: train it in memory of the CPU"
+    if any(one.layout not in _LAYOUTS or one.is_nested for one in (tensor, *parts)):
+        return "whose class stores its values in a way of its own: train without offload()"
+    return ""
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether the storage of ``tensor``, if it has one, has memory."""
     try:
-        tensor.untyped_storage().data_ptr()
+        return tensor.layout is not torch.strided or tensor.untyped_storage().data_ptr() >= 0
     except RuntimeError:
         return False
-    return True
 
 
 def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the strided tensors that make up ``tensor``."""
     if tensor.layout is torch.strided:
-        return (local(tensor),)
+        return tuple(wrapped(tensor))
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

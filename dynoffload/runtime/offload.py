@@ -171,6 +171,7 @@ def _plan(
     directory = Path(chosen or default_spill_dir())
     reason = "" if chosen else why_not_temporary(directory)
     if target.queues is not None:
+        check_stored(model, accelerator=True)
         options = replace(options, backend=ACCELERATOR)
     sharded.check(model, accelerator=target.queues is not None)
     sharded.reshard(model)

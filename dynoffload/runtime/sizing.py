@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from dynoffload.config import ACCELERATOR, LEAST_PAGE, OffloadConfig
 from dynoffload.errors import BudgetError
-from dynoffload.memory.local import local, local_bytes
+from dynoffload.memory.local import local, local_bytes, wrapped
 from dynoffload.memory.pager import probe
 from dynoffload.runtime.adoption.held import held_parameters
 from dynoffload.runtime.adoption.slicing import may_slice, slice_bytes, slices_of, sole_owners
@@ -282,6 +282,7 @@ class _Divider:
             own = local(parameter).untyped_storage()._cdata
             spilled += 0 if own in moved or parameter in self.sourced else storage
             moved.add(own)
+            resident += [part for part in wrapped(parameter) if part is not local(parameter)]
             changes = sum(padded(size, page) for size in paged)
             if trained:
                 changes += whole
