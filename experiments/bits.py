@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dynoffload.memory.local import is_wrapper, wrapped
+
 
 def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return copies of parameters, gradients, buffers, optimizer state and generator states."""
@@ -39,6 +41,8 @@ def first_difference(found: Any, expected: Any, what: str = "") -> str:
     if isinstance(expected, Tensor):
         if not isinstance(found, Tensor):
             return f"{what} is no tensor"
+        if is_wrapper(expected) and type(found) is type(expected):
+            return first_difference(wrapped(found), wrapped(expected), what)
         if (found.dtype, found.shape) != (expected.dtype, expected.shape):
             kinds = [f"{t.dtype} {list(t.shape)}" for t in (found, expected)]
             return f"{what}: {kinds[0]}, not {kinds[1]}"

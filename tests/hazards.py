@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 import dynoffload
+from dynoffload.memory.local import is_wrapper, wrapped
 from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.session import Session
 from dynoffload.units import MiB
@@ -241,6 +242,8 @@ def hazard(
 
 
 def _frozen(value: Any) -> Any:
+    if is_wrapper(value):
+        return [_frozen(part) for part in wrapped(value)]
     if isinstance(value, Tensor):
         value = value.detach()
         if value.layout is not torch.strided:

@@ -160,7 +160,7 @@ def test_a_model_on_two_devices_is_refused() -> None:
 class _Elsewhere:
     """Of a parameter what is asked before anything is done with it; there is no second device."""
 
-    layout, is_meta = torch.strided, False
+    layout, is_meta, is_nested = torch.strided, False, False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

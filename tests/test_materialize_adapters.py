@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from clients import assert_paged
+from emulated import DEVICE, accelerated
 from exactness import SMALL_PAGES, assert_same, least_budget, needs_pager
 from fused_networks import paging_of
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_materialize_paged import IDS, paged, trains
 from test_materialize_saved import built, saved
 from torch.optim import AdamW
+from trainers import EVERYTHING, assert_same_outcome, trainer
 
 import dynoffload
 from dynoffload.errors import ConfigError
-from dynoffload.integrations.transformers import materialize
+from dynoffload.integrations.transformers import OffloadCallback, materialize
 from dynoffload.memory.pager import Pager
 
 peft = pytest.importorskip("peft")
@@ -85,30 +89,176 @@ def test_adapters_train_as_on_a_loaded_base(
     assert_same(dict(model.named_parameters()), its, "after")
 
 
-@needs_pager
-def test_a_saved_adapter_is_loaded_in_the_block(tmp_path: Path) -> None:
+def saved_adapter(stock: Any, base: Path, adapter: Any, path: Path) -> Any:
+    """Train an adapter on a loaded base, save it, and return the model."""
+    loaded = peft.get_peft_model(stock.from_pretrained(base), adapter).train()
+    trains(loaded, AdamW([p for p in loaded.parameters() if p.requires_grad], lr=1e-1))
+    loaded.save_pretrained(path)
+    return loaded
+
+
+SAVED: dict[str, Any] = {
+    **ADAPTERS,
+    "dora": lambda: peft.LoraConfig(r=4, use_dora=True, **ATTENTION),
+    "with biases": lambda: peft.LoraConfig(r=4, lora_bias=True, **ATTENTION),
+}
+
+
+@pytest.mark.parametrize("backend", [pytest.param("pager", marks=needs_pager), "mapped", DEVICE])
+@pytest.mark.parametrize(
+    ("name", "network"), [(name, "qwen3-moe" if "experts" in name else "llama") for name in SAVED]
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # that nothing is copied to the meta device
+def test_saved_adapters_train_on(name: str, network: str, backend: Any, tmp_path: Path) -> None:
+    """As PEFT's on a loaded base, from the same numbers."""
+    stock, config = saved(network, tmp_path / "base", tie_word_embeddings=False)
+    saved_adapter(stock, tmp_path / "base", SAVED[name](), tmp_path / "adapter")
+    sides = []
+    for base in (built(stock, config), stock.from_pretrained(tmp_path / "base")):
+        model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
+        sides.append((model, AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)))
+    (model, optimizer), (loaded, its) = sides
+    materialize(model, tmp_path / "base", adapters={"default": tmp_path / "adapter"})
+    options: dict[str, Any] = {"config": CONFIG}
+    below: Any = contextlib.nullcontext()
+    if backend == DEVICE:
+        options["device"], below = DEVICE, accelerated()
+    else:
+        options["config"] = {**CONFIG, "backend": backend}
+    wanted = sum(p.nbytes for p in model.parameters()) // (1 if backend == DEVICE else 2)
+    budget, _ = least_budget(model, optimizer, wanted, options["config"])
+    with below, dynoffload.offload(model, optimizer, budget=budget, **options) as session:
+        assert session.paging
+        assert_same(trained(model), trained(loaded), "first")
+        assert trains(model, optimizer) == trains(loaded, its)
+    assert_same(dict(model.named_parameters()), dict(loaded.named_parameters()), "after")
+
+
+def test_several_saved_adapters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also one that was loaded to be used as it is."""
     stock, config = saved("llama", tmp_path / "base")
-    loaded = stock.from_pretrained(tmp_path / "base")
-    loaded = peft.get_peft_model(loaded, ADAPTERS["lora"]()).train()
-    trains(loaded, AdamW([p for p in loaded.parameters() if p.requires_grad], lr=1e-2))
-    loaded.save_pretrained(tmp_path / "adapter")
-    model = peft.get_peft_model(built(stock, config), ADAPTERS["lora"]()).train()
-    materialize(model, tmp_path / "base")
-    budget = sum(p.nbytes for p in model.parameters()) // 2
+    for number, name in enumerate(("one", "other")):
+        adapter = peft.LoraConfig(r=4 + number, **ATTENTION)
+        saved_adapter(stock, tmp_path / "base", adapter, tmp_path / name)
+    sides = []
+    for base in (built(stock, config), stock.from_pretrained(tmp_path / "base")):
+        model = peft.PeftModel.from_pretrained(base, tmp_path / "one", "one")
+        model.load_adapter(tmp_path / "other", "other", is_trainable=True)
+        sides.append(model.eval())
+    model, loaded = sides
+    directories = {name: tmp_path / name for name in ("one", "other")}
+    materialize(model, tmp_path / "base", adapters=directories)
+    assert "begin anew" not in caplog.text
+    budget = sum(p.nbytes for p in model.parameters())
     with dynoffload.offload(model, budget=budget, config=CONFIG), torch.no_grad():
-        state = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-        peft.set_peft_model_state_dict(model, state)
-        ours, theirs = (one(input_ids=IDS).logits for one in (model, loaded))
-        assert torch.equal(ours, theirs)
+        for name in ("one", "other"):
+            for side in sides:
+                side.set_adapter(name)
+            assert_same(model(input_ids=IDS).logits, loaded(input_ids=IDS).logits, name)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_a_trainer_goes_on_with_a_saved_adapter(tmp_path: Path) -> None:
+    stock, config = saved("llama", tmp_path / "base", vocab_size=512)
+    saved_adapter(stock, tmp_path / "base", ADAPTERS["lora"](), tmp_path / "adapter")
+    sides: list[Any] = []
+    for base in (stock.from_pretrained(tmp_path / "base"), built(stock, config)):
+        model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
+        calls = []
+        if sides:
+            materialize(model, tmp_path / "base", adapters={"default": tmp_path / "adapter"})
+            nbytes = sum(p.nbytes for p in model.parameters())
+            calls = [OffloadCallback(budget=nbytes // 2, config=CONFIG)]
+        sides.append(trainer(model, tmp_path / str(len(sides)), *calls, **EVERYTHING))
+        sides[-1].train()
+    assert_paged(calls[0].session, steps=4)
+    assert_same_outcome(sides[1], sides[0])
+
+
+def test_a_head_that_is_tied_is_copied(tmp_path: Path) -> None:
+    """The files have it under the name of the embedding alone."""
+    stock, config = saved("llama", tmp_path, tie_word_embeddings=True)
+    adapter = {"r": 4, "modules_to_save": ["lm_head"], **ATTENTION}
+    loaded = peft.get_peft_model(stock.from_pretrained(tmp_path), peft.LoraConfig(**adapter))
+    model = peft.get_peft_model(built(stock, config), peft.LoraConfig(**adapter))
+    materialize(model, tmp_path)
+    with dynoffload.offload(model, budget="1MB", config=CONFIG):
+        for name, value in loaded.named_parameters():
+            if "lora" not in name:
+                assert_same(model.get_parameter(name), value, name)
+
+
+def test_saved_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    stock, config = saved("llama", tmp_path / "base")
+    saved_adapter(stock, tmp_path / "base", ADAPTERS["lora"](), tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    right = load_file(file)
+    first, *_ = right
+
+    def refused(words: str, model: Any = None, name: str = "default") -> None:
+        if model is None:
+            model = peft.get_peft_model(built(stock, config), ADAPTERS["lora"]())
+        with pytest.raises(ConfigError, match=words):
+            materialize(model, tmp_path / "base", adapters={name: tmp_path / "adapter"})
+        assert all(p.is_meta for p in model.parameters())
+
+    refused("adapters= names 'mine', and this PeftModel has 'default'", name="mine")
+    refused("adapters= was given, and the LlamaForCausalLM has none", built(stock, config))
+    wide = peft.get_peft_model(built(stock, config), peft.LoraConfig(r=8, **ATTENTION))
+    refused("cannot load the adapter 'default' from .*size mismatch", wide)
+    more = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"])
+    refused("lacks '.*o_proj.lora_A.*', which the", peft.get_peft_model(built(stock, config), more))
+    less = peft.LoraConfig(r=4, target_modules=["q_proj"])
+    refused("has '.*v_proj.lora_A.*', which the", peft.get_peft_model(built(stock, config), less))
+    head = peft.get_peft_model(built(stock, config), ADAPTERS["lora, a copy of the head"]())
+    refused("cannot load the adapter 'default' from .*lm_head", head)
+    save_file({name: one for name, one in right.items() if name != first}, file)
+    refused("lacks '.*', which the adapter 'default' has")
+    save_file({**right, first: right[first][:2].clone()}, file)
+    refused("cannot load the adapter 'default' from .*size mismatch")
+    file.write_bytes(b"")
+    refused("cannot load the adapter 'default' from .*adapter_model.safetensors")
+    file.unlink()
+    refused("cannot load the adapter 'default' from .*adapter_model.safetensors")
 
 
 def test_an_adapter_that_was_loaded_to_the_meta_device_is_refused(tmp_path: Path) -> None:
     stock, config = saved("llama", tmp_path / "base")
-    loaded = peft.get_peft_model(stock.from_pretrained(tmp_path / "base"), ADAPTERS["lora"]())
-    loaded.save_pretrained(tmp_path / "adapter")
+    saved_adapter(stock, tmp_path / "base", ADAPTERS["lora"](), tmp_path / "adapter")
     model = peft.PeftModel.from_pretrained(built(stock, config), tmp_path / "adapter")
-    with pytest.raises(ConfigError, match="the meta device has lost its values"):
+    words = r"the meta device has lost its values: pass materialize\(\) adapters=\{'default': "
+    with pytest.raises(ConfigError, match=words):
         materialize(model, tmp_path / "base")
+
+
+def twice(model: Any) -> Any:
+    """Wrap a model in a PeftModel, and this in another."""
+    return peft.get_peft_model(peft.get_peft_model(model, ADAPTERS["lora"]()), ADAPTERS["lora"]())
+
+
+def injected(model: Any) -> Any:
+    """Let transformers add an adapter."""
+    model.add_adapter(ADAPTERS["lora"]())
+    return model
+
+
+@pytest.mark.parametrize(
+    "wrap", [twice, injected, lambda m: peft.get_peft_model(m, ADAPTERS["lora"](), mixed=True)]
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_adapters_added_in_another_way_are_refused(wrap: Any, tmp_path: Path) -> None:
+    stock, config = saved("llama", tmp_path)
+    words = "the adapters of this .* were not added by one call of peft.get_peft_model: call it"
+    with pytest.raises(ConfigError, match=words):
+        materialize(wrap(built(stock, config)), tmp_path)
+
+
+def test_tokens_that_are_trained_alone_are_refused(tmp_path: Path) -> None:
+    stock, config = saved("llama", tmp_path)
+    adapter = peft.LoraConfig(r=4, trainable_token_indices=[1, 5], **ATTENTION)
+    model = peft.get_peft_model(built(stock, config), adapter)
+    with pytest.raises(ConfigError, match="'default' has trainable_token_indices, whose rows"):
+        materialize(model, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ model: one per expert, say.
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,26 @@ def test_what_transformers_converts_otherwise_than_by_moving_rows(
     whole = {"mlp.gate_proj", "mlp.down_proj", "self_attn.q_proj", "self_attn.k_proj"}
     assert made == {f"model.layers.{number}.{one}.weight" for number in (0, 1) for one in whole}
     assert_trains_as_loaded(built(stock, config), tmp_path)
+
+
+@pytest.mark.parametrize("backend", [pytest.param("pager", marks=needs_pager), "mapped"])
+def test_a_model_in_memory_is_overwritten_and_told(
+    backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the file's values, as `from_pretrained` reads them."""
+    stock, config = saved("mixtral", tmp_path)
+    torch.manual_seed(SEED + 1)
+    model = stock(config)
+    before = model.lm_head.weight.detach().clone()
+    materialize(model, tmp_path)
+    assert re.search(r"this Mixtral.* is in memory: .* overwrites it .*'meta'\)", caplog.text)
+    assert_same(model.lm_head.weight.detach(), before, "as yet")
+    loaded = stock.from_pretrained(tmp_path)
+    options = {**SMALL_PAGES, "step_aside": False, "backend": backend}
+    budget, _ = least_budget(model, None, footprint_of(model) // 4, options)
+    with dynoffload.offload(model, budget=budget, config=options):
+        for key, value in named(model).items():
+            assert_same(value.detach().clone(), named(loaded)[key].detach(), key)
 
 
 def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:

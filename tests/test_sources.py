@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -129,6 +132,36 @@ def test_a_file_that_changes_is_not_read(device: Pager, file: Path, how: str) ->
             written.write(b"x" if how == "written" else bytes(CONTENT[:1]))
     with pytest.raises(SpillError, match=r"cannot read experts.up\[3\] .* from .*weights.*changed"):
         device.acquire([region])
+
+
+_ACCESS = """
+import os, pathlib, sys
+sys.path.insert(0, sys.argv[1])
+from devices import SMALL, opened, view
+from test_sources import parted
+first, second = map(pathlib.Path, sys.argv[2:4])
+with opened("pager", 8 * SMALL, SMALL, first.parent) as device:
+    region = device.allocate(2 * SMALL)
+    extents = [parted(one, 0)[0][0]._replace(nbytes=SMALL) for one in (first, second)]
+    device.source(region, extents)
+    if sys.argv[4] == "cut off":
+        os.truncate(second, 100)
+    else:
+        second.write_bytes(first.read_bytes())
+    view(device, region).sum()
+"""
+
+
+@pytest.mark.parametrize("how", ["cut off", "written"])
+def test_an_access_that_no_error_reaches_names_the_file_that_changed(file: Path, how: str) -> None:
+    """The process ends with the words that a call would raise."""
+    other = file.parent / "more weights"
+    other.write_bytes(bytes(CONTENT))
+    where = Path(__file__).parent
+    command = [sys.executable, "-c", _ACCESS, str(where), str(file), str(other), how]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+    assert done.returncode == -signal.SIGABRT
+    assert f"from {other}: it has changed since the block began. Leave the files" in done.stderr
 
 
 def test_a_file_that_vanishes_is_read_on(device: Pager, file: Path) -> None:

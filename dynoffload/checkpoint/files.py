@@ -21,7 +21,7 @@ from dynoffload.checkpoint.tensors import Memory
 from dynoffload.errors import CheckpointError
 from dynoffload.memory.pieces import Buffer
 
-_NAMES = {
+NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -41,7 +41,8 @@ _NAMES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+"""How safetensors names dtypes."""
+_DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _LENGTH = 8  # bytes of the header's length
 _LONGEST_HEADER = 100_000_000  # limit of the safetensors library
 
@@ -75,7 +76,7 @@ def kind_of(name: str, held: Held) -> Kind:
     tensor, shape = held.tensor, held.shape
     if tensor.dtype == torch.complex128:  # safetensors has no name for it: pairs, same bytes
         return Kind("F64", (*shape, 2))
-    dtype = _NAMES.get(tensor.dtype)
+    dtype = NAMES.get(tensor.dtype)
     if dtype is None:
         raise CheckpointError(
             f"tensor {name!r} is of {tensor.dtype}, for which safetensors has no name: convert it "

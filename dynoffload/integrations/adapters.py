@@ -1,22 +1,28 @@
-"""Weights of PEFT models on the meta device: the base's from files, adapters' by PEFT's own code.
+"""Weights of PEFT models on the meta device: the base's and saved adapters' from files, other
+adapters' by PEFT's own code.
 
 PEFT moves an adapter to the device of the layer under it. So the adapters of a model on the meta
-device have lost their first values, and get them again as the block begins.
+device have lost their values, and get them again as the block begins.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import PeftModel, set_peft_model_state_dict
 from peft.tuners.ia3 import IA3Layer
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from peft.utils.other import ModulesToSaveWrapper
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 
 from dynoffload.errors import ConfigError
@@ -28,41 +34,48 @@ from dynoffload.runtime.weight_files import WeightFiles
 
 logger = logging.getLogger(__name__)
 
-_BASE = "base_model.model."
+_REMEDY = "give the directory that save_pretrained() wrote for an adapter of this configuration"
+_BASE, _COPY = "base_model.model.", ".modules_to_save."
 
 
 class AdapterWeights(PlainWeights):
     """Initializes a PEFT model of a transformers model; an `Initialiser`.
 
     Args:
-        model: with LoRA or IA3 adapters, which do not read the weights under them at first.
+        model: with adapters that are saved, or that do not read the weights under them at first.
+        saved: directories of saved adapters, by the adapters' names.
 
     Raises:
-        ConfigError: it has other adapters.
+        ConfigError: it has other adapters, or a directory does not fit.
     """
 
     name = "the reset of PEFT's layers"
 
-    def __init__(self, model: PeftModel) -> None:
+    def __init__(self, model: PeftModel, saved: Mapping[str, str | Path]) -> None:
+        for name in saved:
+            if name not in model.peft_config:
+                raise ConfigError(
+                    f"adapters= names {name!r}, and this {type(model).__name__} has "
+                    f"{', '.join(map(repr, model.peft_config))}: name one of these"
+                )
+        on_meta = any(p.is_meta for p in model.parameters())
         for name, config in model.peft_config.items():
-            lora = config.peft_type == "LORA" and isinstance(config.init_lora_weights, bool | str)
-            known = lora and config.init_lora_weights in (True, "gaussian") and not config.use_dora
-            if config.inference_mode and any(p.is_meta for p in model.parameters()):
+            _check_kind(name, config, saved=name in saved)
+            if config.inference_mode and on_meta and name not in saved:
                 raise ConfigError(
                     f"the adapter {name!r} was loaded to be used as it is, and the meta device has "
-                    "lost its values: make it with get_peft_model, and load it in the block, by "
-                    "peft.set_peft_model_state_dict"
+                    f"lost its values: pass materialize() adapters={{{name!r}: its directory}}"
                 )
-            if not known and config.peft_type != "IA3":
-                raise ConfigError(
-                    f"the adapter {name!r} begins from the weights under it, or is of a kind "
-                    "without a known reset: use LoRA with init_lora_weights True or 'gaussian' and "
-                    "without DoRA, or IA3; or build the model in memory"
-                )
-        if any(p.is_meta and p.requires_grad for p in model.parameters()):
+        self._saved = saved
+        self._values: dict[str, torch.Tensor] = {}
+        for name, directory in saved.items():
+            self._values |= _saved_values(model, name, Path(directory))
+        parameters = model.named_parameters()
+        new = (n for n, p in parameters if p.is_meta and p.requires_grad and n not in self._values)
+        if next(new, ""):
             logger.warning(
-                "the adapters of this %s begin anew, as the meta device holds no values: load a "
-                "saved one in the block, by peft.set_peft_model_state_dict",
+                "adapters of this %s begin anew, as the meta device holds no values: for saved "
+                "ones, pass materialize() adapters={name: directory}",
                 type(model).__name__,
             )
 
@@ -70,13 +83,18 @@ class AdapterWeights(PlainWeights):
     def initialise(self, model: Any, names: Collection[str], around: Around) -> None:
         """Initialize the tensors ``names`` of ``model``."""
         plain = _plain_names(model, names)
-        own = {name.removeprefix(_BASE) for name in names if plain[name]}
+        own = {n.removeprefix(_BASE) for n in names if plain[n] and n not in self._values}
         if own:
             super().initialise(model.get_base_model(), own, around)
         for layer in model.modules():
             if isinstance(layer, BaseTunerLayer):
                 for name, config in model.peft_config.items():
-                    self._reset(layer, name, config, around)
+                    if name not in self._saved:
+                        self._reset(layer, name, config, around)
+        for name, value in self._values.items():
+            owner, _, key = name.rpartition(".")
+            with around(model.get_submodule(owner)):
+                getattr(model.get_submodule(owner), key).copy_(value)
 
     def _reset(self, layer: Any, adapter: str, config: Any, around: Around) -> None:
         """Initialize an adapter of a layer, if it has it."""
@@ -95,13 +113,79 @@ class AdapterWeights(PlainWeights):
         self, model: Any, shapes: Mapping[str, Shape], files: WeightFiles
     ) -> tuple[Mapping[str, FileValue], Collection[str]]:
         """Return what ``files`` of the base have and may lack; they have no adapter."""
-        plain = _plain_names(model, shapes)
+        plain, base = _plain_names(model, shapes), model.get_base_model()
         wanted = {name: shapes[outer] for outer, name in plain.items() if name}
-        values, may_lack = converted(model.get_base_model(), wanted, files)
-        return (
-            {outer: values[name] for outer, name in plain.items() if name in values},
-            {outer for outer, name in plain.items() if not name or name in may_lack},
+        values, may_lack = converted(base, wanted, files)
+        found = {}
+        for outer, name in plain.items():
+            if _COPY in outer and name not in values:
+                name = base.all_tied_weights_keys.get(name, name)  # the copy is not tied
+            if name in values and outer not in self._values:
+                found[outer] = values[name]
+        lacking = {outer for outer, name in plain.items() if not name or name in may_lack}
+        return found, lacking | self._values.keys()
+
+
+def _check_kind(name: str, config: Any, *, saved: bool) -> None:
+    """Refuse an adapter of which it is not known how it begins.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if getattr(config, "trainable_token_indices", None):
+        raise ConfigError(
+            f"the adapter {name!r} has trainable_token_indices, whose rows begin as copies of the "
+            "embedding: use modules_to_save, or build the model in memory"
         )
+    lora = config.peft_type == "LORA" and isinstance(config.init_lora_weights, bool | str)
+    drawn = lora and config.init_lora_weights in (True, "gaussian")
+    if (drawn and (saved or not config.use_dora)) or config.peft_type == "IA3":
+        return
+    raise ConfigError(
+        f"the adapter {name!r} begins from the weights under it, or is of a kind without a known "
+        "reset: use LoRA with init_lora_weights True or 'gaussian' and, unless it is saved, "
+        "without DoRA, or IA3; or build the model in memory"
+    )
+
+
+def _saved_values(model: PeftModel, adapter: str, directory: Path) -> dict[str, torch.Tensor]:
+    """Return the values of a saved adapter by the names of the model, as PEFT loads them.
+
+    Raises:
+        ConfigError: the files cannot be read, or do not fit.
+    """
+    path = directory / SAFETENSORS_WEIGHTS_NAME
+    values: dict[str, torch.Tensor] = {}
+
+    def take(module: nn.Module, state: Mapping[str, torch.Tensor], *args: Any) -> None:
+        values.update(state)
+
+    handle = model.register_load_state_dict_pre_hook(take)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that nothing is copied to the meta device
+            found = set_peft_model_state_dict(model, load_file(path), adapter_name=adapter)
+    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        words = " ".join(str(error).split())
+        raise ConfigError(
+            f"cannot load the adapter {adapter!r} from {path}: {words:.300}: {_REMEDY}"
+        ) from error
+    finally:
+        handle.remove()
+    modules = dict(model.named_modules())
+    lacking = [
+        name
+        for name, _ in model.named_parameters()
+        if name not in values
+        and adapter in name.split(".")
+        and (not _plain_name(modules, name) or _COPY in name)
+    ]
+    for name in (*found.unexpected_keys, *lacking):
+        verb, what = ("lacks", "has") if name in lacking else ("has", "lacks")
+        raise ConfigError(
+            f"{path} {verb} {name!r}, which the adapter {adapter!r} {what}: {_REMEDY}"
+        )
+    return values
 
 
 def _plain_names(model: nn.Module, names: Collection[str]) -> dict[str, str]:

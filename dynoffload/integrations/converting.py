@@ -9,9 +9,11 @@ permuted, say, is converted by transformers when the parameter is filled.
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,8 +92,10 @@ def converted(
         files: with the names that ``save_pretrained`` writes.
 
     Raises:
-        ConfigError: a tensor of the files is not of the model, or cannot be converted.
+        ConfigError: a tensor of the files is not of the model, or cannot be converted; or the files
+            are quantized.
     """
+    _check_config(files.path.with_name("config.json"))
     transforms = get_model_conversion_mapping(model)
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, WeightConverter)]
@@ -136,6 +140,21 @@ def converted(
             "were written with (quantized weights cannot be read)"
         )
     return values, may_lack - info.missing_keys
+
+
+def _check_config(path: Path) -> None:
+    """Refuse a config that says that the weights beside it are quantized."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        how = config.get("quantization_config")
+    except (OSError, ValueError, AttributeError):
+        return  # the files may stand without it
+    if how:
+        kind = how.get("quant_method") if isinstance(how, dict) else how
+        raise ConfigError(
+            f"{path} says that the weights of {path.parent} are quantized ({kind}): give "
+            "materialize() plain weights, or load these by from_pretrained"
+        )
 
 
 def _check_sources(model: Any, name: str, shapes: Mapping[str, Shape], files: WeightFiles) -> None:

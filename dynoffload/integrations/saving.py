@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from dynoffload.memory.local import is_wrapper
 from dynoffload.memory.outside import mapped_copy
 from dynoffload.memory.pager import in_user_mode
 from dynoffload.runtime.adoption.store import offset_of, view_of
@@ -40,6 +41,8 @@ def readable_state(session: Session) -> Iterator[None]:
     def copied(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.numel():
             return value
+        if is_wrapper(value):
+            return value.clone()
         storage = value.untyped_storage()
         if storage._cdata not in copies:  # tied parameters stay tied
             copies[storage._cdata] = mapped_copy(storage, directory)

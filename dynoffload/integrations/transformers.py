@@ -26,9 +26,9 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 from torch.optim import Optimizer
@@ -45,7 +45,12 @@ with importing("transformers", extra="transformers"):
     from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 
-def materialize(model: PreTrainedModel, path: str | Path | None = None) -> PreTrainedModel:
+def materialize(
+    model: PreTrainedModel,
+    path: str | Path | None = None,
+    *,
+    adapters: Mapping[str, str | Path] = MappingProxyType({}),
+) -> PreTrainedModel:
     """Give weights to a transformers model that was built on the meta device.
 
     Works as `dynoffload.materialize`, inside a block or before it, with transformers' own
@@ -53,11 +58,13 @@ def materialize(model: PreTrainedModel, path: str | Path | None = None) -> PreTr
 
     Args:
         model: built under ``torch.device("meta")``; or a model of PEFT around one, with adapters of
-            LoRA or IA3, which begin as PEFT lets them. Tensors already in memory keep their values,
-            unless a file is given.
+            LoRA or IA3, which begin as PEFT lets them, or as they were saved. Tensors already in
+            memory keep their values, unless a file is given.
         path: a directory that ``save_pretrained`` wrote, or a safetensors file or an index with the
             same names; None for random weights, distributed as by the model's constructor (other
             bits: see `PlainWeights`). The parameters are those of ``from_pretrained``.
+
+        adapters: directories that PEFT's ``save_pretrained`` wrote, by the adapters' names.
 
     Returns:
         ``model``.
@@ -68,7 +75,15 @@ def materialize(model: PreTrainedModel, path: str | Path | None = None) -> PreTr
     """
     peft: Any = sys.modules.get("peft")
     adapted = peft is not None and isinstance(model, peft.PeftModel)
-    if not isinstance(model.get_base_model() if adapted else model, PreTrainedModel):
+    inner: Any = model.get_base_model() if adapted else model
+    around = peft is not None and isinstance(inner, peft.PeftModel | peft.PeftMixedModel)
+    if around or getattr(inner, "_hf_peft_config_loaded", False):
+        raise ConfigError(
+            f"the adapters of this {type(inner).__name__} were not added by one call of "
+            "peft.get_peft_model: call it once, with the model that the files are for, and "
+            "add_adapter() of what it returns for further ones"
+        )
+    if not isinstance(inner, PreTrainedModel):
         raise ConfigError(
             f"the {type(model).__name__} is no PreTrainedModel of transformers: pass it to "
             "dynoffload.materialize, with init= a function that initialises a module"
@@ -78,15 +93,20 @@ def materialize(model: PreTrainedModel, path: str | Path | None = None) -> PreTr
             f"path={path!r:.80} is no path: pass that of a directory or safetensors file, or None "
             "for random weights"
         )
-    give = _adapter_weights(model) if adapted else PlainWeights()
+    if adapters and not adapted:
+        raise ConfigError(
+            f"adapters= was given, and the {type(model).__name__} has none: call "
+            "peft.PeftModel.from_pretrained(model, directory) first"
+        )
+    give = _adapter_weights(model, adapters) if adapted else PlainWeights()
     offload.materialize(model, give if path is None else (path, give))
     return model
 
 
-def _adapter_weights(model: Any) -> PlainWeights:
+def _adapter_weights(model: Any, saved: Mapping[str, str | Path]) -> PlainWeights:
     from dynoffload.integrations.adapters import AdapterWeights
 
-    return AdapterWeights(model)
+    return AdapterWeights(model, saved)
 
 
 class OffloadCallback(EventBlock, TrainerCallback):  # type: ignore[misc]

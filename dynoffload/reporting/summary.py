@@ -210,8 +210,8 @@ def headlines(log: RunLog) -> list[Headline]:
         Headline(
             "Moved per step",
             format_bytes(summary.bytes_in + summary.bytes_out),
-            f"{format_bytes(summary.bytes_in)} read from the spill file and "
-            f"{format_bytes(summary.bytes_out)} written to it.",
+            f"{format_bytes(summary.bytes_in)} read from the spill file or files of the model, and "
+            f"{format_bytes(summary.bytes_out)} written to the spill file.",
         ),
     ]
     if not math.isnan(summary.wasted_share):

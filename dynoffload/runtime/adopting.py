@@ -27,6 +27,7 @@ from dynoffload.runtime.adoption.store import Store, can_move
 from dynoffload.runtime.counting import (
     SCALARS,
     States,
+    check_stored,
     is_trained,
     parts_of,
     state_tensors,
@@ -66,6 +67,7 @@ class Adoption:
         self._device, self._enough = device, enough
         self._slices = config.slices and may_slice(setup.optimizer)
         self._queues = may_queue(config)
+        self._accelerator = setup.target.queues is not None
         self._begun = False
         self._seen: tuple[dict[str, int], int] = {}, 0
         self.allowance, self.changed = sizing.kept_bytes, False
@@ -96,7 +98,9 @@ class Adoption:
 
         Raises:
             BudgetError: an update, or what stays in memory, does not fit; nothing was adopted.
+            ConfigError: see `check_stored`; nothing was adopted.
         """
+        check_stored(self._model, accelerator=self._accelerator)
         new: list[tuple[str, nn.Parameter, int]] = []
         held = held_parameters(self._model)
         alone = sole_owners(self._model.parameters()) if self._slices else set()

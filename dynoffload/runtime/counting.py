@@ -12,10 +12,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from dynoffload.distributed.sharded import aliases_of
+from dynoffload.errors import ConfigError
 from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.accelerator.storages import size_of
 from dynoffload.memory.device import Device
-from dynoffload.memory.local import local, local_bytes
+from dynoffload.memory.local import is_spread, is_wrapper, local, local_bytes, wrapped
 from dynoffload.runtime.adoption.store import moved_bytes
 from dynoffload.runtime.updates.kept_state import state_of
 from dynoffload.runtime.updates.update import can_split
@@ -23,6 +24,8 @@ from dynoffload.runtime.updates.update import can_split
 _STATES = {"SGD": 0, "ASGD": 1, "Adagrad": 1, "Muon": 1, "RMSprop": 1, "Rprop": 2}
 _STATES_OF_ADAM = 2
 _SWITCHES = ("momentum", "amsgrad", "centered")  # options; each that is on adds a state tensor
+_COMPRESSED = (torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc)
+_LAYOUTS = (torch.strided, torch.sparse_coo, *_COMPRESSED)
 SCALARS = 32  # bytes of step counts and the like: up to four one-element tensors a parameter
 
 
@@ -192,7 +195,7 @@ def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> Iterator[torch.
     for parameter in model.parameters():
         if torch._C._functorch.is_functorch_wrapped_tensor(parameter):
             continue  # put there temporarily by a functional call
-        yield local(parameter)
+        yield from wrapped(parameter)
         gradient = parameter.grad if parameter.is_leaf else None
         if gradient is not None:
             yield local(gradient)
@@ -252,10 +255,50 @@ def _named_tensors(
             yield name, tensor, "tensor of optimizer state"
 
 
+def check_stored(model: nn.Module, *, accelerator: bool = False) -> None:
+    """Refuse parameters and buffers of which the memory is not known, or is not paged there.
+
+    Raises:
+        ConfigError: naming the tensor, its class and the remedy.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        why = _unknown(tensor, accelerator=accelerator)
+        if why:
+            kind = type(tensor).__name__
+            raise ConfigError(
+                f"{name!r} of this {type(model).__name__} is a {kind}, {why}, or use plain tensors"
+            )
+
+
+def _unknown(tensor: torch.Tensor, *, accelerator: bool) -> str:
+    """Return why the memory of a parameter or buffer is not known and what helps, "" if it is."""
+    parts = [local(tensor)]
+    if isinstance(tensor, nn.Parameter):
+        parts = wrapped(tensor)
+        if any(one.is_quantized or not _has_memory(one) for one in parts):
+            return "whose class stores its values in a way of its own: train without offload()"
+        if is_wrapper(tensor) and not is_spread(tensor):
+            if tensor.requires_grad:
+                return "which wraps other tensors and is trained: freeze it"
+            if accelerator or any(one.is_meta for one in parts):
+                return "which wraps other tensors: train it in memory of the CPU"
+    if any(one.layout not in _LAYOUTS or one.is_nested for one in (tensor, *parts)):
+        return "whose class stores its values in a way of its own: train without offload()"
+    return ""
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether the storage of ``tensor``, if it has one, has memory."""
+    try:
+        return tensor.layout is not torch.strided or tensor.untyped_storage().data_ptr() >= 0
+    except RuntimeError:
+        return False
+
+
 def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the strided tensors that make up ``tensor``."""
     if tensor.layout is torch.strided:
-        return (local(tensor),)
+        return tuple(wrapped(tensor))
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

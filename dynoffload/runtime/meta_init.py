@@ -12,6 +12,7 @@ and ``cpu`` only note the device.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from dynoffload.errors import ConfigError
 from dynoffload.runtime.initialising import Give, Initialiser, fill, tensors_on_meta
 from dynoffload.runtime.placing import leave_for_meta, put_in_place, zero_buffers
 from dynoffload.runtime.weight_files import Bring, Link, WeightFiles
+
+logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 _NOTE, _PLACE = "_dynoffload_init", "_dynoffload_place"
@@ -49,7 +52,15 @@ def remember(model: nn.Module, init: Init) -> None:
     Raises:
         ConfigError: ``init`` is of no accepted kind, or a file does not fit.
     """
-    _checked(init, model, tensors_on_meta(model))
+    empty = tensors_on_meta(model)
+    stored = _checked(init, model, empty)
+    if stored is not None and not empty:
+        logger.warning(
+            "this %s is in memory: %s overwrites it as the block begins, and frozen weights are "
+            "not paged from there; build it under torch.device('meta')",
+            type(model).__name__,
+            stored.path,
+        )
     _note(model, init)
 
 

@@ -34,7 +34,7 @@ from dynoffload.numerics import settle_kernels
 from dynoffload.profiler.network import fingerprint
 from dynoffload.runtime.block import OffloadBlock, Planned
 from dynoffload.runtime.budgeted import BudgetedSession
-from dynoffload.runtime.counting import images_bytes
+from dynoffload.runtime.counting import check_stored, images_bytes
 from dynoffload.runtime.host import within
 from dynoffload.runtime.meta_init import Init, check_parts, frozen_in_files, place_of, remember
 from dynoffload.runtime.migration.forecast import Predictor
@@ -120,6 +120,7 @@ def _plan(
     replicas = replicas_of(model)
     model = unwrapped(model)
     _check_model(model)
+    check_stored(model)
     check_parts(model)
     settle_kernels()
     if not (spill_dir is None or (isinstance(spill_dir, str | Path) and str(spill_dir))):
@@ -170,6 +171,7 @@ def _plan(
     directory = Path(chosen or default_spill_dir())
     reason = "" if chosen else why_not_temporary(directory)
     if target.queues is not None:
+        check_stored(model, accelerator=True)
         options = replace(options, backend=ACCELERATOR)
     sharded.check(model, accelerator=target.queues is not None)
     sharded.reshard(model)

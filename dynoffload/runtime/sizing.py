@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from dynoffload.config import ACCELERATOR, LEAST_PAGE, OffloadConfig
 from dynoffload.errors import BudgetError
-from dynoffload.memory.local import local, local_bytes
+from dynoffload.memory.local import local, local_bytes, wrapped
 from dynoffload.memory.pager import probe
 from dynoffload.runtime.adoption.held import held_parameters
 from dynoffload.runtime.adoption.slicing import may_slice, slice_bytes, slices_of, sole_owners
@@ -180,13 +180,15 @@ def _split_advice(model: nn.Module, division: _Division) -> str:
 def _held_text(model: nn.Module) -> str:
     """Return a text on parameters that cannot move, or "" if all can."""
     held = held_parameters(model)
-    name = next((name for name, parameter in model.named_parameters() if parameter in held), "")
+    named = ((name, p) for name, p in model.named_parameters() if p in held)
+    name, first = next(named, ("", None))
     if not name:
         return ""
+    kind = "" if type(first) is nn.Parameter else f" ({type(first).__name__})"
     nbytes = sum(local_bytes(parameter) for parameter in held)
     return (
         f"; {format_bytes(nbytes)} of parameters stay in memory because something else holds it "
-        f"too: let go of the views, arrays, state_dicts or graphs of {name!r} and others"
+        f"too: let go of the views, arrays, state_dicts or graphs of {name!r}{kind} and others"
     )
 
 
@@ -280,6 +282,7 @@ class _Divider:
             own = local(parameter).untyped_storage()._cdata
             spilled += 0 if own in moved or parameter in self.sourced else storage
             moved.add(own)
+            resident += [part for part in wrapped(parameter) if part is not local(parameter)]
             changes = sum(padded(size, page) for size in paged)
             if trained:
                 changes += whole

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from dynoffload.checkpoint.files import Place, read_head
+from dynoffload.checkpoint.files import NAMES, Place, read_head
 from dynoffload.errors import ConfigError
 from dynoffload.memory.sources import Extent, SourceFile
 from dynoffload.runtime.file_parts import Conversion, FileValue, Part, Shape, run_of, whole
@@ -38,6 +38,7 @@ lack; given the shapes of its tensors."""
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 """The names that transformers gives to the files of a model."""
 
+_WIDE = ("F64", "F32", "F16", "BF16")
 _FITS = (
     "give one whose names and shapes are those of this model's state_dict(), as safetensors' "
     "save_file(model.state_dict(), path) writes them"
@@ -78,6 +79,7 @@ class WeightFiles:
         self.path = _file_in(Path(path))
         self.shapes: dict[str, Shape] = {}
         self._files: dict[str, Path] = {}
+        self._kinds: dict[str, str] = {}
         self._sources: dict[Path, SourceFile] = {}
         self._heads: dict[Path, Mapping[str, Place]] = {}
         for file, names in _listed(self.path).items():
@@ -90,7 +92,11 @@ class WeightFiles:
                             "complete the download, or save the model again"
                         )
                     self._files[name] = file
-                    self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+                    found = opened.get_slice(name)
+                    self.shapes[name], self._kinds[name] = (
+                        tuple(found.get_shape()),
+                        found.get_dtype(),
+                    )
         if values is None:
             self._remedy = _BY_TRANSFORMERS if is_of_transformers(model) else _FITS
             self.values: Mapping[str, FileValue] = {
@@ -114,11 +120,12 @@ class WeightFiles:
             makes: whether a function makes the buffers that are not saved.
 
         Raises:
-            ConfigError: a tensor is missing or has another shape.
+            ConfigError: a tensor is missing, has another shape, or is quantized.
         """
         persistent = set(model.state_dict().keys()) - set(self._may_lack)
-        for names, _, (name, shape, _) in self._found(model):
+        for names, tensor, (name, shape, _) in self._found(model):
             if name:
+                self._check_kinds(names[0], tensor, self.values[name])
                 if self.values[name].shape != shape:
                     raise ConfigError(
                         f"tensor {name!r} of {self.path} has shape "
@@ -133,6 +140,20 @@ class WeightFiles:
                     "materialize() init=(path, function) with a function that makes the buffers of "
                     "a module"
                 )
+
+    def _check_kinds(self, name: str, tensor: torch.Tensor, value: FileValue) -> None:
+        """Refuse integers and numbers of eight bits for a tensor of other floating-point numbers.
+        They lack their scales: torch would only cast them."""
+        sources = (part.source for part in value.parts if tensor.is_floating_point())
+        for by in sources:
+            for source in by.names if isinstance(by, Conversion) else (by,):
+                kind = self._kinds[source]
+                if kind not in (*_WIDE, NAMES.get(tensor.dtype)):
+                    raise ConfigError(
+                        f"tensor {source!r} of {self._files[source]} has values of {kind}, which "
+                        f"stand for others, and {name} is of {tensor.dtype}: give files of plain "
+                        "weights"
+                    )
 
     def lacks(self, model: nn.Module, empty: Collection[str]) -> frozenset[str]:
         """Return the names in ``empty`` whose tensors are in no file under any of their names."""

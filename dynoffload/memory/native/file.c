@@ -7,9 +7,11 @@
 #include "pager.h"
 
 #include <errno.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
+#include <unistd.h>
 
 #define IOV 256 /* most pages per call */
 
@@ -63,19 +65,25 @@ static int move_bytes(struct pager *p, struct region *r, uint64_t at, uint64_t e
     return 0;
 }
 
+/* 0 if the file of an extent is as it was opened, else an errno; see [Note: sources]. */
+static int check_source(const struct extent *e)
+{
+    struct stat now;
+    if (fstat(e->fd, &now))
+        return errno;
+    int64_t modified_ns = now.st_mtim.tv_sec * 1000000000l + now.st_mtim.tv_nsec;
+    return now.st_size == e->size && modified_ns == e->modified_ns ? 0 : ESTALE;
+}
+
 /* Read a region from its source, and zero what is left of its last page; see [Note: sources]. */
 static int read_source(struct pager *p, struct region *r)
 {
     uint64_t at = 0, page = p->page_bytes;
     for (uint32_t i = 0; i < r->extents; i++) {
         const struct extent *e = &r->source[i];
-        struct stat now;
-        if (fstat(e->fd, &now))
-            return errno;
-        if (now.st_size != e->size ||
-            now.st_mtim.tv_sec * 1000000000l + now.st_mtim.tv_nsec != e->modified_ns)
-            return ESTALE;
-        int error = move_bytes(p, r, at, at + (uint64_t)e->bytes, e->fd, e->offset, 0);
+        int error = check_source(e);
+        if (!error)
+            error = move_bytes(p, r, at, at + (uint64_t)e->bytes, e->fd, e->offset, 0);
         if (error)
             return error;
         at += (uint64_t)e->bytes;
@@ -99,4 +107,26 @@ int file_transfer(struct pager *p, struct region *r, int write)
     if (error)
         return error;
     return write || file_sum(p, r, 0) == r->sum ? 0 : EBADMSG;
+}
+
+/* End the process, as a thread sleeps on a region that cannot be read: name the file, of several
+ * the first that has changed, or else the last. */
+void file_unread(const struct region *r, uint32_t id, int error)
+{
+    char link[32], path[4096] = "the spill file";
+    if (r->source) {
+        uint32_t at = 0;
+        while (at + 1 < r->extents && !check_source(&r->source[at]))
+            at++;
+        snprintf(link, sizeof link, "/proc/self/fd/%d", r->source[at].fd);
+        ssize_t length = readlink(link, path, sizeof path - 1);
+        path[length < 0 ? 0 : length] = 0;
+    }
+    pager_end("cannot read %llu bytes of region %u, for which a thread sleeps, from %s: %s%s",
+              (unsigned long long)r->bytes, id, path,
+              error == EBADMSG  ? "its bytes are not those that were written"
+              : error == ESTALE ? "it has changed since the block began"
+                                : strerror(error),
+              r->source ? ". Leave the files of a model alone while a block reads them, and begin again"
+                        : "");
 }

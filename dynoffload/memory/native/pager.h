@@ -284,6 +284,7 @@ int fault_open(int *user_mode_only);
 
 /* file.c: 0 or an errno; without the mutex */
 int file_transfer(struct pager *, struct region *, int write);
+void file_unread(const struct region *, uint32_t id, int error) __attribute__((noreturn));
 uint64_t file_sum(const struct pager *, const struct region *, int whole); /* of pages in slots */
 
 /* gil_release.c */

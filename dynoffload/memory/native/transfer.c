@@ -298,12 +298,7 @@ static void fetch(struct pager *p, uint32_t id, int cause)
         pthread_mutex_lock(&p->mutex);
         p->moving--;
         if (error && r->asleep)
-            pager_end("cannot read %llu bytes of region %u, for which a thread sleeps, from %s: %s",
-                      (unsigned long long)r->bytes, id,
-                      r->source ? "the files of the model" : "the spill file",
-                      error == EBADMSG  ? "its bytes are not those that were written"
-                      : error == ESTALE ? "the file has changed"
-                                        : strerror(error));
+            file_unread(r, id, error);
         if (error) {
             leave(p, r);
             if (r->waited)

@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.memory.accelerator.storages import size_of
-from dynoffload.memory.local import is_spread
+from dynoffload.memory.local import is_wrapper
 
 _ELEMENTWISE = frozenset(
     "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()
@@ -44,7 +44,7 @@ def may_slice(optimizer: Optimizer | None) -> bool:
 def slice_bytes(parameter: torch.Tensor) -> int:
     """Return the bytes of one slice if a parameter has the layout of fused experts, else 0."""
     if (
-        is_spread(parameter)
+        is_wrapper(parameter)
         or parameter.dim() != 3
         or parameter.shape[0] < 2
         or parameter.layout != torch.strided
@@ -71,7 +71,7 @@ def sole_owners(parameters: Iterable[nn.Parameter]) -> set[int]:
     """Return the ids of parameters that alone fill their storage; meta parameters included."""
     users: dict[int, list[nn.Parameter]] = {}
     for parameter in parameters:
-        if parameter.layout != torch.strided or is_spread(parameter):
+        if parameter.layout != torch.strided or is_wrapper(parameter):
             continue
         users.setdefault(parameter.untyped_storage()._cdata, []).append(parameter)
     return {

@@ -18,7 +18,7 @@ from torch import nn
 from dynoffload.memory import heap
 from dynoffload.memory.accelerator.storages import size_of
 from dynoffload.memory.device import Device
-from dynoffload.memory.local import is_spread, local, local_bytes
+from dynoffload.memory.local import is_spread, is_wrapper, local, local_bytes
 from dynoffload.memory.pieces import is_dense
 from dynoffload.memory.region_allocator import users_of
 from dynoffload.runtime.adoption.held import holders, is_torchs
@@ -207,7 +207,7 @@ class Store:
         If user code replaced the parameter's data, the new data moves into the region, or into a
         larger new one. Data with other references stays in place.
         """
-        if is_spread(slot.parameter):  # replaced data of a shard stays in place
+        if is_wrapper(slot.parameter):  # what replaces its memory stays in place
             return self._device.owner(slot.parameter) == slot.region
         data = slot.parameter.data
         if self._device.owner(data) == slot.region:
@@ -236,7 +236,7 @@ class Store:
         parameter = slot.parameter
         if slot.shared or slot.is_slice or parameter.is_meta:
             return
-        if self._device.owner(parameter) == slot.region or is_spread(parameter):
+        if self._device.owner(parameter) == slot.region or is_wrapper(parameter):
             return
         if size_of(parameter.untyped_storage()) <= self._device.nbytes(slot.region):
             self.take_back(slot)
