@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dynoffload.around import Handle, after_call, before_call, choosing
 from dynoffload.below_modes import call_below
 from dynoffload.errors import TraceError
+from dynoffload.profiler.experts import experts_hit, slices_in
 from dynoffload.profiler.input_features import Features, describe_input
 from dynoffload.profiler.network import fingerprint, shape_key
 from dynoffload.profiler.routing import RoutingProbe, hinted, probes_of
@@ -264,8 +265,7 @@ class Recorder:
                     log.cut(call)
                 else:
                     call = log.enter(path, shape_key(args, kwargs), outer)
-                    if path in self._probes:
-                        self._take_hints(log, path, args, call)
+                    self._look_ahead(log, call, module, args, kwargs)
         self._stack.append(_Frame(id(module), call, in_backward))
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -285,12 +285,18 @@ class Recorder:
         if not stack:
             self._suspended = False
 
-    def _take_hints(self, log: StepLog, path: str, args: tuple[Any, ...], call: int) -> None:
+    def _look_ahead(self, log: StepLog, call: int, module: Any, args: Any, kwargs: Any) -> None:
+        """Record what a call says of experts, before it runs: its hints, and those it will run."""
+        path, slices = self._paths[id(module)], slices_in(module)
         self._paused = True
         try:
             log.hints += hinted(self._probes, path, args, call)
+            hit = experts_hit(module, args, kwargs) if slices else None
         finally:
             self._paused = False
+        if hit is not None:
+            log.run_experts(call, hit)
+            log.slices.update((f"{path}.{name}", count) for name, count in slices.items())
 
     # Steps ----------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from dynoffload.pilot.features import BlockHint
 from dynoffload.pilot.online import AVERAGE, OnlineLearner
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.planning.blocks import UNSEEN, Block, Vocabulary
+from dynoffload.profiler.experts import experts_hit, slices_in, split_path, unit_path
 from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.input_features import Features, InputFeatures, describe_input
 from dynoffload.profiler.network import fingerprint, shape_key
@@ -34,6 +35,7 @@ from dynoffload.runtime.adoption.units import Unit
 from dynoffload.runtime.migration.gates import Trial, likely
 from dynoffload.runtime.migration.steps import Step
 from dynoffload.runtime.passes.hooks import Hook
+from dynoffload.runtime.unseen import unseen
 from dynoffload.telemetry import StepStats
 
 logger = logging.getLogger(__name__)
@@ -75,6 +77,7 @@ class Forecast:
         accuracy: of `predicted` against `actual`; NaN without a prediction.
         source: of the prediction in use: ``"the pilot"`` or ``"the last order"``.
         asks: whether a routing probe is running; its module calls are not part of the forward.
+        listed: fused layer -> the experts that its latest call listed in its arguments.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class Forecast:
         self._begun = 0  # samples begun
         self._foreseen = 0.0  # moving average of the share of blocks that ran as predicted
         self.asks = False
+        self.listed: dict[str, list[int]] = {}
         self._asked: dict[str, list[Unit]] = {}  # by probed path: units that its probes may read
         self._order: list[int] = []
         self._last: list[int] | None = None
@@ -199,19 +203,22 @@ class Forecast:
         return max(standing.pilot, self._foreseen) >= standing.last_order
 
     def visit(self, unit: Unit) -> None:
-        """Record a use of slices of a module, which no module hook reports."""
-        if not self._inside:
-            index = self.vocabulary.index_of(unit.path, "")
-            if index >= 0:
-                self._ran(index)
+        """Record a use of slices of a module whose call did not list them."""
+        if split_path(unit.path)[0] not in self.listed:
+            self._run_experts([unit.path])
 
-    def _ran(self, index: int) -> None:
-        """Record that a block begins; blocks outside a sample's forward are ignored."""
+    def _run_experts(self, paths: Sequence[str]) -> None:
+        if not self._inside:
+            self._ran([b for path in paths if (b := self.vocabulary.index_of(path)) >= 0])
+
+    def _ran(self, blocks: list[int]) -> None:
+        """Record that these blocks run now; blocks outside a sample's forward are ignored."""
         if self._step is None or self.asks:
             return
-        self._order.append(index)
-        self._step.ran(index)
-        self._revise([index])
+        for index in blocks:
+            self._order.append(index)
+            self._step.ran(index)
+        self._revise(blocks)
 
     def _ask(
         self, probes: Sequence[RoutingProbe], _: nn.Module, args: tuple[Any, ...], kwargs: Any
@@ -305,7 +312,16 @@ class Forecast:
     def _units_of(self, blocks: Sequence[int]) -> list[Unit]:
         known, units = self.vocabulary.blocks, self._units
         paths = (path for b in blocks if 0 <= b < len(known) for path in known[b].visits)
-        return [units[path] for path in paths if path in units]
+        found: list[Unit] = []
+        for path in paths:
+            unit = units.get(path)
+            if unit is None:  # experts of a layer that is paged whole are one unit
+                unit = units.get(split_path(path)[0])
+                if unit in found[-1:]:
+                    continue
+            if unit is not None:
+                found.append(unit)
+        return found
 
     def _install(self) -> None:
         modules, self._unseen = dict(self._model.named_modules()), choosing(self._model)
@@ -318,6 +334,9 @@ class Forecast:
                 if nests:
                     out = Hook(partial(self._out, path))  # stays active: closes entered calls
                     self._watching.callback(after_call(module, out, self._unseen).remove)
+        for path, module in modules.items():
+            if slices_in(module):
+                self._before(module, partial(self._enter_experts, path))
         if self._learner is not None:
             self._install_probes(modules)
 
@@ -351,9 +370,20 @@ class Forecast:
         if not self._inside:
             repeated = path in self.vocabulary.repeated
             index = self.vocabulary.index_of(path, shape_key(args, kwargs) if repeated else "")
-            self._ran(index if index >= 0 else UNSEEN)
+            self._ran([index if index >= 0 else UNSEEN])
         if nests:
             self._inside.append(path)
+
+    @unseen
+    def _enter_experts(
+        self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Record the experts that a call of a fused layer will run, before any of them does."""
+        self.listed.pop(path, None)
+        hit = None if self.asks or self._step is None else experts_hit(layer, args, kwargs)
+        if hit is not None:
+            self.listed[path] = hit
+            self._run_experts([unit_path(path, number) for number in hit])
 
     def _out(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         """End a call of a block of several units. Its beginning was not recorded if an earlier hook
