@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -77,6 +77,7 @@ class Recorder:
         model: the network; its root call marks a sample.
         optimizer: the optimizer whose ``step()`` ends a step; see [Note: what a step is].
         features: featurizer for samples, as in `describe_input`.
+        routing_probes: the user's, as in `probes_of`.
         on_step: called with the trace of each step, after it.
         source: called at the start of each step; returns the file or document of its sample.
         clock: returns seconds. The default is wall-clock time. On a shared machine, with one
@@ -96,13 +97,14 @@ class Recorder:
         optimizer: torch.optim.Optimizer | None = None,
         *,
         features: Features | None = None,
+        routing_probes: Sequence[RoutingProbe] | None = None,
         on_step: Callable[[Trace], None],
         source: Callable[[], str] | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
-        self.features = features
+        self.features, self._given = features, routing_probes
         self.on_step = on_step
         self.source = source
         self._clock = clock
@@ -145,7 +147,7 @@ class Recorder:
         self._entered = True
         self._thread = threading.get_ident()
         self._network = fingerprint(self.model)
-        self._probes = probes_of(self.model)
+        self._probes = probes_of(self.model, self._given)
         unseen = choosing(self.model)
         for path, module in self.model.named_modules():
             self._paths[id(module)] = path

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
@@ -30,9 +30,10 @@ from dynoffload.profiler.experts import experts_hit, slices_in, split_path, unit
 from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.input_features import Features, InputFeatures, describe_input
 from dynoffload.profiler.network import fingerprint, shape_key
-from dynoffload.profiler.routing import RoutingProbe, hinted, probes_of
+from dynoffload.profiler.routing import RoutingProbe, hinted
 from dynoffload.runtime.adoption.units import Unit
 from dynoffload.runtime.migration.gates import Trial, likely
+from dynoffload.runtime.migration.probing import Probing
 from dynoffload.runtime.migration.steps import Step
 from dynoffload.runtime.passes.hooks import Hook
 from dynoffload.runtime.unseen import unseen
@@ -69,6 +70,7 @@ class Forecast:
         policy: ``"pilot"``, ``"repeat"`` or ``"on-demand"``.
         pilot: a trained predictor; ``"auto"``: learn one; None: repeat the last order.
         features: the user's featurizer, or None.
+        probes: the user's routing probes, or None.
 
     Attributes:
         vocabulary: the blocks that orders index; the pilot's, else one block per unit.
@@ -86,8 +88,10 @@ class Forecast:
         policy: str,
         pilot: Predictor | str | None,
         features: Features | None,
+        probes: Sequence[RoutingProbe] | None = None,
     ) -> None:
         self._model, self._features = model, features
+        self._probing = Probing(model, probes)
         self._network = fingerprint(model)
         self.vocabulary = Vocabulary(self._network, ())
         self._predictor: Predictor | None = None
@@ -111,7 +115,6 @@ class Forecast:
         self._foreseen = 0.0  # moving average of the share of blocks that ran as predicted
         self.asks = False
         self.listed: dict[str, list[int]] = {}
-        self._asked: dict[str, list[Unit]] = {}  # by probed path: units that its probes may read
         self._order: list[int] = []
         self._last: list[int] | None = None
         self.predicted: list[int] | None = None
@@ -147,7 +150,6 @@ class Forecast:
     def unwatch(self) -> None:
         """Remove the hooks until `watch` is called again."""
         self._watching.close()
-        self._asked.clear()
 
     def close(self) -> None:
         """Wait for a running learner thread."""
@@ -221,13 +223,18 @@ class Forecast:
         self._revise(blocks)
 
     def _ask(
-        self, probes: Sequence[RoutingProbe], _: nn.Module, args: tuple[Any, ...], kwargs: Any
+        self,
+        probes: Sequence[RoutingProbe],
+        read: Sequence[Unit],
+        _: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Any,
     ) -> None:
         """Run the ``probes`` of a module that is called, and pass their hints to the step."""
         step = self._step
         if step is None or self.asks or not (step.follows or self._grows):
             return
-        self._on_ask(self._asked[probes[0].path])
+        self._on_ask(read)
         self.asks = True
         try:
             hints = hinted({probes[0].path: probes}, probes[0].path, args, 0)
@@ -338,31 +345,13 @@ class Forecast:
             if slices_in(module):
                 self._before(module, partial(self._enter_experts, path))
         if self._learner is not None:
-            self._install_probes(modules)
+            for path, probes, read in self._probing.places(self._units):
+                self._before(modules[path], partial(self._ask, probes, read))
 
     def _before(self, module: nn.Module, call: Callable[..., None]) -> None:
         hook = Hook(call)
         self._watching.callback(before_call(module, hook, self._unseen).remove)
         self._watching.callback(hook.end)
-
-    def _install_probes(self, modules: Mapping[str, nn.Module]) -> None:
-        try:
-            table = probes_of(self._model)
-        except Exception as error:  # in user code; hints are optional
-            logger.warning(
-                "the network gives no routing hints: %s: %s", type(error).__name__, error
-            )
-            return
-        for path, probes in table.items():
-            decided = {block for probe in probes for block in probe.blocks}
-            heads = [_below(probe.path) for probe in probes]
-            self._asked[path] = [
-                unit
-                for unit in self._units.values()
-                if any(unit.path == head[:-1] or unit.path.startswith(head) for head in heads)
-                and not any(unit.path == b or unit.path.startswith(_below(b)) for b in decided)
-            ]
-            self._before(modules[path], partial(self._ask, probes))
 
     def _enter(
         self, path: str, nests: bool, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -391,11 +380,6 @@ class Forecast:
         if path in self._inside:
             while self._inside.pop() != path:
                 pass
-
-
-def _below(path: str) -> str:
-    """Return the path prefix of a module's submodules."""
-    return f"{path}." if path else ""
 
 
 def _vocabulary_of(network: str, units: Sequence[Unit]) -> Vocabulary:
