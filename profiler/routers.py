@@ -3,8 +3,8 @@
 A router is the one module beside a fused layer, without modules inside, that owns a matrix with a
 row for each expert; what it returns holds the indices that the layer is called with. It is asked
 early, on the hidden state at hand: as a decoder layer begins, through the layer's last norm, about
-the experts of that layer; and as a mixture begins, about those of the next mixture. It runs as a
-copy without hooks, on copies of its buffers, so that nothing of the network changes.
+the experts of that layer; and as experts begin, about those of the next mixture. It runs as a copy
+without hooks, on copies of its buffers, so that nothing of the network changes.
 
 [Note: calibration]  Tokens move while attention and experts add to them, much in the same way for
 all. So for each place a linear regression, by least squares over the latest calls, maps what the
@@ -100,7 +100,7 @@ class _Mixture:
         if self._norm[0] and self.path:
             found.append((self.decoder, (self._norm[0], router), self._asking(through_norm=True)))
         if before is not None:
-            found.append((before.path, (router,), self._asking(through_norm=False)))
+            found.append((before.site, (router,), self._asking(through_norm=False)))
         return found
 
     def _asking(self, *, through_norm: bool) -> Callable[..., Tensor | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.optim import AdamW
 
 import dynoffload
 from dynoffload.errors import TraceError
+from dynoffload.pilot.tracking import OrderTracker
 from dynoffload.profiler import Recorder, RoutingProbe, Trace
 from dynoffload.profiler.experts import split_path, unit_path
 from dynoffload.profiler.routing import hinted, probes_of
@@ -41,8 +43,8 @@ def test_a_router_is_asked_about_its_experts(family: str) -> None:
         )
     model(input_ids=torch.arange(2, 5)[None])
     for before, site in pairwise(sites):
-        place, layer = before.rpartition(".")[0], site.rpartition(".")[0].rpartition(".")[0]
-        (hint,) = hinted(table, place, (inputs[site],), 0)
+        layer = site.rpartition(".")[0].rpartition(".")[0]
+        (hint,) = hinted(table, before, (inputs[site],), 0)
         assert hint.blocks == tuple(unit_path(site, n) for n in range(len(hint.blocks)))
         assert {n for n, value in enumerate(hint.values) if value > 0.5} == ran[site]
         (early,) = hinted(table, layer, (inputs[site],), 0)
@@ -183,6 +185,7 @@ def test_where_all_experts_are_hit_none_is_computed() -> None:
     assert hint.values == (1.0,) * 6
     assert _Restless.calls == 0
     hinted(table, "layers.1.mlp.experts", (torch.ones(3, 32), every[:2]), 0)
+    _Restless.calls = 0
     (hint,) = hinted(table, "layers.1", (torch.ones(3, 32),), 0)
     assert _Restless.calls == 1
     assert [n for n, value in enumerate(hint.values) if value > 0.5] == [1, 4]
@@ -204,3 +207,36 @@ def test_a_users_own_probes_are_asked_alone() -> None:
     stranger = RoutingProbe("model.layers.0", (unit_path(site, 4),), lambda x: None)
     with pytest.raises(TraceError, match=r"names \['model.layers.1.mlp.experts\[4\]'\]"):
         probes_of(model, [stranger])
+
+
+def test_without_a_pilot_hints_correct_the_last_order() -> None:
+    """Blocks 1 to 4 are experts of one layer, 6 to 9 of the next."""
+    tracker = OrderTracker([0, 1, 3, 5, 6, 7, 10], {1, 2, 3, 4, 6, 7, 8, 9}, again=0.6)
+    assert tracker.expect()[0] == [0, 1, 3, 5, 6, 7, 10]
+    tracker.observe(0)
+    tracker.hint((1, 2, 3, 4), (0.1, 0.9, 0.8, 0.2))
+    assert tracker.decided
+    blocks, chances = tracker.expect()
+    assert blocks == [2, 3, 5, 6, 7, 10]
+    assert [round(float(p), 2) for p in chances] == [0.9, 0.8, 1, 0.6, 0.6, 1]
+    for block in (2, 4):
+        tracker.observe(block)
+    tracker.hint((6, 7, 8, 9), (0.0, 0.0, 1.0, 1.0))
+    assert tracker.expect()[0] == [5, 8, 9, 10]
+    tracker.observe(10)
+    tracker.hint((6, 7, 8, 9), (1.0, 1.0, 1.0, 1.0))  # they are past
+    assert tracker.expect()[0] == []
+
+
+@needs_pager
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_before_there_is_a_pilot_a_session_follows_its_routers(implementation: str) -> None:
+    """What it expects just before it runs is nearer to what runs than the last order is."""
+    network = partial(mixtral, implementation, num_local_experts=16, num_experts_per_tok=1)
+    twin = Twin(network(), lambda p: AdamW(p, lr=1e-3))
+    pages = {"page_bytes": 4096, "min_paged_bytes": 4096}
+    samples = list(range(15))  # a pilot is learned after sixteen
+    session = compare_runs(twin, Loop(steps=15), samples, mixtral_loss, 1_500_000, config=pages)
+    foreseen = session._forecast._foreseen["the last order"]
+    assert session.stats["bytes_in"].sum() > 0
+    assert foreseen > session.stats["accuracy"].iloc[1:].mean()

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from dynoffload.distributed.sharded import Group
+from dynoffload.memory.local import local_bytes
+from dynoffload.planning.blocks import Block, Vocabulary
 from dynoffload.profiler.experts import unit_path
+from dynoffload.profiler.idioms import Idioms
 from dynoffload.runtime.adoption.slots import Fused, Slot
 
 
@@ -68,3 +71,20 @@ def units_of(
             each_own = tuple(each[number] for each in sliced if number < len(each))
             units.append(Unit(len(units), unit_path(path, number), module, each_own, number))
     return units
+
+
+def vocabulary_of(network: str, units: Sequence[Unit]) -> Vocabulary:
+    """Return a vocabulary with one block per unit."""
+    blocks = tuple(
+        Block(
+            index=number,
+            path=unit.path,
+            variant="",
+            visits=(unit.path,),
+            nbytes=sum(local_bytes(slot.parameter) for slot in unit.slots),
+            activation_bytes=0,
+            idioms=Idioms(0, 0, 0, 0, 0, 0),
+        )
+        for number, unit in enumerate(units)
+    )
+    return Vocabulary(network, blocks)

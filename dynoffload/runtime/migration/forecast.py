@@ -20,18 +20,17 @@ from typing import Any, Protocol
 from torch import nn
 
 from dynoffload.around import after_call, before_call, choosing
-from dynoffload.memory.local import local_bytes
 from dynoffload.pilot.evaluate import block_order_accuracy
 from dynoffload.pilot.features import BlockHint
 from dynoffload.pilot.online import AVERAGE, OnlineLearner
 from dynoffload.pilot.pilot import Pilot
-from dynoffload.planning.blocks import UNSEEN, Block, Vocabulary
+from dynoffload.pilot.tracking import OrderTracker, StepTracker
+from dynoffload.planning.blocks import UNSEEN, Vocabulary
 from dynoffload.profiler.experts import experts_hit, slices_in, split_path, unit_path
-from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.input_features import Features, InputFeatures, describe_input
 from dynoffload.profiler.network import fingerprint, shape_key
 from dynoffload.profiler.routing import RoutingProbe, hinted
-from dynoffload.runtime.adoption.units import Unit
+from dynoffload.runtime.adoption.units import Unit, vocabulary_of
 from dynoffload.runtime.migration.gates import Trial, likely
 from dynoffload.runtime.migration.probing import Probing
 from dynoffload.runtime.migration.steps import Step
@@ -41,7 +40,6 @@ from dynoffload.telemetry import StepStats
 
 logger = logging.getLogger(__name__)
 
-_ZERO = Idioms(0, 0, 0, 0, 0, 0)
 _MIN_STEPS = 4  # steps observed before a pilot's accuracy counts
 _TRACK_EVERY = 4  # a pilot that is not in use is tracked in one of so many steps
 _PILOT, _LAST = "the pilot", "the last order"
@@ -97,13 +95,14 @@ class Forecast:
         self._predictor: Predictor | None = None
         self._learner: OnlineLearner | None = None
         self._grows = policy == "pilot" and pilot == "auto"
+        self._asks = policy == "pilot"
         if policy == "pilot" and pilot is not None and not isinstance(pilot, str):
             pilot.check(self._network)
             self.vocabulary = pilot.vocabulary
             if isinstance(pilot, Pilot):
                 self._learner = OnlineLearner(self.vocabulary, pilot=pilot, grow=False)
             else:
-                self._predictor = pilot
+                self._predictor, self._asks = pilot, False
         self._repeats = policy != "on-demand"
         self._units: dict[str, Unit] = {}
         self._thread: threading.Thread | None = None
@@ -112,7 +111,10 @@ class Forecast:
         self._inside: list[str] = []  # paths of running calls of blocks of several units
         self._step: Step | None = None  # while a forward runs
         self._begun = 0  # samples begun
-        self._foreseen = 0.0  # moving average of the share of blocks that ran as predicted
+        # By source: moving average of the share of blocks that ran as predicted.
+        self._foreseen = {_PILOT: 0.0, _LAST: 0.0}
+        self._hinted: set[int] = set()  # blocks that routing probes are about
+        self._again = 1.0  # moving average of the share of these that ran again
         self.asks = False
         self.listed: dict[str, list[int]] = {}
         self._order: list[int] = []
@@ -142,7 +144,7 @@ class Forecast:
         self._on_ask, self._on_revise = on_ask, on_revise
         self._units = {unit.path: unit for unit in units}
         if not self.vocabulary.blocks:
-            self.vocabulary = _vocabulary_of(self._network, units)
+            self.vocabulary = vocabulary_of(self._network, units)
         if self._grows and self._learner is None:
             self._learner = OnlineLearner(self.vocabulary)
         self._install()
@@ -159,7 +161,8 @@ class Forecast:
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Unit] | None:
         """Begin a sample; return the predicted order of its units, or None."""
         self._order, self._inside = [], []
-        self._sample, following = None, None
+        self._sample = None
+        following: StepTracker | OrderTracker | None = None
         self.predicted, self.source = self._last if self._repeats else None, _LAST
         blocks: list[int] = []
         confidence = None
@@ -178,9 +181,13 @@ class Forecast:
                 if blocks and self._learner is not None and self._trials[_PILOT].prefetch:
                     following = self._learner.tracker
         self._begun += 1
-        chosen = self.predicted
+        chosen, self._followed = self.predicted, _PILOT
         if chosen is not None and following is not None and self.source == _PILOT:
             chosen = likely(chosen, confidence)
+        elif chosen is not None and following is None and self._hinted and self.pays:
+            following, self._followed = OrderTracker(chosen, self._hinted, self._again), _LAST
+            blocks, chances = following.expect()
+            chosen = likely(blocks, chances)
         self._step = Step(following, blocks, chosen or ())
         return None if chosen is None else self._units_of(chosen)
 
@@ -202,7 +209,8 @@ class Forecast:
         standing = self._learner.standing
         if standing.steps < _MIN_STEPS:
             return not self._grows
-        return max(standing.pilot, self._foreseen) >= standing.last_order
+        pilot = max(standing.pilot, self._foreseen[_PILOT])
+        return pilot >= max(standing.last_order, self._foreseen[_LAST])
 
     def visit(self, unit: Unit) -> None:
         """Record a use of slices of a module whose call did not list them."""
@@ -217,16 +225,15 @@ class Forecast:
         """Record that these blocks run now; blocks outside a sample's forward are ignored."""
         if self._step is None or self.asks:
             return
-        for index in blocks:
-            self._order.append(index)
-            self._step.ran(index)
+        self._order += blocks
+        self._step.ran(blocks)
         self._revise(blocks)
 
     def _ask(
         self,
         probes: Sequence[RoutingProbe],
         read: Sequence[Unit],
-        _: nn.Module,
+        module: nn.Module,
         args: tuple[Any, ...],
         kwargs: Any,
     ) -> None:
@@ -245,13 +252,14 @@ class Forecast:
             known = [(block, value) for block, value in pairs if block >= 0]
             blocks, values = tuple(b for b, _ in known), tuple(v for _, v in known)
             step.hinted(BlockHint(len(self._order), blocks, values))
-        self._revise([])
+        if not slices_in(module):  # else the call lists its experts next, and is planned with them
+            self._revise([])
 
     def _revise(self, begun: list[int]) -> None:
         """Replan the rest of the forward if its prediction changed; ``begun`` runs first."""
         assert self._step is not None
         chosen = self._step.choose(self._order)
-        if chosen is not None and self.source == _PILOT:
+        if chosen is not None and self.source == self._followed:
             start = perf_counter()
             self._on_revise(self._units_of([*begun, *chosen]))
             self._step.account(start)
@@ -269,8 +277,12 @@ class Forecast:
         if not whole:
             return
         if step is not None and step.follows and self.actual:
+            known = self._foreseen[self._followed]
             share = step.foreseen / len(self.actual)
-            self._foreseen += (AVERAGE if self._foreseen else 1.0) * (share - self._foreseen)
+            self._foreseen[self._followed] += (AVERAGE if known else 1.0) * (share - known)
+        if before := self._hinted.intersection(self._last or ()):
+            share = len(before.intersection(self.actual)) / len(before)
+            self._again += AVERAGE * (share - self._again)
         if self.predicted is not None:
             self.accuracy = block_order_accuracy(self.predicted, self.actual)
         if self._learner is not None and self._sample is not None:
@@ -341,12 +353,14 @@ class Forecast:
                 if nests:
                     out = Hook(partial(self._out, path))  # stays active: closes entered calls
                     self._watching.callback(after_call(module, out, self._unseen).remove)
+        self._hinted.clear()
+        for path, probes, read in self._probing.places(self._units) if self._asks else ():
+            self._before(modules[path], partial(self._ask, probes, read))
+            about = {self.vocabulary.index_of(one) for probe in probes for one in probe.blocks}
+            self._hinted |= about - {UNSEEN}
         for path, module in modules.items():
             if slices_in(module):
                 self._before(module, partial(self._enter_experts, path))
-        if self._learner is not None:
-            for path, probes, read in self._probing.places(self._units):
-                self._before(modules[path], partial(self._ask, probes, read))
 
     def _before(self, module: nn.Module, call: Callable[..., None]) -> None:
         hook = Hook(call)
@@ -380,20 +394,3 @@ class Forecast:
         if path in self._inside:
             while self._inside.pop() != path:
                 pass
-
-
-def _vocabulary_of(network: str, units: Sequence[Unit]) -> Vocabulary:
-    """Return a vocabulary with one block per unit."""
-    blocks = tuple(
-        Block(
-            index=number,
-            path=unit.path,
-            variant="",
-            visits=(unit.path,),
-            nbytes=sum(local_bytes(slot.parameter) for slot in unit.slots),
-            activation_bytes=0,
-            idioms=_ZERO,
-        )
-        for number, unit in enumerate(units)
-    )
-    return Vocabulary(network, blocks)
