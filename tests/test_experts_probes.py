@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -14,6 +15,7 @@ from test_moe_transformers import FAMILIES, built
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
+from torch.utils.flop_counter import FlopCounterMode
 
 import dynoffload
 from dynoffload.errors import TraceError
@@ -240,3 +242,24 @@ def test_before_there_is_a_pilot_a_session_follows_its_routers(implementation: s
     foreseen = session._forecast._foreseen["the last order"]
     assert session.stats["bytes_in"].sum() > 0
     assert foreseen > session.stats["accuracy"].iloc[1:].mean()
+
+
+@needs_pager
+def test_what_is_asked_is_seen_by_no_mode_of_the_users() -> None:
+    counted = []
+    for budgeted in (False, True):
+        model = mixtral(num_local_experts=8)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with contextlib.ExitStack() as stack:
+            if budgeted:
+                pages = {"page_bytes": 4096, "min_paged_bytes": 2048}
+                stack.enter_context(
+                    dynoffload.offload(model, optimizer, budget=900_000, config=pages)
+                )
+            for seed in range(4):
+                with FlopCounterMode(display=False) as counter:
+                    mixtral_loss(model, seed).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        counted.append(counter.get_total_flops())
+    assert counted[0] == counted[1]

@@ -229,6 +229,7 @@ class Forecast:
         self._step.ran(blocks)
         self._revise(blocks)
 
+    @unseen
     def _ask(
         self,
         probes: Sequence[RoutingProbe],
