@@ -38,8 +38,11 @@ from dynoffload.profiler.experts import split_path
 from dynoffload.profiler.trace import Trace
 from dynoffload.units import KiB, format_seconds
 
-LEAST_PAGED = {"tiny": 20 * KiB, "small": 128 * KiB}
-"""Preset -> bytes from which tensors are paged: more than a router has, and less than an expert."""
+PAGES = {
+    "tiny": {"min_paged_bytes": 20 * KiB, "page_bytes": 8 * KiB},
+    "small": {"min_paged_bytes": 128 * KiB},
+}
+"""Preset -> options by which experts are paged one by one, and routers stay."""
 SHARE = 8
 """Footprint over budget."""
 _CLAIRVOYANT = "clairvoyant"
@@ -105,7 +108,7 @@ class Experts(Experiment[Params]):
     def cases(self) -> Mapping[str, tuple[str, int]]:
         own = self.params
         check_known("families", own.families, FAMILIES, some=True)
-        check_known("size", [own.size] if own.size else [], LEAST_PAGED)
+        check_known("size", [own.size] if own.size else [], PAGES)
         return {
             f"{family}, seed {seed}": (family, seed)
             for family in own.families
@@ -200,7 +203,7 @@ class Experts(Experiment[Params]):
         orders, losses = plain_orders(spec, turns.steps, self.report)
         ways = {}
         for key, of in POLICIES.items():
-            config = {"min_paged_bytes": LEAST_PAGED[own.size], **of.get("config", {})}
+            config = {**PAGES[own.size], **of.get("config", {})}
             known: dict[str, Any] = {**of, "config": config}
             if "pilot" in of:
                 known["pilot"] = str(pilot)

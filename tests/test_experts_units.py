@@ -12,6 +12,7 @@ from synthetic_pilot import label_of
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+import dynoffload
 import dynoffload.moe
 from dynoffload.pilot.fit import fit_pilot
 from dynoffload.pilot.labels import encode_example
@@ -129,6 +130,27 @@ def test_a_session_records_the_experts_that_run(implementation: str, trained: bo
         assert experts == [
             unit_path(site, number) for site, numbers in hit.items() for number in numbers
         ]
+
+
+@needs_pager
+@pytest.mark.parametrize(("least", "sliced"), [(2048, True), (16384, True), (16385, False)])
+def test_a_predicted_expert_is_all_that_its_layer_pages(least: int, sliced: bool) -> None:
+    """Its slices, and what the layer pages whole: the second matrices from 16 KiB on, or all."""
+    traces, chosen = _traces("eager", 3)
+    labels = [label_of(trace) for trace in traces]
+    vocabulary = build_vocabulary([label.calls for label in labels])
+    pilot = fit_pilot(vocabulary, [encode_example(vocabulary, label) for label in labels])
+    model = _network()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    config = {"page_bytes": 4096, "min_paged_bytes": least}
+    with dynoffload.offload(
+        model, optimizer, budget=1_800_000, pilot=pilot, config=config
+    ) as session:
+        units = session._forecast._units_of(encode_example(vocabulary, labels[0]).blocks)
+    for site, numbers in chosen[0].items():
+        whole = [site] if least > 8192 else []
+        slices = [unit_path(site, number) for number in numbers] if sliced else []
+        assert [unit.path for unit in units if unit.path.startswith(site)] == whole + slices
 
 
 def test_what_a_call_does_not_say_is_not_read() -> None:

@@ -333,14 +333,16 @@ class Forecast:
         known, units = self.vocabulary.blocks, self._units
         paths = (path for b in blocks if 0 <= b < len(known) for path in known[b].visits)
         found: list[Unit] = []
+        module: Unit | None = None  # the last that is no expert
         for path in paths:
-            unit = units.get(path)
-            if unit is None:  # experts of a layer that is paged whole are one unit
-                unit = units.get(split_path(path)[0])
-                if unit in found[-1:]:
-                    continue
-            if unit is not None:
+            site, part = split_path(path)
+            whole = None if part is None else units.get(site)  # what is not paged by slices
+            if whole is not None and whole is not module:
+                found.append(whole)
+                module = whole
+            if (unit := units.get(path)) is not None:
                 found.append(unit)
+                module = unit if part is None else module
         return found
 
     def _install(self) -> None:
