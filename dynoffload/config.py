@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,10 @@ class OffloadConfig:
         features: called with the root module's inputs, returns `InputFeatures` or a mapping of
             floats; ``None``: the model's ``sample_features`` if it has one, else shapes and tokens.
             Pass what a pilot's traces were recorded with.
+        routing_probes: a list of `dynoffload.profiler.RoutingProbe`, which say ahead which modules
+            or experts run; ``None``: the model's ``routing_probes()`` if it has one, else those
+            found at the routers of fused experts. Pass your own for other routers, and ``()`` for
+            none.
         debug: checksum all bytes of a region when it is evicted, and compare them when it is
             fetched. The pager always does so with a word of each 512 bytes; the mapped file skips
             what was touched meanwhile. On the pager, also fill the pool's free pages with NaNs. On
@@ -111,6 +115,7 @@ class OffloadConfig:
     heap_slack_bytes: int = 512 * MiB
     rank_timeout: float | None = None
     features: Callable[..., Any] | None = None
+    routing_probes: Sequence[Any] | None = None
     debug: bool = dataclasses.field(default_factory=lambda: _flag("DYNOFFLOAD_DEBUG"))
 
     def __post_init__(self) -> None:

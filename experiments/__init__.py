@@ -23,6 +23,7 @@ EXPERIMENTS: dict[str, str] = {
     "exactness": "dynoffload.experiments.exactness:Exactness",
     "pilot-accuracy": "dynoffload.experiments.pilot_accuracy:PilotAccuracy",
     "pilot-benefit": "dynoffload.experiments.pilot_benefit:PilotBenefit",
+    "experts": "dynoffload.experiments.experts:Experts",
     "memory-expansion": "dynoffload.experiments.memory_expansion:MemoryExpansion",
     "cluster": "dynoffload.experiments.cluster:Clusters",
     "simulation": "dynoffload.experiments.simulation:Simulated",

@@ -33,6 +33,7 @@ from dynoffload.experiments.harness import Cell, Experiment, Row, check_known, o
 from dynoffload.experiments.pilot_recording import Case, learned
 from dynoffload.experiments.processes import WorkerError
 from dynoffload.experiments.ways import BUDGETED, REPLAY, Spec
+from dynoffload.pilot.progress import Report
 from dynoffload.runtime.migration.gates import SETTLING, TRIED, WATCHED
 from dynoffload.units import format_bytes, format_seconds
 
@@ -115,7 +116,7 @@ class PilotBenefit(Experiment[Params]):
             footprint, _ = learned(spec, own.samples, self.report, Path(pilot))
             held_out: dict[str, Any] = {"split": "held-out", "data_seed": 1}
             spec = replace(spec, spill_dir=where, **held_out)
-            orders, losses = self._plain_orders(spec, turns.steps)
+            orders, losses = plain_orders(spec, turns.steps, self.report)
             budget = int(share * footprint)
             ways = {
                 key: Way(
@@ -141,21 +142,9 @@ class PilotBenefit(Experiment[Params]):
             "repeatable": losses == found.plain_losses,
             "runs": {
                 "plain": {"step_s": median_seconds(found.plain)},
-                **{key: _numbers(found.steps[key], found.sides[key]) for key in POLICIES},
+                **{key: numbers(found.steps[key], found.sides[key]) for key in POLICIES},
             },
         }
-
-    def _plain_orders(self, spec: Spec, steps: int) -> tuple[list[list[str]], list[str]]:
-        """Return the modules visited by each step of a plain run, and its losses; the run is not
-        timed."""
-        orders = []
-        with ExitStack() as stack:
-            watched = Contestant("watched", Way(replace(spec, watched=True)), required=True)
-            watched.start(stack)
-            for number in range(steps):
-                self.report(f"{spec.network}: looking ahead", number, steps)
-                orders.append(watched.step()["visited"])
-            return orders, watched.losses
 
     def summary(self, rows: Sequence[Row]) -> dict[str, Any]:
         return {row["case"]: ratios(row) for row in rows}
@@ -205,6 +194,18 @@ class PilotBenefit(Experiment[Params]):
         figure.legend(handles, names, loc="outside upper center", ncols=5, frameon=False)
 
 
+def plain_orders(spec: Spec, steps: int, report: Report) -> tuple[list[list[str]], list[str]]:
+    """Return the units visited by each step of a plain run, and its losses; it is not timed."""
+    orders = []
+    with ExitStack() as stack:
+        watched = Contestant("watched", Way(replace(spec, watched=True)), required=True)
+        watched.start(stack)
+        for number in range(steps):
+            report(f"{spec.network}: looking ahead", number, steps)
+            orders.append(watched.step()["visited"])
+        return orders, watched.losses
+
+
 def _largest_update(case: Case, orders: Iterable[Iterable[str]]) -> int:
     """Return the bytes that the largest update of one visited module needs: weights, gradients
     and AdamW's two moments."""
@@ -216,7 +217,12 @@ def _largest_update(case: Case, orders: Iterable[Iterable[str]]) -> int:
     return 4 * max(sum(int(p.nbytes) for p in own) for own in weights)
 
 
-def _numbers(steps: Sequence[Step], side: Side) -> dict[str, Any]:
+def numbers(steps: Sequence[Step], side: Side) -> dict[str, Any]:
+    """Return what a run's measured steps took.
+
+    Raises:
+        WorkerError: it dropped out.
+    """
     if side.why:
         raise WorkerError(side.why)
 

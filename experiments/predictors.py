@@ -1,6 +1,6 @@
 """Predictors with given predictions: the true future, or a wrong one.
 
-`watching` records which modules with parameters a network visits. `Clairvoyant` predicts, before
+`watching` records which units with parameters a network visits. `Clairvoyant` predicts, before
 each step, what a recorded run of the same step visited: an upper bound for pilots. `LyingPilot`
 predicts wrongly; this must only cost time.
 """
@@ -8,11 +8,14 @@ predicts wrongly; this must only cost time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
 
 from torch import nn
 
 from dynoffload.pilot.pilot import Prediction
 from dynoffload.planning.blocks import Block, Vocabulary
+from dynoffload.profiler.experts import experts_hit, slices_in, unit_path
 from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.input_features import InputFeatures
 from dynoffload.profiler.network import fingerprint
@@ -35,10 +38,16 @@ def _with_parameters(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def watching(model: nn.Module) -> list[str]:
-    """Return a list to which hooks append the path of each called module with parameters."""
+    """Return a list to which hooks append the path of each called module with parameters, or of
+    the experts that the call runs."""
     visited: list[str] = []
+
+    def visit(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        hit = experts_hit(module, args, kwargs)
+        visited.extend([path] if hit is None else (unit_path(path, number) for number in hit))
+
     for path, module in _with_parameters(model).items():
-        module.register_forward_pre_hook(lambda _, __, path=path: visited.append(path))
+        module.register_forward_pre_hook(partial(visit, path), with_kwargs=True)
     return visited
 
 
@@ -46,7 +55,13 @@ class Clairvoyant:
     """A `dynoffload.runtime.migration.forecast.Predictor` with perfect predictions."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.vocabulary = _vocabulary(model, _with_parameters(model))
+        own = _with_parameters(model)
+        experts = (
+            unit_path(path, number)
+            for path, module in own.items()
+            for number in range(max(slices_in(module).values(), default=0))
+        )
+        self.vocabulary = _vocabulary(model, (*own, *experts))
         self._orders: list[list[int]] = []
 
     def check(self, network: str) -> None:

@@ -1,7 +1,8 @@
 """Ways of training one network: plain PyTorch, this library, a baseline, common alternatives.
 
 All have the same optimizer, samples and weights (drawn on the CPU). `BUDGETED` is `offload`;
-`REPLAY` is the same with strict replay of a recorded order. `DTR` drops activations and recomputes
+`REPLAY` is the same with strict replay of a recorded order, `PROBES` with the last order corrected
+by the network's routers. `DTR` drops activations and recomputes
 them under a budget. `CHECKPOINT` is plain training with
 `torch.utils.checkpoint` around each block of the network; ``save-on-cpu`` with
 `torch.autograd.graph.save_on_cpu`. ``fsdp2`` is `fully_shard` of each block and of the root with
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from dynoffload.experiments.zoo.building import ZooSample
 
 PLAIN, CHECKPOINT, DTR = "plain", "checkpoint", "dtr"
-BUDGETED, REPLAY = "offload", "replay"
+BUDGETED, REPLAY, PROBES = "offload", "replay", "probes"
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class Spec:
         seed: of the weights.
         optimizer: implementation of AdamW: ``"fused"``, ``"foreach"`` or ``"for-loop"``.
         lr: its learning rate.
-        budget: bytes, for `BUDGETED`, `REPLAY` and `DTR`.
+        weights: safetensors file of the initial weights; "" for those drawn by the seed.
+        budget: bytes, for `BUDGETED`, `REPLAY`, `PROBES` and `DTR`.
         host_budget: bytes of host memory above the spill file of an accelerator; 0 for no file.
         config: options of `dynoffload.OffloadConfig`.
         pilot: path of a pilot, ``"auto"`` or None.
@@ -67,6 +69,7 @@ class Spec:
     seed: int = 0
     optimizer: str = "fused"
     lr: float = 1e-3
+    weights: str = ""
     budget: int = 0
     host_budget: int = 0
     config: dict[str, Any] = field(default_factory=dict)
@@ -101,7 +104,12 @@ def network(spec: Spec) -> nn.Module:
     if not spec.preset:
         return NETWORKS[spec.network]().build()
     device = "meta" if spec.meta else "cpu"
-    return zoo.build(spec.network, spec.preset, seed=spec.seed, device=device, **spec.sizes)
+    model = zoo.build(spec.network, spec.preset, seed=spec.seed, device=device, **spec.sizes)
+    if spec.weights:
+        from safetensors.torch import load_file
+
+        model.load_state_dict(load_file(spec.weights))
+    return model
 
 
 def samples(spec: Spec) -> Iterator[ZooSample]:
@@ -238,12 +246,20 @@ def _replay(spec: Spec, model: nn.Module, pilot: Any) -> Iterator[Ready]:
         yield Ready(optimizer, session=session)
 
 
+@contextlib.contextmanager
+def _probes(spec: Spec, model: nn.Module, pilot: Any) -> Iterator[Ready]:
+    with _budgeted(spec, model, "auto") as ready:
+        ready.session._forecast._grows = False  # no pilot is learned
+        yield ready
+
+
 WAYS: dict[str, Way] = {
     PLAIN: _plain,
     CHECKPOINT: _checkpoint,
     DTR: _dtr,
     BUDGETED: _budgeted,
     REPLAY: _replay,
+    PROBES: _probes,
     "save-on-cpu": _save_on_cpu,
     "fsdp2": _fsdp2,
     "host-optimizer": _host_optimizer,

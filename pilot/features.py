@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynoffload.planning.blocks import Block
+from dynoffload.profiler.experts import split_path
 from dynoffload.profiler.input_features import InputFeatures
 
 Floats = npt.NDArray[np.float32]
@@ -79,11 +80,14 @@ def block_features(blocks: Sequence[Block], chosen: Sequence[int]) -> Floats:
 def sites_of(blocks: Sequence[Block], chosen: Sequence[int]) -> npt.NDArray[np.int64]:
     """Return the number of the site each chosen block belongs to.
 
-    Blocks whose paths differ only in a last number (the experts of one layer) share a site.
+    The experts of one layer share a site: those of a fused layer, and modules whose paths differ
+    only in a last number.
     """
     names: dict[str, int] = {}
-    parts = [blocks[i].path.rpartition(".") for i in chosen]
-    sites = [head if tail.isdigit() else head + dot + tail for head, dot, tail in parts]
+    sites = []
+    for site, part in (split_path(blocks[i].path) for i in chosen):
+        head, _, tail = site.rpartition(".")
+        sites.append(head if part is None and tail.isdigit() else site)
     return np.array([names.setdefault(site, len(names)) for site in sites], np.int64)
 
 

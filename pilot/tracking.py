@@ -1,6 +1,7 @@
 """Tracks a running step and updates the prediction of its remaining blocks.
 
-`StepTracker` observes each block as it runs, matches it to the template, updates the `Posterior` of
+`OrderTracker` does so by the last order and the network's hints, without a pilot. `StepTracker`
+observes each block as it runs, matches it to the template, updates the `Posterior` of
 the optional blocks, and returns the expected rest of the order. It follows forward only, as
 backward replays forward.
 """
@@ -8,7 +9,7 @@ backward replays forward.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import numpy as np
 
@@ -144,3 +145,45 @@ class StepTracker:
             self._ran.append(ran)
             self.decided = True
         self._passed = max(self._passed, passed)
+
+
+class OrderTracker:
+    """Tracks one step that is expected to run as the last one, but for what is hinted.
+
+    Args:
+        order: the last order.
+        varying: blocks that hints are about.
+        again: chance of one of these to run again.
+
+    Attributes:
+        decided: whether a hint came since the last `expect`.
+    """
+
+    def __init__(self, order: Sequence[int], varying: Container[int], again: float) -> None:
+        self.decided = False
+        self._rest, self._varying, self._again = list(order), varying, again
+        self._hinted: dict[int, float] = {}
+
+    def observe(self, block: int) -> None:
+        """Record that a block ran; those expected before it are not any more."""
+        if block in self._rest:
+            del self._rest[: self._rest.index(block) + 1]
+
+    def hint(self, blocks: Sequence[int], values: Sequence[float]) -> None:
+        """Record a routing hint: it replaces those of its blocks that are still expected."""
+        about = set(blocks)
+        place = next((n for n, block in enumerate(self._rest) if block in about), None)
+        if place is not None:
+            after = [block for block in self._rest[place:] if block not in about]
+            self._rest[place:] = [*blocks, *after]
+            self._hinted.update(zip(blocks, values, strict=True))
+            self.decided = True
+
+    def expect(self) -> tuple[list[int], Floats]:
+        """Return the remaining blocks in order, and the probability of each, ``[blocks]``."""
+        self.decided = False
+        chances = [
+            self._hinted.get(b, self._again if b in self._varying else 1.0) for b in self._rest
+        ]
+        kept = [(b, p) for b, p in zip(self._rest, chances, strict=True) if p >= 0.5]
+        return [b for b, _ in kept], np.array([p for _, p in kept], np.float32)

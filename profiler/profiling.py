@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from dynoffload.errors import TraceError
 from dynoffload.profiler.input_features import Features
 from dynoffload.profiler.network import fingerprint
 from dynoffload.profiler.recorder import Recorder
+from dynoffload.profiler.routing import RoutingProbe
 from dynoffload.profiler.storage import SUFFIX, load_trace, save_trace
 from dynoffload.profiler.trace import Trace
 
@@ -31,6 +32,7 @@ def profile(
     optimizer: torch.optim.Optimizer | None = None,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     features: Features | None = None,
+    routing_probes: Sequence[RoutingProbe] | None = None,
     source: Callable[[Any], str] | None = None,
     progress: bool = True,
 ) -> list[Path]:
@@ -51,6 +53,7 @@ def profile(
         loss: computes a scalar from (output, batch). The default is the output's ``loss``
             attribute or item, the first item of a tuple or list, or the output itself.
         features: featurizer for samples, as in `describe_input`.
+        routing_probes: the user's own, as in `OffloadConfig`.
         source: returns the file or document a batch is from, so that a pilot can be scored on
             unseen sources. By default the batch's own ``source``, if it has one.
         progress: show a progress bar on stderr, if that is a terminal.
@@ -90,6 +93,7 @@ def profile(
         model,
         optimizer,
         features=features,
+        routing_probes=routing_probes,
         on_step=write,
         source=lambda: (source or _source_of)(current),
     )

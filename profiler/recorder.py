@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dynoffload.around import Handle, after_call, before_call, choosing
 from dynoffload.below_modes import call_below
 from dynoffload.errors import TraceError
+from dynoffload.profiler.experts import experts_hit, slices_in
 from dynoffload.profiler.input_features import Features, describe_input
 from dynoffload.profiler.network import fingerprint, shape_key
 from dynoffload.profiler.routing import RoutingProbe, hinted, probes_of
@@ -76,6 +77,7 @@ class Recorder:
         model: the network; its root call marks a sample.
         optimizer: the optimizer whose ``step()`` ends a step; see [Note: what a step is].
         features: featurizer for samples, as in `describe_input`.
+        routing_probes: the user's, as in `probes_of`.
         on_step: called with the trace of each step, after it.
         source: called at the start of each step; returns the file or document of its sample.
         clock: returns seconds. The default is wall-clock time. On a shared machine, with one
@@ -95,13 +97,14 @@ class Recorder:
         optimizer: torch.optim.Optimizer | None = None,
         *,
         features: Features | None = None,
+        routing_probes: Sequence[RoutingProbe] | None = None,
         on_step: Callable[[Trace], None],
         source: Callable[[], str] | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
-        self.features = features
+        self.features, self._given = features, routing_probes
         self.on_step = on_step
         self.source = source
         self._clock = clock
@@ -144,7 +147,7 @@ class Recorder:
         self._entered = True
         self._thread = threading.get_ident()
         self._network = fingerprint(self.model)
-        self._probes = probes_of(self.model)
+        self._probes = probes_of(self.model, self._given)
         unseen = choosing(self.model)
         for path, module in self.model.named_modules():
             self._paths[id(module)] = path
@@ -264,8 +267,7 @@ class Recorder:
                     log.cut(call)
                 else:
                     call = log.enter(path, shape_key(args, kwargs), outer)
-                    if path in self._probes:
-                        self._take_hints(log, path, args, call)
+                    self._look_ahead(log, call, module, args, kwargs)
         self._stack.append(_Frame(id(module), call, in_backward))
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -285,12 +287,18 @@ class Recorder:
         if not stack:
             self._suspended = False
 
-    def _take_hints(self, log: StepLog, path: str, args: tuple[Any, ...], call: int) -> None:
+    def _look_ahead(self, log: StepLog, call: int, module: Any, args: Any, kwargs: Any) -> None:
+        """Record what a call says of experts, before it runs: its hints, and those it will run."""
+        path, slices = self._paths[id(module)], slices_in(module)
         self._paused = True
         try:
             log.hints += hinted(self._probes, path, args, call)
+            hit = experts_hit(module, args, kwargs) if slices else None
         finally:
             self._paused = False
+        if hit is not None:
+            log.run_experts(call, hit)
+            log.slices.update((f"{path}.{name}", count) for name, count in slices.items())
 
     # Steps ----------------------------------------------------------------------------------
 

@@ -1,15 +1,17 @@
 """Routing probes and hints: a running network's estimates of its coming routing decisions.
 
-A network with a method ``routing_probes()`` gives hints. When a probe's module is called, that
-probe and the next one are evaluated on its arguments. A router applied to its own input gives the
-experts before any of them runs; the next layer's router, applied to this layer's input, is mostly
-right. Each costs one small product. The recorder stores hints in traces (`Trace.hints`), from which
-pilots learn how reliable they are.
+The user gives probes, or the network's method ``routing_probes()``, or those of its routers are
+found (`dynoffload.profiler.routers`). When the module of a given probe is called, that probe and
+the next one are evaluated on its arguments. A router applied to its own input gives the experts
+before any of them runs; the next layer's router, applied to this layer's input, is mostly right.
+Each costs one small product. The recorder stores hints in traces (`Trace.hints`), from which pilots
+learn how reliable they are.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from dynoffload.errors import TraceError
+from dynoffload.profiler.experts import slices_in, split_path, unit_path
 from dynoffload.profiler.input_features import advising
+from dynoffload.profiler.routers import mixtures_in
 
 logger = logging.getLogger(__name__)
 
@@ -35,16 +39,20 @@ class RoutingProbe:
 
     Attributes:
         path: path of the module whose call decides.
-        blocks: paths of the modules it decides about.
+        blocks: paths of the units it decides about: modules, or experts ``path[number]`` of a layer
+            with fused ones.
         predict: given the positional arguments of its own module, or of the previous probe's,
             returns the probability that each of ``blocks`` runs, ``[blocks]``; None if it cannot
             estimate it. It is called without gradients and must change nothing; torch's CPU random
             state is restored after it.
+        reads: paths of the modules whose weights ``predict`` reads, if it is to be asked only while
+            none of these is paged; None: what it may read is fetched.
     """
 
     path: str
     blocks: tuple[str, ...]
     predict: Callable[..., Tensor | None]
+    reads: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -62,34 +70,56 @@ class RoutingHint:
     values: tuple[float, ...]
 
 
-def probes_of(model: nn.Module) -> dict[str, tuple[RoutingProbe, ...]]:
-    """Return, by each probe's path, the probes evaluated there: itself and the next one.
+def probes_of(
+    model: nn.Module, given: Sequence[RoutingProbe] | None = None
+) -> dict[str, tuple[RoutingProbe, ...]]:
+    """Return the probes evaluated at the call of each module, by its path.
+
+    Args:
+        model: the network.
+        given: the user's probes; None: those of ``model.routing_probes()``, or, without this
+            method, those found.
 
     Raises:
-        TraceError: if ``model.routing_probes()`` does not return probes of its modules.
+        TraceError: if what is given are no probes of the model's units.
     """
-    method = getattr(model, "routing_probes", None)
-    if not callable(method) or isinstance(method, nn.Module):
-        return {}
-    name = f"{type(model).__name__}.routing_probes()"
-    made: Any = method()
+    _logged.clear()
+    method, made, name = getattr(model, "routing_probes", None), given, "routing_probes="
+    if given is None and callable(method) and not isinstance(method, nn.Module):
+        name, made = f"{type(model).__name__}.routing_probes()", method()
+    if made is None:
+        return _found(model)
     if not isinstance(made, list | tuple) or not all(isinstance(one, RoutingProbe) for one in made):
         raise TraceError(f"{name} must return a list of dynoffload.profiler.RoutingProbe")
     found: Sequence[RoutingProbe] = made
     if len({probe.path for probe in found}) != len(found):
         raise TraceError(f"{name} names one probe twice: each decides in one place")
-    _logged.clear()
-    paths = {path for path, _ in model.named_modules()}
+    modules = dict(model.named_modules())
+    paths = modules.keys() | {
+        unit_path(path, number)
+        for path in {split_path(block)[0] for probe in found for block in probe.blocks}
+        for number in range(max(slices_in(modules.get(path, nn.Module())).values(), default=0))
+    }
     for probe in found:
         strangers = {probe.path, *probe.blocks} - paths
         if strangers or not 0 < len(probe.blocks) <= MAX_HINTED:
             raise TraceError(
-                f"{name} names {sorted(strangers)[:3]}, which are none of its modules"
+                f"{name} names {sorted(strangers)[:3]}, which are none of its units"
                 if strangers
                 else f"{name}: {probe.path!r} decides about "
                 f"{len(probe.blocks)} blocks; it must be between 1 and {MAX_HINTED}"
             )
     return {here.path: tuple(found[place : place + 2]) for place, here in enumerate(found)}
+
+
+def _found(model: nn.Module) -> dict[str, tuple[RoutingProbe, ...]]:
+    table: dict[str, list[RoutingProbe]] = defaultdict(list)
+    before = None
+    for mixture in mixtures_in(model):
+        for path, reads, predict in mixture.probes(before):
+            table[path].append(RoutingProbe(path, mixture.blocks, predict, reads))
+        before = mixture
+    return {path: tuple(probes) for path, probes in table.items()}
 
 
 def hinted(

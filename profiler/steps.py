@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from dynoffload.profiler.experts import unit_path
 from dynoffload.profiler.input_features import InputFeatures, merge_inputs
 from dynoffload.profiler.regions import RegionTable
 from dynoffload.profiler.routing import RoutingHint
@@ -32,6 +33,7 @@ class StepLog:
         self.samples: list[InputFeatures] = []
         self.source = ""
         self.hints: list[RoutingHint] = []
+        self.slices: dict[str, int] = {}
         self._operators: list[Operator] = []
         self._calls: list[ModuleCall] = []
         self._last_call: dict[str, int] = {}
@@ -50,6 +52,12 @@ class StepLog:
         self._last_call[path] = call
         self.cut(call)
         return call
+
+    def run_experts(self, call: int, hit: Sequence[int]) -> None:
+        """Record the experts that ``call``, of a fused layer, runs."""
+        path = self._calls[call].path
+        for number in hit:
+            self._calls.append(ModuleCall(unit_path(path, number), "", call, len(self), len(self)))
 
     def leave(self, call: int, outer: int) -> None:
         """Record that ``call`` has ended and that ``outer`` (-1: none) continues."""
@@ -166,7 +174,16 @@ class StepLog:
         ]
         sample = merge_inputs(self.samples) if self.samples else InputFeatures({})
         return Trace(
-            network, model, step, self.source, sample, regions, self._calls, operators, self.hints
+            network,
+            model,
+            step,
+            self.source,
+            sample,
+            regions,
+            self._calls,
+            operators,
+            self.hints,
+            self.slices,
         )
 
     def _encloses(self, outer: int, call: int) -> bool:

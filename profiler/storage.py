@@ -25,7 +25,7 @@ from dynoffload.profiler.trace import ModuleCall, Operator, RegionInfo, Trace
 
 FORMAT = "dynoffload.trace"
 """Metadata key in the safetensors header."""
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """Version of the layout; any other is refused."""
 SUFFIX = ".trace"
 """Suffix of trace files."""
@@ -193,6 +193,7 @@ def _parts_of(trace: Trace) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]
         "values": {k: v if math.isfinite(v) else str(v) for k, v in values.items()},
         "texts": list(texts),
         "hinted": [list(blocks) for blocks in hinted],
+        "slices": trace.slices,
     }
     return document, stored
 
@@ -245,6 +246,7 @@ def _trace(path: Path, document: Any, arrays: dict[str, npt.NDArray[Any]]) -> Tr
         calls=calls,
         operators=_operators(columns, arrays["operators.seconds"], arrays["idioms"]),
         hints=_hints(document, arrays, len(calls)),
+        slices=_slices(document["slices"]),
     )
 
 
@@ -357,6 +359,14 @@ def _hints(document: Any, arrays: Mapping[str, npt.NDArray[Any]], calls: int) ->
     needed = sum(len(hint.blocks) for hint in hints)
     _require(needed == len(values), "hints of the wrong length")
     return hints
+
+
+def _slices(document: Any) -> dict[str, int]:
+    """Return the numbers of experts of fused parameters."""
+    slices = {_text(name): _integer(count) for name, count in document.items()}
+    _require(len(slices) <= MAX_ROWS, "it has too many fused parameters")
+    _require(all(1 < count <= MAX_ROWS for count in slices.values()), "a layer of no experts")
+    return slices
 
 
 def _nesting(calls: Sequence[ModuleCall]) -> int:

@@ -96,10 +96,11 @@ class Operator(NamedTuple):
 
 
 class ModuleCall(NamedTuple):
-    """One call of one module in forward.
+    """One call of one module in forward, or one expert that a call of a fused layer ran.
 
     Attributes:
-        path: the module's path, ``""`` for the root.
+        path: the unit's path (`dynoffload.profiler.experts`), ``""`` for the root. Operators belong
+            to calls of modules; an expert's call is within its layer's, and has none of its own.
         shape_key: canonical bucket of its input shapes.
         parent: index of the enclosing call, or -1.
         start: index of the first operator that ran inside it.
@@ -128,6 +129,7 @@ class Trace:
         calls: module calls of forward, in the order they began.
         operators: the operators that ran, in order.
         hints: routing hints given by the model, in call order.
+        slices: names of the parameters of fused layers that ran, each with its number of experts.
     """
 
     network: str
@@ -139,3 +141,4 @@ class Trace:
     calls: list[ModuleCall] = field(default_factory=list)
     operators: Sequence[Operator] = field(default_factory=list)
     hints: list[RoutingHint] = field(default_factory=list)
+    slices: dict[str, int] = field(default_factory=dict)

@@ -246,10 +246,10 @@ def test_asking_takes_no_more_than_its_share() -> None:
     following = Mock(expect=lambda: pytest.fail("the rest is predicted anew"))
     step = Step(following, [])
     begun = time.perf_counter()
-    step.ran(0)
+    step.ran([0])
     time.sleep(0.02)
     step.account(begun)  # twenty milliseconds of twenty were spent
-    step.ran(1)
+    step.ran([1])
     assert step.choose([0, 1]) is None
 
 

@@ -7,7 +7,7 @@ thousands of them take as much memory as dozens of traces.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynoffload.profiler.columns import Columns
+from dynoffload.profiler.experts import split_path
 from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.owners import forward_owners
 from dynoffload.profiler.trace import Trace, owner_of
@@ -96,7 +97,8 @@ def summarize_calls(trace: Trace) -> CallSummary:
 
     Forward operators count for the call they belong to; see `dynoffload.profiler.owners`. An
     activation is left alive if it outlives the run of consecutive operators, belonging to the same
-    call, in which it was made.
+    call, in which it was made. The experts of a fused layer share what its call cost, in equal
+    parts, and each has one region: its slices of the parameters, gradients and state.
     """
     numbers: dict[str, int] = defaultdict(count().__next__)
     number = numbers.__getitem__
@@ -115,16 +117,18 @@ def summarize_calls(trace: Trace) -> CallSummary:
             continue
         if died < 0 or died >= row_ends[born]:
             activations[owner[born]] += region.nbytes
-    regions = {r.name: r for r in trace.regions if r.kind not in ("activation", "input")}
+    regions = {r.name: r.nbytes for r in trace.regions if r.kind not in ("activation", "input")}
+    fused = {name: trace.slices.get(name.partition(":")[0], 0) for name in regions}
     owners = {calls[index].path: None for index in np.unique(owner[is_owned]).tolist()}
     user = np.repeat(owner, np.diff(columns.stops))
     pairs = np.unique(np.stack((user, columns.used), axis=1)[user >= 0], axis=0).tolist()
     owned = {(calls[call].path, trace.regions[used].name): None for call, used in pairs}
     owned = {pair: None for pair in owned if pair[1] in regions}
-    for name, region in regions.items():
+    for region in trace.regions:
         path = owner_of(region)
         if path is not None:
-            owned[path, name] = None
+            owned[path, region.name] = None
+    _split_experts(trace, fused, regions, owners, owned, activations, idioms)
 
     def small(values: Iterable[int]) -> Small:
         return np.fromiter(values, dtype=np.int32)
@@ -140,7 +144,49 @@ def summarize_calls(trace: Trace) -> CallSummary:
         call_idioms=idioms,
         owners=small(number(path) for path in owners),
         region=small(number(name) for name in regions),
-        region_bytes=np.array([region.nbytes for region in regions.values()], dtype=np.int64),
+        region_bytes=np.array([*regions.values()], dtype=np.int64),
         owned=small(number(name) for pair in owned for name in pair).reshape(-1, 2),
         names=tuple(numbers),
     )
+
+
+def _split_experts(
+    trace: Trace,
+    fused: Mapping[str, int],
+    regions: dict[str, int],
+    owners: dict[str, None],
+    owned: dict[tuple[str, str], None],
+    activations: Ints,
+    idioms: Ints,
+) -> None:
+    """Put the experts that ran in the place of fused layers, in what is known of a step.
+
+    Args:
+        trace: of the step.
+        fused: region -> number of its slices, 0 if it is not fused.
+        regions: region -> bytes.
+        owners: modules of owning calls.
+        owned: pairs of a module and a region.
+        activations: of each call.
+        idioms: of each call.
+    """
+    slice_bytes: dict[str, int] = defaultdict(int)  # layer -> bytes of one expert
+    for path, name in [pair for pair in owned if fused[pair[1]]]:
+        slice_bytes[path] += regions[name] // fused[name]
+        del owned[path, name]
+    for name in filter(fused.get, fused):
+        del regions[name]
+    others = {path for path, _ in owned}
+    for path in slice_bytes.keys() - others:
+        owners.pop(path, None)
+    ran: dict[int, list[int]] = defaultdict(list)
+    for index, call in enumerate(trace.calls):
+        site = split_path(call.path)[0]
+        if site in slice_bytes and call.parent >= 0 and trace.calls[call.parent].path == site:
+            ran[call.parent].append(index)
+            regions[call.path] = slice_bytes[site]
+            owners[call.path] = owned[call.path, call.path] = None
+    for layer, experts in ran.items():
+        for costs in (activations, idioms):
+            costs[experts] = costs[layer] // len(experts)
+            costs[layer] = 0

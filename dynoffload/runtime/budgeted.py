@@ -57,7 +57,9 @@ class BudgetedSession(Session):
         self._config, self._target, self._wrappers = config, target, replicas
         self._homes = Homes(setup)
         # Interruptible, as it calls a user predictor.
-        self._forecast = interruptible(Forecast)(model, config.policy, setup.pilot, config.features)
+        self._forecast = interruptible(Forecast)(
+            model, config.policy, setup.pilot, config.features, config.routing_probes
+        )
         self._recording = Recording(
             log,
             config.heap_slack_bytes,

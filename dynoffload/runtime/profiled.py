@@ -71,7 +71,8 @@ def profiled(
     session = Session.plain(model, optimizer, backend="profile")
     session.log.policy = config.policy
     _give_weights(model)
-    with Recorder(model, optimizer, features=config.features, on_step=save):
+    features, probes = config.features, config.routing_probes
+    with Recorder(model, optimizer, features=features, routing_probes=probes, on_step=save):
         managers[id(model)] = session
         try:
             yield session

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from dynoffload.around import after_call, choosing
 from dynoffload.distributed.replicas import as_backward_ends
 from dynoffload.distributed.sharded import Gathered, groups_of
 from dynoffload.memory.device import Device
+from dynoffload.profiler.experts import split_path
 from dynoffload.runtime.adopting import Adoption
 from dynoffload.runtime.adoption.slots import Fused, Slot
 from dynoffload.runtime.adoption.units import Unit, units_of
@@ -26,7 +28,7 @@ from dynoffload.runtime.migration.migrator import Migrator
 from dynoffload.runtime.modes import Mode
 from dynoffload.runtime.opening import Setup
 from dynoffload.runtime.passes.activations import Activations, tensors_in
-from dynoffload.runtime.passes.hooks import watch_modules
+from dynoffload.runtime.passes.hooks import Hook, watch_modules
 from dynoffload.runtime.passes.saved import Chunk
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.unseen import unseen
@@ -120,8 +122,12 @@ class Stepping(Mode):
             if unit.number is not None:
                 slices.setdefault(unit.module, {})[unit.number] = unit
         for module, numbered in slices.items():
-            parts = partial(self._parts_of, module, numbered)
+            reached: set[int] = set()  # by the running call
+            parts = partial(self._parts_of, module, numbered, reached)
             watching.callback(run_by_slices(module, parts))
+            end = Hook(partial(self._end_experts, numbered, reached))
+            watching.callback(after_call(module, end, choosing(model)).remove)
+            watching.callback(end.end)
         self.activations.kept.counted_elsewhere(storages_outside(model, self.device))
 
     def settle(self) -> None:
@@ -188,13 +194,25 @@ class Stepping(Mode):
         for slot in unit.slots:
             self.adoption.store.adopt_data(slot)
 
-    def _parts_of(self, module: nn.Module, units: dict[int, Unit]) -> dict[str, Parts]:
+    @uninterrupted
+    def _end_experts(self, units: dict[int, Unit], reached: set[int], *_: object) -> None:
+        """Record visits of experts that ran without stand-ins. As operators read all of them, the
+        plan keeps them until the call ends."""
+        site = split_path(next(iter(units.values())).path)[0]
+        for number in self._forecast.listed.get(site, ()):
+            if number not in reached:
+                self.migrator.visit(units[number])
+        reached.clear()
+
+    def _parts_of(
+        self, module: nn.Module, units: dict[int, Unit], reached: set[int]
+    ) -> dict[str, Parts]:
         """Return the stand-ins for the fused parameters of ``module`` for one call."""
-        seen: set[int] = set()
+        reached.clear()
 
         def use(number: int) -> None:
-            if number not in seen:
-                seen.add(number)
+            if number not in reached:
+                reached.add(number)
                 self._forecast.visit(units[number])
                 self._visit(units[number])
 

@@ -43,12 +43,13 @@ class StrictForecast(Forecast):
         self._last, self._repeats, self._broken = self._record, self._record is not None, False
         return super().begin(args, kwargs)
 
-    def _ran(self, index: int) -> None:
+    def _ran(self, blocks: list[int]) -> None:
         before = len(self._order)
-        super()._ran(index)
-        if self._record is None or self._broken or len(self._order) == before:
+        super()._ran(blocks)
+        ran = self._order[before:]
+        if self._record is None or self._broken or not ran:
             return
-        if self._record[before : before + 1] != [index]:
+        if self._record[before : before + len(ran)] != ran:
             self._broken = True
             self.breaks += 1
             if self._session._paging is not None:

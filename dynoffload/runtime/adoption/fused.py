@@ -18,6 +18,7 @@ from torch import nn
 from dynoffload.memory.accelerator.storages import RowStorage
 from dynoffload.memory.device import Device
 from dynoffload.memory.region_allocator import users_of
+from dynoffload.profiler.experts import unit_path
 from dynoffload.runtime.adoption.held import holders, is_torchs
 from dynoffload.runtime.adoption.slots import Fused, Slot
 from dynoffload.runtime.adoption.store import Store, bytes_of, view_of
@@ -64,7 +65,7 @@ class FusedStore:
     def _row(self, fused: Fused, kind: str, *, extra: bool = False) -> list[int]:
         row = self._device.allocate_row(fused.count, fused.slice_bytes, extra=extra)
         for number, region in enumerate(row):
-            self._store.own(region, f"{fused.name}[{number}]{kind}", fused.slots[number])
+            self._store.own(region, unit_path(fused.name, number) + kind, fused.slots[number])
         return row
 
     def view(self, fused: Fused, row: Sequence[int]) -> torch.Tensor:
@@ -82,7 +83,8 @@ class FusedStore:
         fused = Fused(name, parameter, like, row)
         slots = []
         for number, region in enumerate(row):
-            slot = Slot(f"{name}[{number}]", parameter, region, fused=fused, number=number)
+            own = unit_path(name, number)
+            slot = Slot(own, parameter, region, fused=fused, number=number)
             self._store.own(region, slot.name, slot)
             slots.append(slot)
         fused.slots = tuple(slots)

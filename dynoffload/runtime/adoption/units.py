@@ -1,8 +1,8 @@
 """Units: the modules that the runtime watches, which own paged parameters.
 
 A *unit* is a module that directly owns paged parameters; its forward is one use of its regions.
-Other modules move nothing and are not watched. Each slice of fused parameters is a unit
-``path[number]``; which slices a forward uses is known only when it reaches them.
+Other modules move nothing and are not watched. Each slice of fused parameters is a unit of its own
+(`dynoffload.profiler.experts`); which slices a forward uses is known only when it reaches them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from dynoffload.distributed.sharded import Group
+from dynoffload.memory.local import local_bytes
+from dynoffload.planning.blocks import Block, Vocabulary
+from dynoffload.profiler.experts import unit_path
+from dynoffload.profiler.idioms import Idioms
 from dynoffload.runtime.adoption.slots import Fused, Slot
 
 
@@ -65,5 +69,22 @@ def units_of(
         sliced = [fused[p].slots for p in own if p in fused]
         for number in range(max(map(len, sliced), default=0)):
             each_own = tuple(each[number] for each in sliced if number < len(each))
-            units.append(Unit(len(units), f"{path}[{number}]", module, each_own, number))
+            units.append(Unit(len(units), unit_path(path, number), module, each_own, number))
     return units
+
+
+def vocabulary_of(network: str, units: Sequence[Unit]) -> Vocabulary:
+    """Return a vocabulary with one block per unit."""
+    blocks = tuple(
+        Block(
+            index=number,
+            path=unit.path,
+            variant="",
+            visits=(unit.path,),
+            nbytes=sum(local_bytes(slot.parameter) for slot in unit.slots),
+            activation_bytes=0,
+            idioms=Idioms(0, 0, 0, 0, 0, 0),
+        )
+        for number, unit in enumerate(units)
+    )
+    return Vocabulary(network, blocks)

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
@@ -20,25 +20,26 @@ from typing import Any, Protocol
 from torch import nn
 
 from dynoffload.around import after_call, before_call, choosing
-from dynoffload.memory.local import local_bytes
 from dynoffload.pilot.evaluate import block_order_accuracy
 from dynoffload.pilot.features import BlockHint
 from dynoffload.pilot.online import AVERAGE, OnlineLearner
 from dynoffload.pilot.pilot import Pilot
-from dynoffload.planning.blocks import UNSEEN, Block, Vocabulary
-from dynoffload.profiler.idioms import Idioms
+from dynoffload.pilot.tracking import OrderTracker, StepTracker
+from dynoffload.planning.blocks import UNSEEN, Vocabulary
+from dynoffload.profiler.experts import experts_hit, slices_in, split_path, unit_path
 from dynoffload.profiler.input_features import Features, InputFeatures, describe_input
 from dynoffload.profiler.network import fingerprint, shape_key
-from dynoffload.profiler.routing import RoutingProbe, hinted, probes_of
-from dynoffload.runtime.adoption.units import Unit
+from dynoffload.profiler.routing import RoutingProbe, hinted
+from dynoffload.runtime.adoption.units import Unit, vocabulary_of
 from dynoffload.runtime.migration.gates import Trial, likely
+from dynoffload.runtime.migration.probing import Probing
 from dynoffload.runtime.migration.steps import Step
 from dynoffload.runtime.passes.hooks import Hook
+from dynoffload.runtime.unseen import unseen
 from dynoffload.telemetry import StepStats
 
 logger = logging.getLogger(__name__)
 
-_ZERO = Idioms(0, 0, 0, 0, 0, 0)
 _MIN_STEPS = 4  # steps observed before a pilot's accuracy counts
 _TRACK_EVERY = 4  # a pilot that is not in use is tracked in one of so many steps
 _PILOT, _LAST = "the pilot", "the last order"
@@ -67,6 +68,7 @@ class Forecast:
         policy: ``"pilot"``, ``"repeat"`` or ``"on-demand"``.
         pilot: a trained predictor; ``"auto"``: learn one; None: repeat the last order.
         features: the user's featurizer, or None.
+        probes: the user's routing probes, or None.
 
     Attributes:
         vocabulary: the blocks that orders index; the pilot's, else one block per unit.
@@ -75,6 +77,7 @@ class Forecast:
         accuracy: of `predicted` against `actual`; NaN without a prediction.
         source: of the prediction in use: ``"the pilot"`` or ``"the last order"``.
         asks: whether a routing probe is running; its module calls are not part of the forward.
+        listed: fused layer -> the experts that its latest call listed in its arguments.
     """
 
     def __init__(
@@ -83,20 +86,23 @@ class Forecast:
         policy: str,
         pilot: Predictor | str | None,
         features: Features | None,
+        probes: Sequence[RoutingProbe] | None = None,
     ) -> None:
         self._model, self._features = model, features
+        self._probing = Probing(model, probes)
         self._network = fingerprint(model)
         self.vocabulary = Vocabulary(self._network, ())
         self._predictor: Predictor | None = None
         self._learner: OnlineLearner | None = None
         self._grows = policy == "pilot" and pilot == "auto"
+        self._asks = policy == "pilot"
         if policy == "pilot" and pilot is not None and not isinstance(pilot, str):
             pilot.check(self._network)
             self.vocabulary = pilot.vocabulary
             if isinstance(pilot, Pilot):
                 self._learner = OnlineLearner(self.vocabulary, pilot=pilot, grow=False)
             else:
-                self._predictor = pilot
+                self._predictor, self._asks = pilot, False
         self._repeats = policy != "on-demand"
         self._units: dict[str, Unit] = {}
         self._thread: threading.Thread | None = None
@@ -105,9 +111,12 @@ class Forecast:
         self._inside: list[str] = []  # paths of running calls of blocks of several units
         self._step: Step | None = None  # while a forward runs
         self._begun = 0  # samples begun
-        self._foreseen = 0.0  # moving average of the share of blocks that ran as predicted
+        # By source: moving average of the share of blocks that ran as predicted.
+        self._foreseen = {_PILOT: 0.0, _LAST: 0.0}
+        self._hinted: set[int] = set()  # blocks that routing probes are about
+        self._again = 1.0  # moving average of the share of these that ran again
         self.asks = False
-        self._asked: dict[str, list[Unit]] = {}  # by probed path: units that its probes may read
+        self.listed: dict[str, list[int]] = {}
         self._order: list[int] = []
         self._last: list[int] | None = None
         self.predicted: list[int] | None = None
@@ -135,7 +144,7 @@ class Forecast:
         self._on_ask, self._on_revise = on_ask, on_revise
         self._units = {unit.path: unit for unit in units}
         if not self.vocabulary.blocks:
-            self.vocabulary = _vocabulary_of(self._network, units)
+            self.vocabulary = vocabulary_of(self._network, units)
         if self._grows and self._learner is None:
             self._learner = OnlineLearner(self.vocabulary)
         self._install()
@@ -143,7 +152,6 @@ class Forecast:
     def unwatch(self) -> None:
         """Remove the hooks until `watch` is called again."""
         self._watching.close()
-        self._asked.clear()
 
     def close(self) -> None:
         """Wait for a running learner thread."""
@@ -153,7 +161,8 @@ class Forecast:
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Unit] | None:
         """Begin a sample; return the predicted order of its units, or None."""
         self._order, self._inside = [], []
-        self._sample, following = None, None
+        self._sample = None
+        following: StepTracker | OrderTracker | None = None
         self.predicted, self.source = self._last if self._repeats else None, _LAST
         blocks: list[int] = []
         confidence = None
@@ -172,9 +181,13 @@ class Forecast:
                 if blocks and self._learner is not None and self._trials[_PILOT].prefetch:
                     following = self._learner.tracker
         self._begun += 1
-        chosen = self.predicted
+        chosen, self._followed = self.predicted, _PILOT
         if chosen is not None and following is not None and self.source == _PILOT:
             chosen = likely(chosen, confidence)
+        elif chosen is not None and following is None and self._hinted and self.pays:
+            following, self._followed = OrderTracker(chosen, self._hinted, self._again), _LAST
+            blocks, chances = following.expect()
+            chosen = likely(blocks, chances)
         self._step = Step(following, blocks, chosen or ())
         return None if chosen is None else self._units_of(chosen)
 
@@ -196,31 +209,40 @@ class Forecast:
         standing = self._learner.standing
         if standing.steps < _MIN_STEPS:
             return not self._grows
-        return max(standing.pilot, self._foreseen) >= standing.last_order
+        pilot = max(standing.pilot, self._foreseen[_PILOT])
+        return pilot >= max(standing.last_order, self._foreseen[_LAST])
 
     def visit(self, unit: Unit) -> None:
-        """Record a use of slices of a module, which no module hook reports."""
-        if not self._inside:
-            index = self.vocabulary.index_of(unit.path, "")
-            if index >= 0:
-                self._ran(index)
+        """Record a use of slices of a module whose call did not list them."""
+        if split_path(unit.path)[0] not in self.listed:
+            self._run_experts([unit.path])
 
-    def _ran(self, index: int) -> None:
-        """Record that a block begins; blocks outside a sample's forward are ignored."""
+    def _run_experts(self, paths: Sequence[str]) -> None:
+        if not self._inside:
+            self._ran([b for path in paths if (b := self.vocabulary.index_of(path)) >= 0])
+
+    def _ran(self, blocks: list[int]) -> None:
+        """Record that these blocks run now; blocks outside a sample's forward are ignored."""
         if self._step is None or self.asks:
             return
-        self._order.append(index)
-        self._step.ran(index)
-        self._revise([index])
+        self._order += blocks
+        self._step.ran(blocks)
+        self._revise(blocks)
 
+    @unseen
     def _ask(
-        self, probes: Sequence[RoutingProbe], _: nn.Module, args: tuple[Any, ...], kwargs: Any
+        self,
+        probes: Sequence[RoutingProbe],
+        read: Sequence[Unit],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Any,
     ) -> None:
         """Run the ``probes`` of a module that is called, and pass their hints to the step."""
         step = self._step
         if step is None or self.asks or not (step.follows or self._grows):
             return
-        self._on_ask(self._asked[probes[0].path])
+        self._on_ask(read)
         self.asks = True
         try:
             hints = hinted({probes[0].path: probes}, probes[0].path, args, 0)
@@ -231,13 +253,14 @@ class Forecast:
             known = [(block, value) for block, value in pairs if block >= 0]
             blocks, values = tuple(b for b, _ in known), tuple(v for _, v in known)
             step.hinted(BlockHint(len(self._order), blocks, values))
-        self._revise([])
+        if not slices_in(module):  # else the call lists its experts next, and is planned with them
+            self._revise([])
 
     def _revise(self, begun: list[int]) -> None:
         """Replan the rest of the forward if its prediction changed; ``begun`` runs first."""
         assert self._step is not None
         chosen = self._step.choose(self._order)
-        if chosen is not None and self.source == _PILOT:
+        if chosen is not None and self.source == self._followed:
             start = perf_counter()
             self._on_revise(self._units_of([*begun, *chosen]))
             self._step.account(start)
@@ -255,8 +278,12 @@ class Forecast:
         if not whole:
             return
         if step is not None and step.follows and self.actual:
+            known = self._foreseen[self._followed]
             share = step.foreseen / len(self.actual)
-            self._foreseen += (AVERAGE if self._foreseen else 1.0) * (share - self._foreseen)
+            self._foreseen[self._followed] += (AVERAGE if known else 1.0) * (share - known)
+        if before := self._hinted.intersection(self._last or ()):
+            share = len(before.intersection(self.actual)) / len(before)
+            self._again += AVERAGE * (share - self._again)
         if self.predicted is not None:
             self.accuracy = block_order_accuracy(self.predicted, self.actual)
         if self._learner is not None and self._sample is not None:
@@ -305,7 +332,18 @@ class Forecast:
     def _units_of(self, blocks: Sequence[int]) -> list[Unit]:
         known, units = self.vocabulary.blocks, self._units
         paths = (path for b in blocks if 0 <= b < len(known) for path in known[b].visits)
-        return [units[path] for path in paths if path in units]
+        found: list[Unit] = []
+        module: Unit | None = None  # the last that is no expert
+        for path in paths:
+            site, part = split_path(path)
+            whole = None if part is None else units.get(site)  # what is not paged by slices
+            if whole is not None and whole is not module:
+                found.append(whole)
+                module = whole
+            if (unit := units.get(path)) is not None:
+                found.append(unit)
+                module = unit if part is None else module
+        return found
 
     def _install(self) -> None:
         modules, self._unseen = dict(self._model.named_modules()), choosing(self._model)
@@ -318,32 +356,19 @@ class Forecast:
                 if nests:
                     out = Hook(partial(self._out, path))  # stays active: closes entered calls
                     self._watching.callback(after_call(module, out, self._unseen).remove)
-        if self._learner is not None:
-            self._install_probes(modules)
+        self._hinted.clear()
+        for path, probes, read in self._probing.places(self._units) if self._asks else ():
+            self._before(modules[path], partial(self._ask, probes, read))
+            about = {self.vocabulary.index_of(one) for probe in probes for one in probe.blocks}
+            self._hinted |= about - {UNSEEN}
+        for path, module in modules.items():
+            if slices_in(module):
+                self._before(module, partial(self._enter_experts, path))
 
     def _before(self, module: nn.Module, call: Callable[..., None]) -> None:
         hook = Hook(call)
         self._watching.callback(before_call(module, hook, self._unseen).remove)
         self._watching.callback(hook.end)
-
-    def _install_probes(self, modules: Mapping[str, nn.Module]) -> None:
-        try:
-            table = probes_of(self._model)
-        except Exception as error:  # in user code; hints are optional
-            logger.warning(
-                "the network gives no routing hints: %s: %s", type(error).__name__, error
-            )
-            return
-        for path, probes in table.items():
-            decided = {block for probe in probes for block in probe.blocks}
-            heads = [_below(probe.path) for probe in probes]
-            self._asked[path] = [
-                unit
-                for unit in self._units.values()
-                if any(unit.path == head[:-1] or unit.path.startswith(head) for head in heads)
-                and not any(unit.path == b or unit.path.startswith(_below(b)) for b in decided)
-            ]
-            self._before(modules[path], partial(self._ask, probes))
 
     def _enter(
         self, path: str, nests: bool, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -351,9 +376,20 @@ class Forecast:
         if not self._inside:
             repeated = path in self.vocabulary.repeated
             index = self.vocabulary.index_of(path, shape_key(args, kwargs) if repeated else "")
-            self._ran(index if index >= 0 else UNSEEN)
+            self._ran([index if index >= 0 else UNSEEN])
         if nests:
             self._inside.append(path)
+
+    @unseen
+    def _enter_experts(
+        self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Record the experts that a call of a fused layer will run, before any of them does."""
+        self.listed.pop(path, None)
+        hit = None if self.asks or self._step is None else experts_hit(layer, args, kwargs)
+        if hit is not None:
+            self.listed[path] = hit
+            self._run_experts([unit_path(path, number) for number in hit])
 
     def _out(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         """End a call of a block of several units. Its beginning was not recorded if an earlier hook
@@ -361,25 +397,3 @@ class Forecast:
         if path in self._inside:
             while self._inside.pop() != path:
                 pass
-
-
-def _below(path: str) -> str:
-    """Return the path prefix of a module's submodules."""
-    return f"{path}." if path else ""
-
-
-def _vocabulary_of(network: str, units: Sequence[Unit]) -> Vocabulary:
-    """Return a vocabulary with one block per unit."""
-    blocks = tuple(
-        Block(
-            index=number,
-            path=unit.path,
-            variant="",
-            visits=(unit.path,),
-            nbytes=sum(local_bytes(slot.parameter) for slot in unit.slots),
-            activation_bytes=0,
-            idioms=_ZERO,
-        )
-        for number, unit in enumerate(units)
-    )
-    return Vocabulary(network, blocks)

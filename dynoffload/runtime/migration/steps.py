@@ -1,6 +1,6 @@
-"""Tracks one forward under a pilot and updates the prediction of its remaining blocks.
+"""Tracks one forward and updates the prediction of its remaining blocks.
 
-`Step` passes each block that begins, and each hint, to a `dynoffload.pilot.tracking.StepTracker`.
+`Step` passes each block that begins, and each hint, to a tracker of `dynoffload.pilot.tracking`.
 It predicts the rest again after an unexpected block or a decisive hint, as long as predicting took
 at most `SHARE` of the forward so far.
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from dynoffload.pilot.features import BlockHint
-from dynoffload.pilot.tracking import StepTracker
+from dynoffload.pilot.tracking import OrderTracker, StepTracker
 from dynoffload.runtime.migration.gates import likely
 
 SHARE = 0.2
@@ -28,7 +28,10 @@ class Step:
     """
 
     def __init__(
-        self, following: StepTracker | None, expected: Sequence[int], chosen: Sequence[int] = ()
+        self,
+        following: StepTracker | OrderTracker | None,
+        expected: Sequence[int],
+        chosen: Sequence[int] = (),
     ) -> None:
         self.hints: list[BlockHint] = []
         self.foreseen = 0
@@ -41,19 +44,25 @@ class Step:
 
     @property
     def follows(self) -> bool:
-        """Whether a pilot observes what runs."""
+        """Whether a tracker observes what runs."""
         return self._following is not None
 
-    def ran(self, block: int) -> None:
-        """Record that ``block`` began."""
+    def ran(self, blocks: Sequence[int]) -> None:
+        """Record that ``blocks`` run now: one module, or all experts of a call."""
         if self._following is None:
             return
-        self._following.observe(block)
-        if self._expected[self._at : self._at + 1] == [block]:
-            self._at += 1
-            self.foreseen += 1
-        else:
-            self._diverged = True
+        for block in blocks:
+            self._following.observe(block)
+        rest = self._expected[self._at :]
+        if rest[: len(blocks)] == list(blocks):
+            self._at += len(blocks)
+            self.foreseen += len(blocks)
+            return
+        self._diverged = True
+        if len(blocks) > 1:
+            places = [place for place, block in enumerate(rest) if block in set(blocks)]
+            self.foreseen += len(places)
+            self._at += max(places, default=-1) + 1
 
     def hinted(self, hint: BlockHint) -> None:
         """Record a routing hint of the network."""

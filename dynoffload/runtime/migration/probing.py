@@ -1,0 +1,58 @@
+"""The routing probes of a session's network: where each is asked, and what is fetched for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
+
+from dynoffload.profiler.routing import RoutingProbe, probes_of
+from dynoffload.runtime.adoption.units import Unit
+
+logger = logging.getLogger(__name__)
+
+
+class Probing:
+    """The probes of one network, which keep what they learn when its units change.
+
+    Args:
+        model: the root.
+        given: the user's probes, or None.
+    """
+
+    def __init__(self, model: nn.Module, given: Sequence[RoutingProbe] | None) -> None:
+        self._model, self._given = model, given
+        self._table: Mapping[str, Sequence[RoutingProbe]] | None = None
+
+    def places(
+        self, units: Mapping[str, Unit]
+    ) -> Iterator[tuple[str, list[RoutingProbe], list[Unit]]]:
+        """Yield the path of each probed module, its probes, and the units that these may read."""
+        if self._table is None:
+            try:
+                self._table = probes_of(self._model, self._given)
+            except Exception as error:  # in user code; hints are optional
+                logger.warning(
+                    "the network gives no routing hints: %s: %s", type(error).__name__, error
+                )
+                return
+        for path, every in self._table.items():
+            probes = [
+                one for one in every if one.reads is None or units.keys().isdisjoint(one.reads)
+            ]
+            heads = [_below(one.path) for one in probes if one.reads is None]
+            decided = {block for one in probes for block in one.blocks}
+            read = [
+                unit
+                for unit in units.values()
+                if any(unit.path == head[:-1] or unit.path.startswith(head) for head in heads)
+                and not any(unit.path == b or unit.path.startswith(_below(b)) for b in decided)
+            ]
+            if probes:
+                yield path, probes, read
+
+
+def _below(path: str) -> str:
+    """Return the path prefix of a module's submodules."""
+    return f"{path}." if path else ""

@@ -1,0 +1,62 @@
+"""Experts of fused layers as units: their names, and which of them a call of the layer runs.
+
+A *fused* layer holds all its experts in parameters of three dimensions, one slice for each. It is
+called with the indices of the experts that its tokens chose, so what it runs is known before it
+runs, whatever implementation computes it. A unit is a module, or one expert of such a layer; the
+expert's path is the layer's path and a number, as in ``layers.0.mlp.experts[3]``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+_EXPERT = re.compile(r"(.*)\[(\d+)\]", re.DOTALL)
+_INDICES = (torch.int64, torch.int32)
+
+
+def unit_path(site: str, part: int) -> str:
+    """Return the path of one expert of the layer at ``site``, or the name of a tensor's slice."""
+    return f"{site}[{part}]"
+
+
+def split_path(path: str) -> tuple[str, int | None]:
+    """Return the site and the part of a unit's path; the part of a module is None."""
+    found = _EXPERT.fullmatch(path)
+    return (path, None) if found is None else (found[1], int(found[2]))
+
+
+def slices_in(module: nn.Module) -> dict[str, int]:
+    """Return the fused parameters of a module by name, each with its number of slices; empty unless
+    they all have the same number."""
+    found = {n: len(p) for n, p in module._parameters.items() if p is not None and p.dim() == 3}
+    counts = set(found.values())
+    return found if len(counts) == 1 and min(counts) > 1 else {}
+
+
+def experts_hit(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[int] | None:
+    """Return the experts that a call of a fused layer runs, in order, or None if it does not say.
+
+    Layers run experts in ascending order. An index equal to their number means no expert here.
+
+    Args:
+        module: the layer.
+        args: positional arguments of the call.
+        kwargs: its keyword arguments.
+    """
+    count = next(iter(slices_in(module).values()), 0)
+    for argument in (*args, *kwargs.values()) if count else ():
+        if isinstance(argument, torch.Tensor) and argument.dtype in _INDICES and argument.dim():
+            if argument.is_meta:
+                return None
+            values = torch.unique(argument.detach()).tolist()
+            if values and (values[0] < 0 or values[-1] > count):
+                return None  # no indices of experts
+            return [number for number in values if number < count]
+    return None

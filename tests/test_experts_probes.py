@@ -1,0 +1,265 @@
+"""Routers of fused experts are found by structure, and asked ahead without effect on a network."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from exactness import Loop, Twin, compare_runs, needs_pager
+from fused_networks import Experts, mixtral, mixtral_loss
+from test_moe_transformers import FAMILIES, built
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import AdamW
+from torch.utils.flop_counter import FlopCounterMode
+
+import dynoffload
+from dynoffload.errors import TraceError
+from dynoffload.pilot.tracking import OrderTracker
+from dynoffload.profiler import Recorder, RoutingProbe, Trace
+from dynoffload.profiler.experts import split_path, unit_path
+from dynoffload.profiler.routing import hinted, probes_of
+
+pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_router_is_asked_about_its_experts(family: str) -> None:
+    """Given the input that its mixture gets, it names the experts that the mixture runs."""
+    model = built(family, "eager")
+    table = probes_of(model)
+    sites = [path for path, _ in model.named_modules() if path.endswith(".experts")]
+    inputs: dict[str, Tensor] = {}
+    ran: dict[str, set[int]] = {}
+    for path in sites:
+        mixture = path.rpartition(".")[0]
+        model.get_submodule(mixture).register_forward_pre_hook(
+            lambda _, args, path=path: inputs.update({path: args[0].detach()})
+        )
+        model.get_submodule(path).register_forward_pre_hook(
+            lambda _, args, path=path: ran.update({path: set(args[1].flatten().tolist())})
+        )
+    model(input_ids=torch.arange(2, 5)[None])
+    for before, site in pairwise(sites):
+        layer = site.rpartition(".")[0].rpartition(".")[0]
+        (hint,) = hinted(table, before, (inputs[site],), 0)
+        assert hint.blocks == tuple(unit_path(site, n) for n in range(len(hint.blocks)))
+        assert {n for n, value in enumerate(hint.values) if value > 0.5} == ran[site]
+        (early,) = hinted(table, layer, (inputs[site],), 0)
+        assert early.blocks == hint.blocks
+    assert sites
+
+
+def test_what_moves_all_tokens_alike_is_learned() -> None:
+    """Between the early answer and the mixture, attention adds the same to each token here."""
+    model = mixtral(num_local_experts=16)
+    model.requires_grad_(requires_grad=False)
+    table = probes_of(model)
+    gate, norm = model.model.layers[1].mlp.gate, model.model.layers[1].post_attention_layernorm
+    generator = torch.Generator().manual_seed(0)
+    moved = torch.randn(32, generator=generator)
+    right: list[float] = []
+    for _ in range(300):
+        x = torch.randn(3, 32, generator=generator)
+        (hint,) = hinted(table, "model.layers.1", (x,), 0)
+        chosen = gate(norm(x + moved))[2]
+        told = torch.tensor(hint.values) > 0.5
+        hit = torch.zeros(16, dtype=torch.bool).scatter(0, chosen.flatten(), True)
+        right.append(float((told & hit).sum() / (told | hit).sum()))
+        assert not hinted(table, "model.layers.1.mlp.experts", (x, chosen), 0)
+    assert sum(right[-50:]) / 50 > sum(right[:1]) + 0.2
+    assert sum(right[-50:]) / 50 > 0.6
+
+
+class _Restless(nn.Module):
+    """A router that draws numbers, counts in a buffer and in an attribute, and returns indices."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 32, generator=torch.Generator().manual_seed(3)))
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(6))
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        type(self).calls += 1
+        self.runs += 1
+        logits = F.linear(x * (1 + 0.01 * torch.rand_like(x)), self.weight)
+        chosen = (logits + 0.01 * self.seen).topk(2).indices
+        with torch.no_grad():
+            self.seen += F.one_hot(chosen, 6).sum((0, 1))
+        return logits, chosen
+
+
+class _Indexed(Experts):
+    """Fused experts that are called with indices."""
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:  # type: ignore[override]
+        """Return ``[rows, width]`` for the same."""
+        return super().forward(x, sorted(set(chosen.flatten().tolist())))
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Module()
+        self.mlp.gate, self.mlp.experts = _Restless(), _Indexed()
+        self.mlp.forward = self._mix
+        self.norm = nn.LayerNorm(32)
+
+    def _mix(self, x: Tensor) -> Tensor:
+        logits, chosen = self.mlp.gate(x)
+        mixed: Tensor = self.mlp.experts(x, chosen)
+        return mixed * logits.softmax(1).amax(1, keepdim=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class _Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer() for _ in range(3))
+
+    def forward(self, seed: int) -> Tensor:
+        x = torch.randn(1 + seed % 4, 32, generator=torch.Generator().manual_seed(seed))
+        for layer in self.layers:
+            x = layer(x)
+        return (x**2).mean()
+
+
+def _loss(model: nn.Module, seed: int) -> Tensor:
+    loss: Tensor = model(seed)
+    return loss
+
+
+@needs_pager
+@pytest.mark.parametrize("given", [False, True])
+def test_asking_changes_nothing_of_a_router(given: bool) -> None:
+    """Neither its random numbers, buffers nor attributes, nor what its hooks see."""
+    seen: list[int] = []
+    probe = RoutingProbe("layers.0", ("layers.0.mlp.experts[1]",), lambda x: torch.rand(1))
+    twin = Twin(_Network(), lambda p: AdamW(p, lr=1e-2))
+    pages: dict[str, Any] = {"page_bytes": 4096, "min_paged_bytes": 2048}
+    if given:
+        pages["routing_probes"] = [probe]
+    session = compare_runs(twin, Loop(steps=24), list(range(24)), _loss, 1_200_000, config=pages)
+    assert session.stats["bytes_in"].sum() > 0
+    model = _Network()
+    _Restless.calls = 0
+    for layer in model.layers:
+        layer.mlp.gate.register_forward_hook(lambda *_: seen.append(1))
+    traces: list[Trace] = []
+    with Recorder(model, on_step=traces.append):
+        _loss(model, 3).backward()
+    assert [layer.mlp.gate.runs for layer in model.layers] == [1, 1, 1]
+    assert len(seen) == 3
+    assert _Restless.calls == 3 + 3 + 2  # each once early in its layer, and by the mixture before
+    assert len(traces[0].hints) == 5
+
+
+def test_weights_that_are_paged_are_not_asked_for() -> None:
+    model = mixtral(num_local_experts=8)
+    optimizer = AdamW(model.parameters())
+    for least, asked in ((2048, True), (512, False)):  # a router has 1,024 bytes
+        config = {"page_bytes": 4096, "min_paged_bytes": least}
+        with dynoffload.offload(model, optimizer, budget=900_000, config=config) as session:
+            forecast = session._forecast
+            places = [*forecast._probing.places(forecast._units)]
+            assert any(one.reads for _, probes, _ in places for one in probes) is asked
+
+
+def test_where_all_experts_are_hit_none_is_computed() -> None:
+    model = _Network()
+    for layer in model.layers:
+        layer.mlp.gate.seen.copy_(torch.tensor([0, 1e6, 0, 0, 1e6, 0]))  # the same two, always
+    table = probes_of(model)
+    every = torch.arange(6).view(3, 2)
+    hinted(table, "layers.1.mlp.experts", (torch.ones(3, 32), every), 0)
+    _Restless.calls = 0
+    (hint,) = hinted(table, "layers.1", (torch.ones(3, 32),), 0)
+    assert hint.values == (1.0,) * 6
+    assert _Restless.calls == 0
+    hinted(table, "layers.1.mlp.experts", (torch.ones(3, 32), every[:2]), 0)
+    _Restless.calls = 0
+    (hint,) = hinted(table, "layers.1", (torch.ones(3, 32),), 0)
+    assert _Restless.calls == 1
+    assert [n for n, value in enumerate(hint.values) if value > 0.5] == [1, 4]
+
+
+def test_a_users_own_probes_are_asked_alone() -> None:
+    model = mixtral()
+    site = "model.layers.1.mlp.experts"
+    probe = RoutingProbe(
+        "model.layers.0", (unit_path(site, 2), unit_path(site, 0)), lambda x: torch.ones(2) / 4
+    )
+    traces: list[Trace] = []
+    with Recorder(model, routing_probes=[probe], on_step=traces.append):
+        mixtral_loss(model, 1).backward()
+    (hint,) = traces[0].hints
+    assert (hint.blocks, hint.values) == (probe.blocks, (0.25, 0.25))
+    assert split_path(hint.blocks[0]) == (site, 2)
+    assert probes_of(model, []) == {}
+    stranger = RoutingProbe("model.layers.0", (unit_path(site, 4),), lambda x: None)
+    with pytest.raises(TraceError, match=r"names \['model.layers.1.mlp.experts\[4\]'\]"):
+        probes_of(model, [stranger])
+
+
+def test_without_a_pilot_hints_correct_the_last_order() -> None:
+    """Blocks 1 to 4 are experts of one layer, 6 to 9 of the next."""
+    tracker = OrderTracker([0, 1, 3, 5, 6, 7, 10], {1, 2, 3, 4, 6, 7, 8, 9}, again=0.6)
+    assert tracker.expect()[0] == [0, 1, 3, 5, 6, 7, 10]
+    tracker.observe(0)
+    tracker.hint((1, 2, 3, 4), (0.1, 0.9, 0.8, 0.2))
+    assert tracker.decided
+    blocks, chances = tracker.expect()
+    assert blocks == [2, 3, 5, 6, 7, 10]
+    assert [round(float(p), 2) for p in chances] == [0.9, 0.8, 1, 0.6, 0.6, 1]
+    for block in (2, 4):
+        tracker.observe(block)
+    tracker.hint((6, 7, 8, 9), (0.0, 0.0, 1.0, 1.0))
+    assert tracker.expect()[0] == [5, 8, 9, 10]
+    tracker.observe(10)
+    tracker.hint((6, 7, 8, 9), (1.0, 1.0, 1.0, 1.0))  # they are past
+    assert tracker.expect()[0] == []
+
+
+@needs_pager
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_before_there_is_a_pilot_a_session_follows_its_routers(implementation: str) -> None:
+    """What it expects just before it runs is nearer to what runs than the last order is."""
+    network = partial(mixtral, implementation, num_local_experts=16, num_experts_per_tok=1)
+    twin = Twin(network(), lambda p: AdamW(p, lr=1e-3))
+    pages = {"page_bytes": 4096, "min_paged_bytes": 4096}
+    samples = list(range(15))  # a pilot is learned after sixteen
+    session = compare_runs(twin, Loop(steps=15), samples, mixtral_loss, 1_500_000, config=pages)
+    foreseen = session._forecast._foreseen["the last order"]
+    assert session.stats["bytes_in"].sum() > 0
+    assert foreseen > session.stats["accuracy"].iloc[1:].mean()
+
+
+@needs_pager
+def test_what_is_asked_is_seen_by_no_mode_of_the_users() -> None:
+    counted = []
+    for budgeted in (False, True):
+        model = mixtral(num_local_experts=8)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with contextlib.ExitStack() as stack:
+            if budgeted:
+                pages = {"page_bytes": 4096, "min_paged_bytes": 2048}
+                stack.enter_context(
+                    dynoffload.offload(model, optimizer, budget=900_000, config=pages)
+                )
+            for seed in range(4):
+                with FlopCounterMode(display=False) as counter:
+                    mixtral_loss(model, seed).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        counted.append(counter.get_total_flops())
+    assert counted[0] == counted[1]
