@@ -90,6 +90,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pager_close": (None, (_P,)),
     "pager_base": (_U64, (_P,)),
     "pager_set_reserve": (None, (_P, _U32)),
+    "pager_limit": (None, (_P, _U32)),
     "pager_create": (_INT, (_P, _U32, _U32, _U32, _U64, _I64)),
     "pager_source": (_INT, (_P, _U32, _P, _U32)),
     "pager_sourced": (_INT, (_P, _U32)),

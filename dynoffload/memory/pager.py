@@ -58,7 +58,8 @@ class Pager(Device):
     """A `Device` on which an access to an absent region waits until it is fetched.
 
     Args:
-        capacity: bytes of the pool, never exceeded; populated on demand and kept until `close`.
+        capacity: bytes of the pool, never exceeded; populated on demand and kept until `close`,
+            or until `limit` lowers it.
         page_bytes: power of two, 4 KiB to 2 MiB; 2 MiB pages are huge pages.
         spill_dir: directory of the spill file.
         need: minimum bytes of the spill file.
@@ -321,6 +322,13 @@ class Pager(Device):
         """See `Device.reserve`."""
         self._native.pager_set_reserve(self._handle, -(-nbytes // self.page_bytes))
 
+    def limit(self, capacity: int) -> bool:
+        """See `Device.limit`."""
+        pages = capacity // self.page_bytes
+        self.capacity = min(self.capacity, pages * self.page_bytes)
+        self._native.pager_limit(self._handle, pages)
+        return True
+
     def resident(self) -> list[int]:
         """See `Device.resident`."""
         return [int(region) for region in np.flatnonzero(self._states()[0] >= 2)]
@@ -338,7 +346,7 @@ class Pager(Device):
         return int(self._counters().pages_in_use) * self.page_bytes
 
     def taken_bytes(self) -> int:
-        """See `Device.taken_bytes`: empty pages stay in the pool until `close`."""
+        """See `Device.taken_bytes`: empty pages stay in the pool."""
         return int(self._counters().pages_taken) * self.page_bytes
 
     def _called(self, region: int) -> str:

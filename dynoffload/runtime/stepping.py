@@ -13,6 +13,7 @@ from torch import nn
 
 from dynoffload.distributed.replicas import as_backward_ends
 from dynoffload.distributed.sharded import Gathered, groups_of
+from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
 from dynoffload.runtime.adopting import Adoption
 from dynoffload.runtime.adoption.slots import Fused, Slot
@@ -182,6 +183,8 @@ class Stepping(Mode):
         if self.loss:
             self.loss.check()
         self._recording.sample()
+        if self._recording.headroom.lacks:
+            raise BudgetError(self._recording.headroom.lacks)
         if not self._forecast.asks:
             self.migrator.visit(unit)
         self._make_ready([unit])
