@@ -38,7 +38,7 @@ class NativeExtent(ctypes.Structure):
     """``struct extent`` of pager.h."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("fd", "spare")),
+        *((name, ctypes.c_int32) for name in ("fd", "direct")),
         *((name, ctypes.c_int64) for name in ("offset", "nbytes", "size", "modified_ns")),
     )
 

@@ -138,7 +138,7 @@ class Pager(Device):
         assert sum(extent.nbytes for extent in extents) == self.nbytes(region)
         native = (native_pager.NativeExtent * len(extents))()
         for one, (file, offset, nbytes) in zip(native, extents, strict=True):
-            one.fd, one.offset, one.nbytes = file.fd, offset, nbytes
+            one.fd, one.direct, one.offset, one.nbytes = file.fd, file.direct, offset, nbytes
             one.size, one.modified_ns = file.size, file.modified_ns
         if self._native.pager_source(self._handle, region, native, len(extents)):
             raise BudgetError(f"{_NO_BOOKS} a region's place in a checkpoint: {_MORE_MEMORY}")

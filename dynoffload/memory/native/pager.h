@@ -24,6 +24,9 @@
  * [Note: sources]  A region's copy may lie in other files, such as a checkpoint, in extents at any
  * offset. It is read there until it is first written, to the spill file. A file whose size or time of
  * modification differs from when it was opened is not read.
+ *   What the page cache holds is read from it. Long extents that it lacks are read past it, in aligned
+ * pieces, and copied: that takes no memory from the pool's control group, and half of the processor's
+ * time.
  *
  * [Note: locked regions]  A region whose content is about to be replaced (its optimizer update is
  * deferred) is locked: it may be staged but not installed. A fault on it is reported to the owner,
@@ -101,7 +104,7 @@ struct failure { /* why a function failed */
 };
 
 struct extent { /* bytes of a file that is not ours; see [Note: sources] */
-    int32_t fd, spare;
+    int32_t fd, direct; /* the second past the page cache, or -1 */
     int64_t offset, bytes;
     int64_t size, modified_ns; /* of the file, as it was opened */
 };
