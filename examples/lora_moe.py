@@ -1,7 +1,7 @@
 """Fine-tune a mixture of experts that is larger than memory, by LoRA, with transformers' Trainer.
 
     python examples/lora_moe.py /var/tmp/moe --make            # 8 GB of random weights in bfloat16
-    python examples/lora_moe.py /var/tmp/moe --budget 1.2GB    # in less than 2 GB of memory
+    python examples/lora_moe.py /var/tmp/moe --budget 1.5GB    # in less than 2 GB of memory
 
 The first command writes a Qwen3-MoE layer by layer, as `save_pretrained` would: take one of your
 own in its place. The text is Python's own source, one byte per token.
@@ -10,26 +10,22 @@ own in its place. The text is Python's own source, one byte per token.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from itertools import islice
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
-from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    Qwen3MoeConfig,
     Trainer,
     TrainingArguments,
     set_seed,
 )
-from transformers.core_model_loading import revert_weight_conversion
 
-from dynoffload.datasets.text import VOCABULARY, batches
+from dynoffload.datasets.text import batches
+from dynoffload.experiments.moe_checkpoint import on_meta, qwen3_moe, write
 from dynoffload.integrations.transformers import OffloadCallback, materialize
 
 
@@ -48,50 +44,11 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def on_meta(config: Qwen3MoeConfig) -> torch.nn.Module:
-    """Return the network without memory."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-
-
 def make(args: argparse.Namespace) -> None:
     """Write a checkpoint of random weights, one file per layer."""
-    config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=args.hidden,
-        moe_intermediate_size=args.hidden * 3 // 4,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden // 64,
-        num_key_value_heads=max(1, args.hidden // 256),
-        head_dim=64,
-        num_experts=args.experts,
-        num_experts_per_tok=min(8, args.experts),
-        architectures=["Qwen3MoeForCausalLM"],
-    )
-    model = on_meta(config)
-    files: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in revert_weight_conversion(model, model.state_dict()).items():
-        parts = name.split(".")
-        layer = f"layer-{int(parts[2]):03d}" if parts[1] == "layers" else "rest"
-        files.setdefault(f"{layer}.safetensors", {})[name] = tensor
-    args.path.mkdir(parents=True, exist_ok=True)
-    generator, total = torch.Generator().manual_seed(0), 0
-    for number, (file, tensors) in enumerate(files.items(), 1):
-        made = {
-            name: torch.ones(one.shape, dtype=one.dtype)
-            if "norm" in name
-            else torch.empty(one.shape, dtype=one.dtype).normal_(0, 0.02, generator=generator)
-            for name, one in tensors.items()
-        }
-        save_file(made, args.path / file, metadata={"format": "pt"})
-        total += sum(one.nbytes for one in made.values())
-        print(f"{number} of {len(files)} files, {total / 1e9:.2f} GB", flush=True)
-    index = {
-        "metadata": {"total_size": total},
-        "weight_map": {name: file for file, names in files.items() for name in names},
-    }
-    (args.path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    config.save_pretrained(args.path)
+    config = qwen3_moe(args.layers, args.hidden, args.experts)
+    for number, total in write(args.path, config):
+        print(f"{number} of {args.layers + 1} files, {total / 1e9:.2f} GB", flush=True)
 
 
 def main() -> None:

@@ -39,6 +39,7 @@ EXPERIMENTS: dict[str, str] = {
     "moe-layer": "dynoffload.experiments.moe_layer:Layers",
     "ranks": "dynoffload.experiments.ranks:Ranks",
     "moe-pipeline": "dynoffload.experiments.moe_pipeline:Pipeline",
+    "lora": "dynoffload.experiments.lora:Lora",
     "gpu": "dynoffload.experiments.gpu:Gpu",
 }
 """Name on the command line -> ``module:class``."""

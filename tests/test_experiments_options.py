@@ -37,6 +37,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("moe-layer", {"dtype": "float64"}, "dtype names 'float64'"),
     ("moe-layer", {"rounds": 3}, "medians are of five at least"),
     ("moe-layer", {"fewer_tokens": 7}, "do not divide 65536 tokens of 512"),
+    ("lora", {"ways": ("both",)}, "ways names 'both'; there are read"),
+    ("lora", {"steps": 0}, "are at least 1"),
     ("moe-pipeline", {"sizes": ("GPT-9",)}, "sizes names 'GPT-9'; there are GPT-S"),
     ("moe-pipeline", {"steps": 0}, "must be at least 1"),
     ("paged", {"rows": ("maped",)}, "mapped"),

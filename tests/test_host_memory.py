@@ -19,6 +19,7 @@ import dynoffload
 from dynoffload.errors import BudgetError
 from dynoffload.experiments.baselines.cgroup import memory_group, why_unavailable
 from dynoffload.memory import limits
+from dynoffload.memory.pager import probe
 from dynoffload.runtime import host
 from dynoffload.runtime.target import Target
 from dynoffload.units import GiB, MiB
@@ -158,3 +159,64 @@ def test_the_limit_of_the_control_group_counts(tmp_path: Path) -> None:
     assert expected - 64 * MiB < available < limit
     assert abs(budget - most_of(available)) < 64 * MiB
     assert "control group, can give" in done.stderr
+
+
+LIBRARY = """
+    import logging, sys
+    logging.basicConfig(level=logging.WARNING)
+    import torch
+    import dynoffload
+    steps, kept_in_all = int(sys.argv[1]), 4 * int(sys.argv[2])
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(90)))
+    model[:-1].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    kept = []
+    def keep(*_):  # as a library does: memory that is neither the model's nor freed
+        if len(kept) < kept_in_all:
+            kept.append(torch.ones(1 << 16))
+    for layer in model:
+        layer.register_forward_hook(keep)
+    def train():
+        for _ in range(steps):
+            loss = model(torch.ones(64, 1024)).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            print(loss.item().hex(), flush=True)
+    if len(sys.argv) > 3:
+        train()
+    else:
+        with dynoffload.offload(model, optimizer, budget="64GiB", pilot=None):
+            train()
+"""
+
+
+def keeping(steps: int, mebibytes: int, *, plain: bool = False) -> list[str]:
+    """Return a command that trains while something keeps 22 MiB more in each step."""
+    code = textwrap.dedent(LIBRARY)
+    return [sys.executable, "-c", code, str(steps), str(mebibytes), *(["plain"] if plain else [])]
+
+
+@pytest.mark.skipif(bool(why_unavailable() or probe()), reason=why_unavailable() or probe())
+@pytest.mark.parametrize(("steps", "mebibytes"), [(10, 200), (30, 10_000)])
+def test_what_libraries_keep_is_taken_from_the_pool(steps: int, mebibytes: int) -> None:
+    """It grows beyond all that was left free: the pool shrinks, to the least, and then training
+    ends in words. The group kills nobody, and the numbers are those of plain PyTorch."""
+
+    def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+    plain = run(keeping(steps, mebibytes, plain=True)).stdout.split()
+    assert len(set(plain)) == steps
+    with memory_group(700 * MiB) as group:
+        done = run(group.command(keeping(steps, mebibytes)))
+        assert group.usage().oom_kills == 0
+    losses = done.stdout.split()
+    assert "shrinks" in done.stderr
+    if mebibytes < 1000:
+        assert done.returncode == 0, done.stderr
+        assert losses == plain
+    else:
+        assert losses == plain[: len(losses)]
+        assert re.search(r"BudgetError: .* cannot be smaller; it is memory that lacks", done.stderr)

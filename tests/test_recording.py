@@ -13,6 +13,7 @@ from dynoffload.reporting import write_run
 from dynoffload.reporting.columns import Columns
 from dynoffload.reporting.summary import left_out, summarize
 from dynoffload.runtime import recording
+from dynoffload.runtime.host import Headroom, Possible
 from dynoffload.runtime.passes.finalization import Keeping
 from dynoffload.runtime.recording import Recording
 from dynoffload.telemetry import RunLog, StepStats
@@ -64,7 +65,9 @@ class Run:
 
     def __init__(self) -> None:
         self.log = RunLog("Model", "pager", "pilot", budget=GiB, headroom=0)
-        self.recording = Recording(self.log, GiB, outside=lambda device: 0)
+        self.recording = Recording(
+            self.log, GiB, Headroom(Possible(0, 0), 0), outside=lambda device: 0
+        )
         self.page()
 
     def page(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from devices import SMALL, needs_pager, opened, pattern, view
 from dynoffload.errors import SpillError
 from dynoffload.memory.pager import Pager
 from dynoffload.memory.sources import Extent, SourceFile
+from dynoffload.units import MiB
 
 pytestmark = needs_pager
 LENGTH = 5 * SMALL + 999
@@ -69,6 +71,44 @@ def test_bytes_at_any_place(device: Pager, file: Path, at: int, cuts: tuple[int,
         assert region not in device.resident()
     assert device.counters().bytes_out == 0
     assert device.counters().bytes_in == 3 * LENGTH
+
+
+def read_from_disk() -> int:
+    """Return the bytes that this process has read from disks so far."""
+    (line,) = re.findall(r"^read_bytes: (\d+)$", Path("/proc/self/io").read_text(), re.M)
+    return int(line)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("at", [0, 1, 4095])
+@pytest.mark.parametrize("length", [3 * MiB - 1, 5 * MiB + 4097])
+def test_long_extents_leave_the_page_cache_alone(
+    tmp_path: Path, length: int, at: int, cached: bool
+) -> None:
+    """What is there is used, and what is not is read past it. The last one ends with the file."""
+    content = pattern(at + 2 * length + 7, length)
+    path = tmp_path / "long"
+    path.write_bytes(content.numpy().tobytes())
+    source = SourceFile(path)
+    if source.direct < 0:
+        pytest.skip("the file system has no direct reads")
+    os.fsync(source.fd)
+    os.posix_fadvise(source.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    if cached:
+        path.read_bytes()
+    extents = [Extent(source, at, length), Extent(source, at + length + 7, length)]
+    with opened("pager", 3 * length, SMALL, tmp_path) as device:
+        region = device.allocate(2 * length)
+        device.source(region, extents)
+        before = read_from_disk()
+        for _ in range(2):
+            expected = torch.cat([content[e.offset : e.offset + length] for e in extents])
+            assert torch.equal(view(device, region), expected)
+            other = device.allocate(3 * length - SMALL)
+            device.acquire([other])
+            device.release(other)
+        read = read_from_disk() - before
+        assert read == 0 if cached else 4 * length <= read < 4 * length + MiB
 
 
 def test_what_is_written_moves_to_the_spill_file(device: Pager, file: Path) -> None:

@@ -75,7 +75,7 @@ class Device(RegionAllocator):
             announce each access, and storages of absent regions are empty.
         device: the torch device of the regions' tensors.
         page_bytes: regions are padded to this.
-        capacity: bytes of the pool; never exceeded.
+        capacity: bytes of the pool; never exceeded, but while `limit` waits for memory to be free.
         names: region names for messages; filled by the regions' owner.
     """
 
@@ -145,6 +145,11 @@ class Device(RegionAllocator):
     @abstractmethod
     def reserve(self, nbytes: int) -> None:
         """Keep ``nbytes`` of the pool free of prefetches, for unpredicted accesses."""
+
+    def limit(self, capacity: int) -> bool:
+        """Lower the capacity; the memory beyond it goes back to the system as it becomes free.
+        Return whether the device can: not if its pool is a file's pages, or an accelerator's."""
+        return False
 
     @abstractmethod
     def resident(self) -> list[int]:

@@ -38,7 +38,7 @@ class NativeExtent(ctypes.Structure):
     """``struct extent`` of pager.h."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("fd", "spare")),
+        *((name, ctypes.c_int32) for name in ("fd", "direct")),
         *((name, ctypes.c_int64) for name in ("offset", "nbytes", "size", "modified_ns")),
     )
 
@@ -90,6 +90,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pager_close": (None, (_P,)),
     "pager_base": (_U64, (_P,)),
     "pager_set_reserve": (None, (_P, _U32)),
+    "pager_limit": (None, (_P, _U32)),
     "pager_create": (_INT, (_P, _U32, _U32, _U32, _U64, _I64)),
     "pager_source": (_INT, (_P, _U32, _P, _U32)),
     "pager_sourced": (_INT, (_P, _U32)),

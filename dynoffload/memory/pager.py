@@ -58,7 +58,8 @@ class Pager(Device):
     """A `Device` on which an access to an absent region waits until it is fetched.
 
     Args:
-        capacity: bytes of the pool, never exceeded; populated on demand and kept until `close`.
+        capacity: bytes of the pool, never exceeded; populated on demand and kept until `close`,
+            or until `limit` lowers it.
         page_bytes: power of two, 4 KiB to 2 MiB; 2 MiB pages are huge pages.
         spill_dir: directory of the spill file.
         need: minimum bytes of the spill file.
@@ -137,7 +138,7 @@ class Pager(Device):
         assert sum(extent.nbytes for extent in extents) == self.nbytes(region)
         native = (native_pager.NativeExtent * len(extents))()
         for one, (file, offset, nbytes) in zip(native, extents, strict=True):
-            one.fd, one.offset, one.nbytes = file.fd, offset, nbytes
+            one.fd, one.direct, one.offset, one.nbytes = file.fd, file.direct, offset, nbytes
             one.size, one.modified_ns = file.size, file.modified_ns
         if self._native.pager_source(self._handle, region, native, len(extents)):
             raise BudgetError(f"{_NO_BOOKS} a region's place in a checkpoint: {_MORE_MEMORY}")
@@ -321,6 +322,13 @@ class Pager(Device):
         """See `Device.reserve`."""
         self._native.pager_set_reserve(self._handle, -(-nbytes // self.page_bytes))
 
+    def limit(self, capacity: int) -> bool:
+        """See `Device.limit`."""
+        pages = capacity // self.page_bytes
+        self.capacity = min(self.capacity, pages * self.page_bytes)
+        self._native.pager_limit(self._handle, pages)
+        return True
+
     def resident(self) -> list[int]:
         """See `Device.resident`."""
         return [int(region) for region in np.flatnonzero(self._states()[0] >= 2)]
@@ -338,7 +346,7 @@ class Pager(Device):
         return int(self._counters().pages_in_use) * self.page_bytes
 
     def taken_bytes(self) -> int:
-        """See `Device.taken_bytes`: empty pages stay in the pool until `close`."""
+        """See `Device.taken_bytes`: empty pages stay in the pool."""
         return int(self._counters().pages_taken) * self.page_bytes
 
     def _called(self, region: int) -> str:

@@ -14,6 +14,7 @@ class SourceFile:
     Attributes:
         path: of the file.
         fd: its descriptor.
+        direct: another that bypasses the page cache; -1 where the file system has none.
         size: its bytes when it was opened.
         modified_ns: when it had been modified last by then.
 
@@ -25,6 +26,12 @@ class SourceFile:
         self.path = path
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self.fd).atexit = False  # others may read it then
+        try:
+            same = f"/proc/self/fd/{self.fd}"  # another file may have the path by now
+            self.direct = os.open(same, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            weakref.finalize(self, os.close, self.direct).atexit = False
+        except OSError:
+            self.direct = -1
         found = os.fstat(self.fd)
         self.size, self.modified_ns = found.st_size, found.st_mtime_ns
 

@@ -26,6 +26,7 @@ from dynoffload.runtime.adoption.relocation import Homes
 from dynoffload.runtime.counting import largest_outside, ordinary_bytes
 from dynoffload.runtime.forked import refusal
 from dynoffload.runtime.frames import clear_frames
+from dynoffload.runtime.host import Headroom
 from dynoffload.runtime.interrupts import interruptible, uninterrupted
 from dynoffload.runtime.meta_init import MetaInit
 from dynoffload.runtime.migration.forecast import Forecast
@@ -63,6 +64,7 @@ class BudgetedSession(Session):
         self._recording = Recording(
             log,
             config.heap_slack_bytes,
+            Headroom(setup.possible, sizing.least_bytes),
             outside=self._outside_bytes,
             allocated=None if target.queues is None else target.queues.peak_bytes,
         )

@@ -195,6 +195,7 @@ def _plan(
         pilot=predictor,
         spill_reason=reason,
         replicas=replicas,
+        possible=possible,
         sourced=sourced,
     )
     return Planned(_paged(setup), functools.partial(_report, given))

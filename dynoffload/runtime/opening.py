@@ -18,6 +18,7 @@ from dynoffload.memory.device import Device
 from dynoffload.memory.limits import available_bytes
 from dynoffload.memory.mapped import MappedFile
 from dynoffload.memory.pager import Pager, probe
+from dynoffload.runtime.host import Possible
 from dynoffload.runtime.migration.forecast import Predictor
 from dynoffload.runtime.sizing import Sizing
 from dynoffload.runtime.target import Target
@@ -43,6 +44,7 @@ class Setup:
         pilot: a predictor, ``"auto"`` or None.
         spill_reason: why the spill directory is not the system's usual one, or "".
         replicas: the wrappers of the model.
+        possible: the memory that the process can have.
         sourced: parameters that are read from files of others, and take no room in the spill file.
     """
 
@@ -55,6 +57,7 @@ class Setup:
     pilot: Predictor | str | None
     spill_reason: str
     replicas: tuple[DistributedDataParallel, ...]
+    possible: Possible
     sourced: frozenset[nn.Parameter]
 
 

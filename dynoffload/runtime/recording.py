@@ -23,6 +23,7 @@ from dynoffload.errors import CorruptionError, SpillError
 from dynoffload.memory import heap
 from dynoffload.memory.device import Counters, Device, EventKind
 from dynoffload.memory.limits import resident_bytes
+from dynoffload.runtime.host import Headroom
 from dynoffload.runtime.passes.finalization import Keeping
 from dynoffload.telemetry import (
     MemorySample,
@@ -57,6 +58,7 @@ class Recording:
     Args:
         log: an empty log.
         slack: bytes beyond what is counted above which freed heap is given back.
+        headroom: lowers the device's capacity where that is not enough.
         outside: returns the bytes of the model's tensors outside a device; for None, of all of
             them; called once in a step.
         allocated: returns an accelerator's peak allocated bytes since the last call. None: fast
@@ -72,12 +74,13 @@ class Recording:
         self,
         log: RunLog,
         slack: int,
+        headroom: Headroom,
         *,
         outside: Callable[[Device | None], int],
         allocated: Callable[[], int] | None = None,
     ) -> None:
         self.log = log
-        self._slack = slack
+        self._slack, self.headroom = slack, headroom
         self.baseline = self.progress = 0
         self._count_outside = outside
         self._allocated, self._of_process = allocated, allocated is None
@@ -151,11 +154,15 @@ class Recording:
         beyond = resident_bytes() - self.baseline - taken
         self._in_use = min(self._in_use, beyond)
         # Memory in use cannot be given back: retry only when there is more than that.
-        if beyond > max(self._slack, self._in_use + self._slack // 8) and heap.give_back():
+        most = max(self._slack, self._in_use + self._slack // 8)
+        short = self._device is not None and self.headroom.is_short(beyond)
+        if (short or beyond > most) and heap.give_back():
             # Also record the peak before giving back.
             self._note_headroom(beyond)
             beyond = self._in_use = resident_bytes() - self.baseline - taken
         self._note_headroom(beyond)
+        if short and self._device is not None:
+            self.headroom.shrink(self._device, beyond)
         return beyond
 
     def _note_headroom(self, beyond: int) -> None:

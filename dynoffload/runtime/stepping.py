@@ -14,6 +14,7 @@ from torch import nn
 from dynoffload.around import after_call, choosing
 from dynoffload.distributed.replicas import as_backward_ends
 from dynoffload.distributed.sharded import Gathered, groups_of
+from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
 from dynoffload.profiler.experts import split_path
 from dynoffload.runtime.adopting import Adoption
@@ -188,6 +189,8 @@ class Stepping(Mode):
         if self.loss:
             self.loss.check()
         self._recording.sample()
+        if self._recording.headroom.lacks:
+            raise BudgetError(self._recording.headroom.lacks)
         if not self._forecast.asks:
             self.migrator.visit(unit)
         self._make_ready([unit])

@@ -116,6 +116,13 @@ class MemoryGroup:
         events = self._counters("memory.events")
         return Usage(peak, events.get("max", 0), events.get("oom_kill", 0))
 
+    def memory(self) -> tuple[int, int]:
+        """Return the bytes of processes' own memory, and of the page cache."""
+        stat = self._counters("memory.stat")
+        names = ("rss", "cache") if self.version == 1 else ("anon", "file")
+        own, cache = (stat.get(name, 0) for name in names)
+        return own, cache
+
     def processes(self) -> list[int]:
         """Return the ids of the processes in the group."""
         return [int(line) for line in self._read("cgroup.procs").split()]

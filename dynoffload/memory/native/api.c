@@ -18,6 +18,16 @@ API void pager_set_reserve(struct pager *p, uint32_t pages)
     pthread_cond_broadcast(&p->work);
 }
 
+/* Let the pool have no more than `pages`, as soon as so many others are free; never more than before. */
+API void pager_limit(struct pager *p, uint32_t pages)
+{
+    HOLD(p);
+    if (pages < p->limit)
+        p->limit = pages;
+    pool_retire(p);
+    pthread_cond_broadcast(&p->work);
+}
+
 /* How many seconds to wait for room when nothing can be evicted, see [Note: no room]; and, if that is
  * less, for a page that the kernel holds. */
 API void pager_set_patience(struct pager *p, uint32_t seconds)
@@ -378,7 +388,7 @@ API void pager_counters(struct pager *p, struct counters *counters, int reset)
 {
     HOLD(p);
     *counters = p->counters;
-    counters->pages_taken = p->populated;
+    counters->pages_taken = p->populated - p->retired;
     if (reset) {
         p->counters.peak_pages = p->counters.pages_in_use;
         p->counters.error = 0;

@@ -8,12 +8,22 @@
 
 #include <errno.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
+#ifndef SYS_cachestat /* headers older than Linux 6.5 */
+#define SYS_cachestat 451
+#endif
+
 #define IOV 256 /* most pages per call */
+
+#define ALIGN 4096 /* of direct reads */
+#define PIECE (2 << 20)
+#define LONG (1 << 20) /* shorter extents are read faster through the page cache */
 
 #define SECTOR 512u
 #define LANES 8 /* as many products as a core has in flight */
@@ -75,6 +85,44 @@ static int check_source(const struct extent *e)
     return now.st_size == e->size && modified_ns == e->modified_ns ? 0 : ESTALE;
 }
 
+/* Does the page cache hold all of an extent? */
+static int is_cached(const struct extent *e)
+{
+    uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), first = (uint64_t)e->offset / page;
+    uint64_t range[2] = {(uint64_t)e->offset, (uint64_t)e->bytes}, count[5] = {0};
+    return !syscall(SYS_cachestat, e->fd, range, count, 0) &&
+           count[0] > (uint64_t)(e->offset + e->bytes - 1) / page - first;
+}
+
+/* Read an extent to byte `at` of a region, past the page cache. */
+static int read_direct(struct pager *p, struct region *r, uint64_t at, const struct extent *e)
+{
+    int64_t end = e->offset + e->bytes, from = e->offset & ~(int64_t)(ALIGN - 1), done = e->offset;
+    char *piece = aligned_alloc(ALIGN, PIECE);
+    int error = piece ? 0 : ENOMEM;
+    while (!error && done < end) {
+        int64_t left = (end - from + ALIGN - 1) & ~(int64_t)(ALIGN - 1);
+        ssize_t got = pread(e->direct, piece, left < PIECE ? (size_t)left : PIECE, from);
+        if (got < 0) {
+            error = errno == EINTR ? 0 : errno;
+            continue;
+        }
+        int64_t stop = from + got < end ? from + got : end;
+        if (stop <= done)
+            error = EIO; /* the file was truncated */
+        while (done < stop) {
+            uint64_t to = at + (uint64_t)(done - e->offset), skip = to % p->page_bytes;
+            uint64_t n = p->page_bytes - skip;
+            n = n < (uint64_t)(stop - done) ? n : (uint64_t)(stop - done);
+            memcpy(slot_address(p, r->slots[to / p->page_bytes]) + skip, piece + (done - from), n);
+            done += (int64_t)n;
+        }
+        from = done & ~(int64_t)(ALIGN - 1);
+    }
+    free(piece);
+    return error;
+}
+
 /* Read a region from its source, and zero what is left of its last page; see [Note: sources]. */
 static int read_source(struct pager *p, struct region *r)
 {
@@ -82,7 +130,12 @@ static int read_source(struct pager *p, struct region *r)
     for (uint32_t i = 0; i < r->extents; i++) {
         const struct extent *e = &r->source[i];
         int error = check_source(e);
-        if (!error)
+        if (error)
+            return error;
+        error = EINVAL; /* as a file system may say of direct reads */
+        if (e->direct >= 0 && e->bytes >= LONG && !is_cached(e))
+            error = read_direct(p, r, at, e);
+        if (error == EINVAL)
             error = move_bytes(p, r, at, at + (uint64_t)e->bytes, e->fd, e->offset, 0);
         if (error)
             return error;

@@ -98,7 +98,7 @@ API struct pager *pager_open(int fd, uint64_t page_bytes, uint32_t arena_pages, 
     }
     int user_mode_only;
     *p = (struct pager){.patience = PATIENCE, .page_bytes = page_bytes, .arena_pages = arena_pages,
-                        .pool_pages = pool_pages, .region_capacity = region_capacity, .fd = fd,
+                        .pool_pages = pool_pages, .limit = pool_pages, .region_capacity = region_capacity, .fd = fd,
                         .pagemap = -1, .stop_pipe = {-1, -1}, .debug = debug};
     p->owner = calloc(arena_pages, sizeof *p->owner);
     p->full = calloc(pool_pages, sizeof *p->full);

@@ -6,6 +6,8 @@
  * UFFDIO_MOVE moves it from one to the other without a copy. A fetch reads the spill file into free
  * slots ("staged") and moves the pages in place ("resident"). An eviction moves them out into vacant
  * slots, writes them, and frees the slots. So the budget holds by construction.
+ *   Where the system runs short of memory the pool gets a lower limit: as slots become free, their
+ * pages go back to the system. The slots stay, vacant.
  *
  * [Note: no interpreter]  Nothing here calls into Python. A thread that accesses an absent page
  * sleeps in the kernel, perhaps with the GIL held. The pager's threads wake it and never need the
@@ -22,6 +24,9 @@
  * [Note: sources]  A region's copy may lie in other files, such as a checkpoint, in extents at any
  * offset. It is read there until it is first written, to the spill file. A file whose size or time of
  * modification differs from when it was opened is not read.
+ *   What the page cache holds is read from it. Long extents that it lacks are read past it, in aligned
+ * pieces, and copied: that takes no memory from the pool's control group, and half of the processor's
+ * time.
  *
  * [Note: locked regions]  A region whose content is about to be replaced (its optimizer update is
  * deferred) is locked: it may be staged but not installed. A fault on it is reported to the owner,
@@ -99,7 +104,7 @@ struct failure { /* why a function failed */
 };
 
 struct extent { /* bytes of a file that is not ours; see [Note: sources] */
-    int32_t fd, spare;
+    int32_t fd, direct; /* the second past the page cache, or -1 */
     int64_t offset, bytes;
     int64_t size, modified_ns; /* of the file, as it was opened */
 };
@@ -173,6 +178,8 @@ struct pager {
     uint32_t *full, *vacant; /* stacks of slots */
     uint32_t fulls, vacants, reserve;
     uint32_t populated; /* slots that have had a page; grows as the pool is used */
+    uint32_t limit;     /* pages that the pool may have; see [Note: pages] */
+    uint32_t retired;   /* pages that the system has back */
 
     struct region *regions;
     uint32_t region_capacity, region_high; /* one past the highest region ever made */
@@ -229,7 +236,8 @@ void pager_end(const char *format, ...) __attribute__((noreturn, format(printf, 
 /* Pages available without an eviction. */
 static inline uint32_t pager_room(const struct pager *p)
 {
-    return p->fulls + (p->pool_pages - p->populated);
+    uint32_t most = p->limit + p->fulls, have = p->populated - p->retired;
+    return most > have ? most - have : 0;
 }
 static inline int fail(struct failure *failure, int kind, int error, uint32_t id)
 {
@@ -255,6 +263,7 @@ int pool_again(struct pager *, int error, double since, double patience_s);
 int pool_replace(struct pager *, struct region *); /* other pages, without content, in slots */
 void pool_take_slots(struct pager *, struct region *);
 void pool_free_slots(struct pager *, struct region *);
+void pool_retire(struct pager *); /* give free pages beyond the limit back */
 void pool_wake(struct pager *, struct region *);
 
 /* transfer.c */

@@ -220,7 +220,7 @@ int pool_replace(struct pager *p, struct region *r)
 /* Populate more slots, then register them: a read into an unpopulated slot would fault on itself. */
 static void pool_grow(struct pager *p, uint32_t pages)
 {
-    uint32_t left = p->pool_pages - p->populated, step = (uint32_t)(GROWTH_BYTES / p->page_bytes);
+    uint32_t left = p->limit - (p->populated - p->retired), step = (uint32_t)(GROWTH_BYTES / p->page_bytes);
     uint32_t count = pages > step ? pages : step < left ? step : left;
     char *from = slot_address(p, p->populated);
     uint64_t bytes = (uint64_t)count * p->page_bytes;
@@ -247,7 +247,7 @@ void pool_take_slots(struct pager *p, struct region *r)
         pool_grow(p, r->pages - p->fulls);
     for (uint32_t i = 0; i < r->pages; i++)
         r->slots[i] = p->full[--p->fulls];
-    uint64_t used = p->populated - p->fulls;
+    uint64_t used = p->populated - p->retired - p->fulls;
     p->counters.pages_in_use = used;
     if (used > p->counters.peak_pages)
         p->counters.peak_pages = used;
@@ -259,7 +259,21 @@ void pool_free_slots(struct pager *p, struct region *r)
         poison(p, r->slots[i]);
         p->full[p->fulls++] = r->slots[i];
     }
-    p->counters.pages_in_use = p->populated - p->fulls;
+    p->counters.pages_in_use = p->populated - p->retired - p->fulls;
+    pool_retire(p);
+}
+
+void pool_retire(struct pager *p)
+{
+    while (p->fulls && p->populated - p->retired > p->limit) {
+        uint32_t slot = p->full[--p->fulls];
+        if (madvise(slot_address(p, slot), p->page_bytes, MADV_DONTNEED)) {
+            p->fulls++;
+            return;
+        }
+        p->vacant[p->vacants++] = slot;
+        p->retired++;
+    }
 }
 
 void pool_wake(struct pager *p, struct region *r)

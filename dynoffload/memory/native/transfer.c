@@ -371,7 +371,7 @@ void transfer_watch(struct pager *p)
             pager_end("a thread sleeps until %llu bytes of region %u are in memory, but of the pool "
                       "of %llu bytes only %llu are free and nothing can leave: %s",
                       (unsigned long long)r->bytes, id,
-                      (unsigned long long)(p->pool_pages * p->page_bytes),
+                      (unsigned long long)(p->limit * p->page_bytes),
                       (unsigned long long)(pager_room(p) * p->page_bytes),
                       p->write_error ? strerror(p->write_error)
                                      : "all is in use at once; raise the budget");
@@ -400,7 +400,7 @@ void *transfer_worker(void *context)
             fetch(p, id, BY_PLAN);
         else if (kind == ACTION_EVICT)
             evict(p, id, BY_PLAN);
-        else if (pager_room(p) + p->writing < p->reserve &&
+        else if ((pager_room(p) + p->writing < p->reserve || p->populated - p->retired > p->limit) &&
                  (id = plan_victim(p, p->position)) != NO_REGION)
             evict(p, id, BY_ROOM);
         else
