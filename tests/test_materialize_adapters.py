@@ -205,7 +205,11 @@ def test_saved_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     refused("adapters= names 'mine', and this PeftModel has 'default'", name="mine")
     refused("adapters= was given, and the LlamaForCausalLM has none", built(stock, config))
     wide = peft.get_peft_model(built(stock, config), peft.LoraConfig(r=8, **ATTENTION))
-    refused("cannot load the adapter 'default' from .*size mismatch", wide)
+    refused("cannot load the adapter 'default' from .*its r is 4, and the model's 8", wide)
+    loud = peft.get_peft_model(
+        built(stock, config), peft.LoraConfig(r=4, lora_alpha=64, **ATTENTION)
+    )
+    refused("its lora_alpha is 8, and the model's 64", loud)
     more = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"])
     refused("lacks '.*o_proj.lora_A.*', which the", peft.get_peft_model(built(stock, config), more))
     less = peft.LoraConfig(r=4, target_modules=["q_proj"])
@@ -220,6 +224,19 @@ def test_saved_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     refused("cannot load the adapter 'default' from .*adapter_model.safetensors")
     file.unlink()
     refused("cannot load the adapter 'default' from .*adapter_model.safetensors")
+
+
+def test_saved_adapters_of_a_model_in_memory_are_refused(tmp_path: Path) -> None:
+    """Before a value changes. There, an adapter's name may be part of a path."""
+    stock, config = saved("llama", tmp_path / "base")
+    saved_adapter(stock, tmp_path / "base", ADAPTERS["lora"](), tmp_path / "adapter")
+    model = peft.get_peft_model(stock(config), ADAPTERS["lora"]())
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    with pytest.raises(ConfigError, match="is in memory: load its adapters by PEFT"):
+        materialize(model, tmp_path / "base", adapters={"default": tmp_path / "adapter"})
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    model = peft.get_peft_model(built(stock, config), ADAPTERS["lora"](), adapter_name="model")
+    materialize(model, tmp_path / "base", adapters={"model": tmp_path / "adapter"})
 
 
 def test_an_adapter_that_was_loaded_to_the_meta_device_is_refused(tmp_path: Path) -> None:

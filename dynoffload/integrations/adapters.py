@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel, set_peft_model_state_dict
+from peft import PeftConfig, PeftModel, set_peft_model_state_dict
 from peft.tuners.ia3 import IA3Layer
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -36,6 +36,12 @@ logger = logging.getLogger(__name__)
 
 _REMEDY = "give the directory that save_pretrained() wrote for an adapter of this configuration"
 _BASE, _COPY = "base_model.model.", ".modules_to_save."
+_SAME_NUMBERS = frozenset(
+    "auto_mapping base_model_name_or_path exclude_modules inference_mode init_ia3_weights "
+    "init_lora_weights layers_pattern layers_to_transform lora_dropout modules_to_save "
+    "peft_version revision runtime_config target_modules target_parameters task_type".split()
+)
+"""Fields of a configuration that change no number of a saved adapter, or names of tensors, too."""
 
 
 class AdapterWeights(PlainWeights):
@@ -59,6 +65,11 @@ class AdapterWeights(PlainWeights):
                     f"{', '.join(map(repr, model.peft_config))}: name one of these"
                 )
         on_meta = any(p.is_meta for p in model.parameters())
+        if saved and not on_meta:
+            raise ConfigError(
+                f"adapters= is for a model on the meta device, and this {type(model).__name__} is "
+                "in memory: load its adapters by PEFT"
+            )
         for name, config in model.peft_config.items():
             _check_kind(name, config, saved=name in saved)
             if config.inference_mode and on_meta and name not in saved:
@@ -148,6 +159,28 @@ def _check_kind(name: str, config: Any, *, saved: bool) -> None:
     )
 
 
+def _check_config(config: PeftConfig, adapter: str, directory: Path) -> None:
+    """Refuse a saved adapter whose configuration computes something else than ``config``.
+
+    Raises:
+        ConfigError: it cannot be read, or a field has another value.
+    """
+    try:
+        other = PeftConfig.from_pretrained(str(directory))
+    except (OSError, ValueError, TypeError) as error:
+        words = " ".join(str(error).split())
+        raise ConfigError(
+            f"cannot load the adapter {adapter!r} from {directory}: {words:.300}: {_REMEDY}"
+        ) from error
+    mine, saved = config.to_dict(), other.to_dict()
+    for key in (mine.keys() | saved.keys()) - _SAME_NUMBERS:
+        if mine.get(key) != saved.get(key):
+            raise ConfigError(
+                f"cannot load the adapter {adapter!r} from {directory}: its {key} is "
+                f"{saved.get(key)!r}, and the model's {mine.get(key)!r}: {_REMEDY}"
+            )
+
+
 def _saved_values(model: PeftModel, adapter: str, directory: Path) -> dict[str, torch.Tensor]:
     """Return the values of a saved adapter by the names of the model, as PEFT loads them.
 
@@ -155,6 +188,7 @@ def _saved_values(model: PeftModel, adapter: str, directory: Path) -> dict[str, 
         ConfigError: the files cannot be read, or do not fit.
     """
     path = directory / SAFETENSORS_WEIGHTS_NAME
+    _check_config(model.peft_config[adapter], adapter, directory)
     values: dict[str, torch.Tensor] = {}
 
     def take(module: nn.Module, state: Mapping[str, torch.Tensor], *args: Any) -> None:
@@ -177,7 +211,7 @@ def _saved_values(model: PeftModel, adapter: str, directory: Path) -> dict[str, 
         name
         for name, _ in model.named_parameters()
         if name not in values
-        and adapter in name.split(".")
+        and (adapter in name.split(".")[-2:] or f"{_COPY}{adapter}." in name)
         and (not _plain_name(modules, name) or _COPY in name)
     ]
     for name in (*found.unexpected_keys, *lacking):
