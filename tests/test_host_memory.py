@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import SMALL, opened, pattern, view
 from exactness import SMALL_PAGES, Loop, footprint_of, small, small_loss, small_samples
 from torch import nn
 
@@ -220,3 +221,48 @@ def test_what_libraries_keep_is_taken_from_the_pool(steps: int, mebibytes: int) 
     else:
         assert losses == plain[: len(losses)]
         assert re.search(r"BudgetError: .* cannot be smaller; it is memory that lacks", done.stderr)
+
+
+@pytest.mark.skipif(bool(probe()), reason=probe())
+def test_a_pool_does_not_shrink_below_its_largest_region(tmp_path: Path) -> None:
+    with opened("pager", 256 * SMALL, SMALL, tmp_path) as device:
+        region = device.allocate(100 * SMALL)
+        view(device, region).copy_(pattern(100 * SMALL, 1))
+        assert device.limit(48 * SMALL)
+        assert device.capacity == 100 * SMALL
+        assert torch.equal(view(device, region), pattern(100 * SMALL, 1))
+
+
+MAPPED_DATA = """
+    import sys
+    import numpy as np
+    import torch
+    import dynoffload
+    data = np.memmap(sys.argv[1], dtype=np.float32, mode="r").reshape(-1, 64, 1024)
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(90)))
+    model[:-1].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    with dynoffload.offload(model, optimizer, budget="64GiB", pilot=None) as session:
+        first = session._paging.device.capacity
+        for step in range(8):
+            for number in range(len(data)):
+                x = torch.from_numpy(np.array(data[number]))
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        print(session._paging.device.capacity / first)
+"""
+
+
+@pytest.mark.skipif(bool(why_unavailable() or probe()), reason=why_unavailable() or probe())
+def test_mapped_data_take_nothing_from_the_pool(tmp_path: Path) -> None:
+    """A dataset that is read through a mapped file, and larger than what the group has left."""
+    data = tmp_path / "data"
+    data.write_bytes(bytes(600 * MiB))
+    with memory_group(700 * MiB) as group:
+        command = [sys.executable, "-c", textwrap.dedent(MAPPED_DATA), str(data)]
+        done = subprocess.run(
+            group.command(command), capture_output=True, text=True, timeout=300, check=False
+        )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) > 0.8

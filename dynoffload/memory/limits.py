@@ -59,10 +59,7 @@ def available_bytes() -> int:
 
 
 def _file_cache(directory: Path) -> int:
-    """Return a memory group's file cache in bytes, which the kernel reclaims before it refuses.
-
-    What processes have mapped is left out: without the code of its libraries none gets ahead.
-    """
+    """Return a memory group's file cache in bytes, which the kernel reclaims before it refuses."""
     found: dict[str, int] = {}
     try:
         lines = (directory / "memory.stat").read_text(encoding="ascii").splitlines()
@@ -70,19 +67,25 @@ def _file_cache(directory: Path) -> int:
         return 0
     for name, number in (line.split() for line in lines):
         found[name] = int(number)
-
-    def of(*names: str) -> int:
-        return next((found[name] for name in names if name in found), 0)
-
-    cache = sum(of(f"total_{name}", name) for name in ("inactive_file", "active_file"))
-    return max(0, cache - of("total_mapped_file", "file_mapped"))
+    return sum(
+        found.get(f"total_{name}", found.get(name, 0)) for name in ("inactive_file", "active_file")
+    )
 
 
 def resident_bytes() -> int:
     """Return this process's resident set, in bytes."""
+    return _statm(1)
+
+
+def file_bytes() -> int:
+    """Return the bytes of it that are pages of files, such as libraries, or shared memory."""
+    return _statm(2)
+
+
+def _statm(field: int) -> int:
     file = os.open("/proc/self/statm", os.O_RDONLY)  # called often: no text layer
     try:
         fields = os.read(file, 256).split()
     finally:
         os.close(file)
-    return int(fields[1]) * _PAGE
+    return int(fields[field]) * _PAGE

@@ -324,7 +324,8 @@ class Pager(Device):
 
     def limit(self, capacity: int) -> bool:
         """See `Device.limit`."""
-        pages = capacity // self.page_bytes
+        largest = max((place.pages for place in list(self._places.values())), default=0)
+        pages = max(capacity // self.page_bytes, largest)
         self.capacity = min(self.capacity, pages * self.page_bytes)
         self._native.pager_limit(self._handle, pages)
         return True

@@ -20,13 +20,14 @@ from torch.optim import Optimizer
 
 from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
-from dynoffload.memory.limits import available_bytes
+from dynoffload.memory.limits import available_bytes, file_bytes
 from dynoffload.runtime.counting import ordinary_bytes
 from dynoffload.runtime.target import Target
-from dynoffload.units import format_bytes
+from dynoffload.units import MiB, format_bytes
 
 logger = logging.getLogger(__name__)
 
+_MOST_CODE = 256 * MiB
 _REMEDY = (
     "it is memory that lacks: end other programs, raise the group's limit, or take a larger machine"
 )
@@ -109,6 +110,7 @@ def within(
         kept = min(slack, have // 4)
         spare = have // 16
         most = have - kept - spare
+        spare += min(file_bytes(), _MOST_CODE)  # without its code it does not get ahead
         if kept < slack:
             slack = min(slack, kept // 2 + max(0, most - budget) // 4)
         given = (
@@ -124,7 +126,7 @@ def within(
         remedy = (
             "it is the accelerator's memory that lacks: end what else uses it, or take a larger one"
         )
-    beyond = 0 if queues is not None else have - spare - min(budget, most)
+    beyond = 0 if queues is not None else max(0, have - spare - min(budget, most))
     if budget <= most:
         yield Possible(budget, slack, beyond, spare)
         return

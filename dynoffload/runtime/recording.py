@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from dynoffload.errors import CorruptionError, SpillError
 from dynoffload.memory import heap
 from dynoffload.memory.device import Counters, Device, EventKind
-from dynoffload.memory.limits import resident_bytes
+from dynoffload.memory.limits import file_bytes, resident_bytes
 from dynoffload.runtime.host import Headroom
 from dynoffload.runtime.passes.finalization import Keeping
 from dynoffload.telemetry import (
@@ -82,6 +82,7 @@ class Recording:
         self.log = log
         self._slack, self.headroom = slack, headroom
         self.baseline = self.progress = 0
+        self._files = file_bytes()
         self._count_outside = outside
         self._allocated, self._of_process = allocated, allocated is None
         self._device: Device | None
@@ -155,14 +156,16 @@ class Recording:
         self._in_use = min(self._in_use, beyond)
         # Memory in use cannot be given back: retry only when there is more than that.
         most = max(self._slack, self._in_use + self._slack // 8)
-        short = self._device is not None and self.headroom.is_short(beyond)
+        # What is read through mapped files, such as a dataset, can go at any time.
+        files = max(0, file_bytes() - self._files)
+        short = self._device is not None and self.headroom.is_short(beyond - files)
         if (short or beyond > most) and heap.give_back():
             # Also record the peak before giving back.
             self._note_headroom(beyond)
             beyond = self._in_use = resident_bytes() - self.baseline - taken
         self._note_headroom(beyond)
-        if short and self._device is not None:
-            self.headroom.shrink(self._device, beyond)
+        if short and self._device is not None and self.headroom.is_short(beyond - files):
+            self.headroom.shrink(self._device, beyond - files)
         return beyond
 
     def _note_headroom(self, beyond: int) -> None:

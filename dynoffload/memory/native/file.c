@@ -85,13 +85,14 @@ static int check_source(const struct extent *e)
     return now.st_size == e->size && modified_ns == e->modified_ns ? 0 : ESTALE;
 }
 
-/* Does the page cache hold all of an extent? */
+/* Does the page cache hold all of an extent, or may nobody tell, who may not write the file? */
 static int is_cached(const struct extent *e)
 {
     uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), first = (uint64_t)e->offset / page;
     uint64_t range[2] = {(uint64_t)e->offset, (uint64_t)e->bytes}, count[5] = {0};
-    return !syscall(SYS_cachestat, e->fd, range, count, 0) &&
-           count[0] > (uint64_t)(e->offset + e->bytes - 1) / page - first;
+    if (syscall(SYS_cachestat, e->fd, range, count, 0))
+        return errno == EPERM;
+    return count[0] > (uint64_t)(e->offset + e->bytes - 1) / page - first;
 }
 
 /* Read an extent to byte `at` of a region, past the page cache. */
