@@ -53,7 +53,7 @@ def experts_hit(
     count = next(iter(slices_in(module).values()), 0)
     for argument in (*args, *kwargs.values()) if count else ():
         if isinstance(argument, torch.Tensor) and argument.dtype in _INDICES and argument.dim():
-            if argument.is_meta:
+            if argument.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(argument):
                 return None
             values = torch.unique(argument.detach()).tolist()
             if values and (values[0] < 0 or values[-1] > count):

@@ -31,7 +31,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from dynoffload.around import Handle, after_call, before_call, choosing
 from dynoffload.below_modes import call_below
@@ -292,8 +292,9 @@ class Recorder:
         path, slices = self._paths[id(module)], slices_in(module)
         self._paused = True
         try:
-            log.hints += hinted(self._probes, path, args, call)
-            hit = experts_hit(module, args, kwargs) if slices else None
+            with _disable_current_modes():  # the user's, such as that of selective checkpointing
+                log.hints += hinted(self._probes, path, args, call)
+                hit = experts_hit(module, args, kwargs) if slices else None
         finally:
             self._paused = False
         if hit is not None:

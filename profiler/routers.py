@@ -39,22 +39,23 @@ class _Calibration:
     """Maps a router's early answers to chances; see [Note: calibration]."""
 
     def __init__(self) -> None:
-        self.asked: Tensor | None = None  # answers of the latest call, [tokens, features]
+        self.asked: Tensor | None = None  # first answers of the latest call, [tokens, features]
+        self._tokens = 0  # of that call
         self._products: Tensor | None = None  # of features with features and with outcomes
         self._weights: Tensor | None = None  # [features, experts]
         self._calls = 0
 
     def chances(self, answers: Tensor) -> Tensor | None:
         """Return the chance that each token chooses each expert; None before it has learned."""
-        self.asked = answers
+        self.asked, self._tokens = answers[:MAX_TOKENS].clone(), len(answers)
         return None if self._weights is None else (answers @ self._weights).clamp(0, 1)
 
     def learn(self, outcomes: Tensor) -> None:
         """Learn which experts the tokens of the latest answers went to, ``[tokens, experts]``."""
         answers, self.asked = self.asked, None
-        if answers is None or len(answers) != len(outcomes):
+        if answers is None or self._tokens != len(outcomes):
             return
-        answers, outcomes = answers[:MAX_TOKENS], outcomes[:MAX_TOKENS]
+        outcomes = outcomes[:MAX_TOKENS]
         new = answers.T @ torch.cat((answers, outcomes), 1)
         self._products = new if self._products is None else _KEPT * self._products + new
         self._calls += 1
@@ -81,6 +82,7 @@ class _Mixture:
             for name, module in model.get_submodule(self.path).named_children()
             if any(p.dim() == 2 and len(p) == self.count for p in _own(module))
             and module is not layer
+            and type(module).__module__.startswith("transformers.")  # known to have no effects
             and not any(True for _ in module.children())
         ]
         self.found = len(routers) == 1
@@ -146,8 +148,10 @@ class _Mixture:
             return
         self._hit = len(hit) / self.count
         indices = next(a for a in args if isinstance(a, Tensor) and not a.is_floating_point())
-        for calibration in self._calibrations if indices.dim() == 2 and self._hit < ALL else ():
-            calibration.learn(self._outcomes(indices))
+        for calibration in self._calibrations:
+            if indices.dim() == 2 and self._hit < ALL:
+                calibration.learn(self._outcomes(indices))
+            calibration.asked = None
 
 
 def mixtures_in(model: nn.Module) -> list[_Mixture]:

@@ -20,12 +20,14 @@ from torch import Tensor, nn
 import dynoffload
 from dynoffload.experiments import zoo
 from dynoffload.memory.limits import resident_bytes
-from dynoffload.pilot.features import Example
-from dynoffload.pilot.online import WINDOW
+from dynoffload.pilot.online import OnlineLearner
 from dynoffload.runtime import recording
 from dynoffload.telemetry import RunLog
 
 SAMPLES = 40
+OF_AN_EXAMPLE = 3
+"""Objects of an example that the pilot keeps. Their number falls as it finds that the network has
+changed, and rises again."""
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda kept: 0)  # of glibc alone
 
 
@@ -38,7 +40,7 @@ class Taken(NamedTuple):
     threads: int
     spill: int
     spill_blocks: int
-    objects: int
+    objects: int  # without the pilot's examples
     records: int  # single ones, that the log keeps
 
 
@@ -54,19 +56,10 @@ def network(
 
 
 def soak(
-    name: str,
-    backend: str,
-    steps: int,
-    *,
-    layers: int = 2,
-    records: int = 1,
-    learned: bool = False,
-    **options: Any,
+    name: str, backend: str, steps: int, *, layers: int = 2, records: int = 1, **options: Any
 ) -> None:
     """Train for ``steps`` steps under a third of the footprint, or the least that will do, and
-    print a JSON row for each tenth of the run; the log keeps so many single ``records``. If
-    ``learned``, these steps begin once the pilot has all examples that it keeps, which takes longer
-    where it drops old ones on the way."""
+    print a JSON row for each tenth of the run; the log keeps so many single ``records``."""
     torch.set_num_threads(1)
     recording.MOST_RECORDS = records
     model, samples, loss_of = network(name, layers)
@@ -74,37 +67,27 @@ def soak(
     config = {**SMALL_PAGES, "backend": backend, "step_aside": False, **options}
     budget, _ = least_budget(model, optimizer, footprint_of(model) // 3, config)
     with dynoffload.offload(model, optimizer, budget=budget, config=config) as session:
-        step = 0
-
-        def train(count: int) -> None:
-            nonlocal step
-            for _ in range(count):
-                step += 1
-                loss_of(model, samples[step % SAMPLES]).backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-                optimizer.zero_grad()
-
-        while learned and kept_examples() < WINDOW:
-            assert step < 8 * WINDOW, "the pilot never has as many examples as it keeps"
-            train(100)
-        for _ in range(10):
-            train(steps // 10)
-            for learner in learners():  # what it makes lives and goes while it trains
-                learner.join()
-            found = os.fstat(paging_of(session).device._spill.fd)  # type: ignore[attr-defined]
-            gc.collect()
-            _trim(0)
-            row = Taken(
-                step,
-                resident_bytes(),
-                len(os.listdir("/proc/self/fd")),
-                len(os.listdir("/proc/self/task")),
-                found.st_size,
-                found.st_blocks,
-                len(gc.get_objects()),
-                records_of(session.log),
-            )
-            sys.stdout.write(json.dumps(row) + "\n")
+        for step in range(1, steps + 1):
+            loss_of(model, samples[step % SAMPLES]).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % (steps // 10) == 0:
+                for learner in learners():  # what it makes lives and goes while it trains
+                    learner.join()
+                found = os.fstat(paging_of(session).device._spill.fd)  # type: ignore[attr-defined]
+                gc.collect()
+                _trim(0)
+                row = Taken(
+                    step,
+                    resident_bytes(),
+                    len(os.listdir("/proc/self/fd")),
+                    len(os.listdir("/proc/self/task")),
+                    found.st_size,
+                    found.st_blocks,
+                    len(gc.get_objects()) - OF_AN_EXAMPLE * kept_examples(),
+                    records_of(session.log),
+                )
+                sys.stdout.write(json.dumps(row) + "\n")
 
 
 def learners() -> list[threading.Thread]:
@@ -113,8 +96,8 @@ def learners() -> list[threading.Thread]:
 
 
 def kept_examples() -> int:
-    """Return how many examples the pilot keeps."""
-    return sum(isinstance(one, Example) for one in gc.get_objects())
+    """Return how many examples pilots keep that learn."""
+    return sum(len(one._examples) for one in gc.get_objects() if type(one) is OnlineLearner)
 
 
 def records_of(log: RunLog) -> int:

@@ -97,6 +97,9 @@ class _Restless(nn.Module):
         return logits, chosen
 
 
+_Restless.__module__ = "transformers.restless"  # routers are found among those of transformers
+
+
 class _Indexed(Experts):
     """Fused experts that are called with indices."""
 
@@ -162,6 +165,12 @@ def test_asking_changes_nothing_of_a_router(given: bool) -> None:
     assert len(seen) == 3
     assert _Restless.calls == 3 + 3 + 2  # each once early in its layer, and by the mixture before
     assert len(traces[0].hints) == 5
+
+
+def test_routers_of_others_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows what calling them once more does."""
+    monkeypatch.setattr(_Restless, "__module__", "network")
+    assert probes_of(_Network()) == {}
 
 
 def test_weights_that_are_paged_are_not_asked_for() -> None:

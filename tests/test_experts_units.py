@@ -161,3 +161,15 @@ def test_what_a_call_does_not_say_is_not_read() -> None:
     assert experts_hit(layer, (), {"top_k_index": torch.tensor([[4, 6], [1, 4]])}) == [1, 4]
     assert split_path("a.b[12]") == ("a.b", 12)
     assert split_path("a.b") == ("a.b", None)
+
+
+def test_a_call_under_vmap_is_not_read() -> None:
+    layer = Chosen().experts
+    read = []
+
+    def call(indices: Tensor) -> Tensor:
+        read.append(experts_hit(layer, (torch.ones(2, 32), indices), {}))
+        return indices
+
+    torch.func.vmap(call)(torch.tensor([[[1]], [[2]]]))
+    assert read == [None]

@@ -60,7 +60,8 @@ class Step:
             return
         self._diverged = True
         if len(blocks) > 1:
-            places = [place for place, block in enumerate(rest) if block in set(blocks)]
+            run = set(blocks)
+            places = [place for place, block in enumerate(rest) if block in run]
             self.foreseen += len(places)
             self._at += max(places, default=-1) + 1
 
