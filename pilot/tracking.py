@@ -1,6 +1,6 @@
 """Tracks a running step and updates the prediction of its remaining blocks.
 
-`OrderTracker` does so by the last order and the network's hints, without a pilot. `StepTracker`
+`OrderTracker` repeats the last order but for the network's hints, without a pilot. `StepTracker`
 observes each block as it runs, matches it to the template, updates the `Posterior` of
 the optional blocks, and returns the expected rest of the order. It follows forward only, as
 backward replays forward.

@@ -57,6 +57,8 @@ class _Calibration:
             return
         outcomes = outcomes[:MAX_TOKENS]
         new = answers.T @ torch.cat((answers, outcomes), 1)
+        if not new.isfinite().all():  # as after an overflow that a gradient scaler undoes
+            return
         self._products = new if self._products is None else _KEPT * self._products + new
         self._calls += 1
         if self._calls <= _EVERY or self._calls % _EVERY == 0:

@@ -15,6 +15,7 @@ from test_moe_transformers import FAMILIES, built
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 import dynoffload
@@ -22,6 +23,7 @@ from dynoffload.errors import TraceError
 from dynoffload.pilot.tracking import OrderTracker
 from dynoffload.profiler import Recorder, RoutingProbe, Trace
 from dynoffload.profiler.experts import split_path, unit_path
+from dynoffload.profiler.routers import _Calibration
 from dynoffload.profiler.routing import hinted, probes_of
 
 pytest.importorskip("transformers")
@@ -272,3 +274,33 @@ def test_what_is_asked_is_seen_by_no_mode_of_the_users() -> None:
                 optimizer.zero_grad()
         counted.append(counter.get_total_flops())
     assert counted[0] == counted[1]
+
+
+def test_a_recorder_leaves_selective_checkpointing_alone() -> None:
+    """Which keeps results of products by their order, those of probes would be among them."""
+    products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    contexts = partial(create_selective_checkpoint_contexts, products)
+    models = []
+    for recorded in (False, True):
+        model = mixtral(num_local_experts=8)
+        for layer in model.model.layers:
+            layer.mlp.forward = partial(
+                checkpoint, layer.mlp.forward, use_reentrant=False, context_fn=contexts
+            )
+        with Recorder(model, on_step=lambda _: None) if recorded else contextlib.nullcontext():
+            for seed in range(3):
+                mixtral_loss(model, seed).backward()
+        models.append(model)
+    for plain, one in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(plain.grad, one.grad)
+
+
+def test_an_overflow_does_not_end_learning() -> None:
+    calibration = _Calibration()
+    answers, outcomes = torch.eye(4).double(), torch.eye(4).double()
+    for scale in (1.0, float("inf"), 1.0):
+        calibration.chances(answers * scale)
+        calibration.learn(outcomes)
+    chances = calibration.chances(answers)
+    assert chances is not None
+    assert (chances.argmax(1) == torch.arange(4)).all()

@@ -74,18 +74,17 @@ def _file_cache(directory: Path) -> int:
 
 def resident_bytes() -> int:
     """Return this process's resident set, in bytes."""
-    return _statm(1)
-
-
-def file_bytes() -> int:
-    """Return the bytes of it that are pages of files, such as libraries, or shared memory."""
-    return _statm(2)
-
-
-def _statm(field: int) -> int:
     file = os.open("/proc/self/statm", os.O_RDONLY)  # called often: no text layer
     try:
         fields = os.read(file, 256).split()
     finally:
         os.close(file)
-    return int(fields[field]) * _PAGE
+    return int(fields[1]) * _PAGE
+
+
+def file_bytes() -> int:
+    """Return the bytes of it that are pages of files, such as libraries or mapped data."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("RssFile:"):
+            return int(line.split()[1]) * 1024
+    return 0

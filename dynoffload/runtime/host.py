@@ -66,22 +66,28 @@ class Headroom:
     def __init__(self, possible: Possible, least: int) -> None:
         self._possible, self._least = possible, least
         self._most: int | None = None  # the pool's capacity at first
+        self._files = file_bytes()  # at first
         self.lacks = ""
 
-    def is_short(self, beyond: int) -> bool:
-        """Return whether the system has no room for the ``beyond`` bytes that the process takes."""
-        possible = self._possible
-        return beyond > possible.beyond and available_bytes() < possible.spare
+    def excess(self, beyond: int) -> int:
+        """Return for how many of the ``beyond`` bytes that the process takes there is no room.
 
-    def shrink(self, device: Device, beyond: int) -> None:
-        """Lower the capacity of ``device`` by what ``beyond`` is too much."""
+        What is read through mapped files, such as a dataset, can go at any time and does not count.
+        """
+        possible = self._possible
+        if beyond <= possible.beyond or available_bytes() >= possible.spare:
+            return 0
+        return max(0, beyond - max(0, file_bytes() - self._files) - possible.beyond)
+
+    def shrink(self, device: Device, excess: int) -> None:
+        """Lower the capacity of ``device`` by ``excess`` from what it was at first."""
         before = device.capacity
         most = self._most = self._most or before
-        if not device.limit(max(most - (beyond - self._possible.beyond), self._least)):
+        if not device.limit(max(most - excess, self._least)):
             return
         taken = (
-            f"libraries and operators take {format_bytes(beyond)} beside the pool, and the system, "
-            "or this process's control group, can give no more: "
+            f"libraries and operators take {format_bytes(self._possible.beyond + excess)} beside "
+            "the pool, and the system, or this process's control group, can give no more: "
         )
         if before <= self._least:
             self.lacks = f"{taken}the pool of {format_bytes(before)} cannot be smaller; {_REMEDY}"

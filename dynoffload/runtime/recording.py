@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from dynoffload.errors import CorruptionError, SpillError
 from dynoffload.memory import heap
 from dynoffload.memory.device import Counters, Device, EventKind
-from dynoffload.memory.limits import file_bytes, resident_bytes
+from dynoffload.memory.limits import resident_bytes
 from dynoffload.runtime.host import Headroom
 from dynoffload.runtime.passes.finalization import Keeping
 from dynoffload.telemetry import (
@@ -82,7 +82,6 @@ class Recording:
         self.log = log
         self._slack, self.headroom = slack, headroom
         self.baseline = self.progress = 0
-        self._files = file_bytes()
         self._count_outside = outside
         self._allocated, self._of_process = allocated, allocated is None
         self._device: Device | None
@@ -156,16 +155,15 @@ class Recording:
         self._in_use = min(self._in_use, beyond)
         # Memory in use cannot be given back: retry only when there is more than that.
         most = max(self._slack, self._in_use + self._slack // 8)
-        # What is read through mapped files, such as a dataset, can go at any time.
-        files = max(0, file_bytes() - self._files)
-        short = self._device is not None and self.headroom.is_short(beyond - files)
-        if (short or beyond > most) and heap.give_back():
+        excess = self.headroom.excess(beyond) if self._device is not None else 0
+        if (excess or beyond > most) and heap.give_back():
             # Also record the peak before giving back.
             self._note_headroom(beyond)
             beyond = self._in_use = resident_bytes() - self.baseline - taken
+            excess = excess and self.headroom.excess(beyond)
         self._note_headroom(beyond)
-        if short and self._device is not None and self.headroom.is_short(beyond - files):
-            self.headroom.shrink(self._device, beyond - files)
+        if excess and self._device is not None:
+            self.headroom.shrink(self._device, excess)
         return beyond
 
     def _note_headroom(self, beyond: int) -> None:

@@ -182,7 +182,8 @@ class Activations:
                     f"a tensor of {format_bytes(nbytes)} that autograd saves in or after module "
                     f"{self.site()!r} is larger than the pool of "
                     f"{format_bytes(self.device.capacity)}: raise the budget to "
-                    f"{format_bytes(self.enough(nbytes))}, or make the sample smaller"
+                    f"{format_bytes(self.enough(nbytes))} (it is memory that lacks if a warning "
+                    "said that the pool shrinks), or make the sample smaller"
                 )
             region = self.device.allocate(nbytes, extra=True)
             self.names[region] = "activations (large)"
