@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from fused_networks import paging_of
 from torch.optim import AdamW
 
 import dynoffload
-from dynoffload.errors import SpillError
+from dynoffload.errors import ConfigError, SpillError
 from dynoffload.memory.device import Device
 from dynoffload.memory.pager import Pager
 from dynoffload.runtime.session import Session
@@ -22,6 +23,7 @@ pytest.importorskip("transformers")
 
 from test_materialize_saved import SAVED, built, saved
 
+from dynoffload.integrations.constructing import PlainWeights
 from dynoffload.integrations.transformers import materialize
 
 CONFIG: dict[str, Any] = {**SMALL_PAGES, "step_aside": False}
@@ -101,6 +103,37 @@ def test_they_take_no_room_in_the_spill_file(tmp_path: Path) -> None:
             assert torch.equal(model(input_ids=IDS).logits, loaded(input_ids=IDS).logits)
         assert 0 < device.counters().bytes_out < nbytes // 8
         assert 0 < session.spill_bytes < nbytes // 8
+
+
+@pytest.mark.parametrize("changes", ["nothing", "the files", "a shape", "a copy"])
+def test_files_are_converted_once_unless_something_changes(changes: str, tmp_path: Path) -> None:
+    class Counted(PlainWeights):
+        asked = 0
+
+        def values(self, *args: Any) -> Any:
+            Counted.asked += 1
+            return super().values(*args)
+
+    stock, config = saved("mixtral", tmp_path)
+    model = built(stock, config).requires_grad_(False).eval()
+    dynoffload.materialize(model, (tmp_path, Counted()))
+    if changes == "the files":
+        torch.manual_seed(5)
+        stock(config).save_pretrained(tmp_path)
+    elif changes == "a shape":
+        model.model.norm.weight.data = torch.empty(3, device="meta")
+        with (
+            pytest.raises(ConfigError, match=r"'model.norm.weight' .*the model's has \[3\]"),
+            dynoffload.offload(model, budget="64MB", config=CONFIG),
+        ):
+            pass
+        model.model.norm.weight.data = torch.empty(32, device="meta")
+    elif changes == "a copy":
+        model = copy.deepcopy(model)
+    loaded = stock.from_pretrained(tmp_path)
+    with dynoffload.offload(model, budget="64MB", config=CONFIG):
+        assert_same(dict(model.named_parameters()), dict(loaded.named_parameters()), changes)
+    assert Counted.asked == (1 if changes == "nothing" else 2)
 
 
 @needs_pager

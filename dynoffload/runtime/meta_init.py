@@ -38,12 +38,16 @@ function for what the file lacks."""
 # Before the block
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Noted:
     """How a model gets its weights; stored in each of its modules, with the module's path."""
 
     init: Init
     model: str  # the name of its type
+    stored: WeightFiles | None  # the files, as they were read last
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "stored": None}  # a copy of the model reads them itself
 
 
 def remember(model: nn.Module, init: Init) -> None:
@@ -61,11 +65,10 @@ def remember(model: nn.Module, init: Init) -> None:
             type(model).__name__,
             stored.path,
         )
-    _note(model, init)
+    _note(model, _Noted(init, type(model).__name__, stored))
 
 
-def _note(model: nn.Module, init: Init) -> None:
-    noted = _Noted(init, type(model).__name__)
+def _note(model: nn.Module, noted: _Noted) -> None:
     for path, module in model.named_modules():
         module.__dict__[_NOTE] = (noted, path)
     if tensors_on_meta(model):
@@ -101,12 +104,6 @@ def recipe_is_noted(model: nn.Module) -> bool:
     return _noted_of(model) is not None
 
 
-def noted(model: nn.Module) -> Init:
-    """Return the ``init`` that `remember` noted; None, the default, if it noted nothing."""
-    its = _noted_of(model)
-    return None if its is None else its.init
-
-
 def frozen_in_files(model: nn.Module) -> frozenset[nn.Parameter]:
     """Return the frozen parameters of ``model`` on the meta device whose bytes lie in the files
     that `remember` noted.
@@ -114,10 +111,10 @@ def frozen_in_files(model: nn.Module) -> frozenset[nn.Parameter]:
     Raises:
         ConfigError: the files do not fit.
     """
-    init = noted(model)
-    if not isinstance(init, str | Path | tuple):
+    its = _noted_of(model)
+    if its is None or not isinstance(its.init, str | Path | tuple):
         return frozenset()
-    stored = _checked(init, model, tensors_on_meta(model))
+    its.stored = stored = _checked(its.init, model, tensors_on_meta(model), its.stored)
     assert stored is not None
     return frozenset(
         tensor
@@ -154,8 +151,11 @@ def check_parts(model: nn.Module) -> None:
         )
 
 
-def _checked(init: object, model: nn.Module, empty: Collection[str]) -> WeightFiles | None:
-    """Return the files that ``init`` names, if any, after checking both.
+def _checked(
+    init: object, model: nn.Module, empty: Collection[str], stored: WeightFiles | None = None
+) -> WeightFiles | None:
+    """Return the files that ``init`` names, if any, after checking both; ``stored``, if they are
+    those and have not changed.
 
     Raises:
         ConfigError: ``init`` is of no accepted kind, or a file does not fit.
@@ -168,7 +168,8 @@ def _checked(init: object, model: nn.Module, empty: Collection[str]) -> WeightFi
     path = init[0] if is_pair and isinstance(init, tuple) else init
     if isinstance(path, str | Path):
         by = init[1] if is_pair and isinstance(init, tuple) else None
-        stored = WeightFiles(path, model, by.values if isinstance(by, Initialiser) else None)
+        if stored is None or not stored.still_hold(path, model):
+            stored = WeightFiles(path, model, by.values if isinstance(by, Initialiser) else None)
         stored.check(model, empty, makes=is_pair)
         return stored
     if is_pair or not (init is None or gives(init)):
@@ -193,7 +194,7 @@ class MetaInit:
 
     def __init__(self, model: nn.Module, device: torch.device = _CPU) -> None:
         self._model, self._device = model, device
-        self._noted, self._init = recipe_is_noted(model), noted(model)
+        self._noted = _noted_of(model)
         for module in model.modules():
             for name in (_NOTE, _PLACE):
                 module.__dict__.pop(name, None)
@@ -227,8 +228,11 @@ class MetaInit:
         """
         if not (self._names or self._noted):
             return
-        model, init, names = self._model, self._init, self._names
-        stored = _checked(init, model, names)
+        model, names, init, stored = self._model, self._names, None, None
+        if self._noted is not None:
+            init, stored = self._noted.init, self._noted.stored
+            self._noted.stored = None
+        stored = _checked(init, model, names, stored)
         for parameter in self._parameters:
             if parameter.is_meta:
                 put_in_place(parameter, torch.zeros_like(parameter, device=self._device))
@@ -249,6 +253,6 @@ class MetaInit:
         for module, name, buffer in self._buffers:
             if module._buffers.get(name) is not None:
                 module._buffers[name] = buffer
-        if self._noted:
-            _note(self._model, self._init)
+        if self._noted is not None:
+            _note(self._model, self._noted)
         leave_for_meta(self._parameters)

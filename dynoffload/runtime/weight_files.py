@@ -77,12 +77,14 @@ class WeightFiles:
 
     def __init__(self, path: str | Path, model: nn.Module, values: Values | None = None) -> None:
         self.path = _file_in(Path(path))
+        self._wanted, self._stamps = _shapes_of(model), {self.path: _stamp(self.path)}
         self.shapes: dict[str, Shape] = {}
         self._files: dict[str, Path] = {}
         self._kinds: dict[str, str] = {}
         self._sources: dict[Path, SourceFile] = {}
         self._heads: dict[Path, Mapping[str, Place]] = {}
         for file, names in _listed(self.path).items():
+            self._stamps[file] = _stamp(file)
             with _opened(file) as opened:
                 held = set(opened.keys())
                 for name in held if names is None else names:
@@ -105,7 +107,16 @@ class WeightFiles:
             self._may_lack: Collection[str] = ()
         else:
             self._remedy = _SAVED
-            self.values, self._may_lack = values(model, _shapes_of(model), self)
+            self.values, self._may_lack = values(model, self._wanted, self)
+
+    def still_hold(self, path: str | Path, model: nn.Module) -> bool:
+        """Return whether ``path`` has these files, unchanged since, and the tensors of ``model``
+        have their names and shapes of then."""
+        with contextlib.suppress(ConfigError):
+            files = _file_in(Path(path)) == self.path
+            files = files and all(_stamp(file) == one for file, one in self._stamps.items())
+            return files and _shapes_of(model) == self._wanted
+        return False
 
     def file_of(self, name: str) -> Path:
         """Return the file that has the tensor ``name``."""
@@ -275,7 +286,7 @@ def _tile_pieces(model: nn.Module) -> dict[str, Piece]:
     return {
         name: piece
         for path, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, Tiled)
+        if hasattr(type(module), "tile_pieces")  # 50 times as fast as isinstance(module, Tiled)
         for name, piece in module.tile_pieces(f"{path}." if path else "").items()
     }
 
@@ -284,6 +295,15 @@ def _shapes_of(model: nn.Module) -> dict[str, Shape]:
     """Return the shapes of the tensors in ``state_dict()``, and of those that were tiled."""
     state = {n: tuple(t.shape) for n, t in model.state_dict().items() if hasattr(t, "shape")}
     return state | {name: shape for name, shape, _ in _tile_pieces(model).values()}
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Return what changes when a file is written or replaced; nothing if it is not there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _file_in(path: Path) -> Path:
