@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from dynoffload.errors import ConfigError
 from dynoffload.integrations.constructing import PlainWeights
 from dynoffload.integrations.converting import converted
 from dynoffload.runtime.file_parts import FileValue, Shape
-from dynoffload.runtime.initialising import Around
+from dynoffload.runtime.initialising import Around, named_tensors
 from dynoffload.runtime.weight_files import WeightFiles
 
 logger = logging.getLogger(__name__)
@@ -77,12 +76,10 @@ class AdapterWeights(PlainWeights):
                     f"the adapter {name!r} was loaded to be used as it is, and the meta device has "
                     f"lost its values: pass materialize() adapters={{{name!r}: its directory}}"
                 )
-        self._saved = saved
-        self._values: dict[str, torch.Tensor] = {}
-        for name, directory in saved.items():
-            self._values |= _saved_values(model, name, Path(directory))
+        self._saved = {name: Path(directory) for name, directory in saved.items()}
+        self._given = _with_ties(model, [n for n, _ in self._saved_values(model)])
         parameters = model.named_parameters()
-        new = (n for n, p in parameters if p.is_meta and p.requires_grad and n not in self._values)
+        new = (n for n, p in parameters if p.is_meta and p.requires_grad and n not in self._given)
         if next(new, ""):
             logger.warning(
                 "adapters of this %s begin anew, as the meta device holds no values: for saved "
@@ -94,7 +91,7 @@ class AdapterWeights(PlainWeights):
     def initialise(self, model: Any, names: Collection[str], around: Around) -> None:
         """Initialize the tensors ``names`` of ``model``."""
         plain = _plain_names(model, names)
-        own = {n.removeprefix(_BASE) for n in names if plain[n] and n not in self._values}
+        own = {n.removeprefix(_BASE) for n in names if plain[n] and n not in self._given}
         if own:
             super().initialise(model.get_base_model(), own, around)
         for layer in model.modules():
@@ -102,10 +99,15 @@ class AdapterWeights(PlainWeights):
                 for name, config in model.peft_config.items():
                     if name not in self._saved:
                         self._reset(layer, name, config, around)
-        for name, value in self._values.items():
+        for name, value in self._saved_values(model):
             owner, _, key = name.rpartition(".")
             with around(model.get_submodule(owner)):
                 getattr(model.get_submodule(owner), key).copy_(value)
+
+    def _saved_values(self, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield names and values of one adapter after the other, none of which is kept."""
+        for name, directory in self._saved.items():
+            yield from _saved_values(model, name, directory).items()
 
     def _reset(self, layer: Any, adapter: str, config: Any, around: Around) -> None:
         """Initialize an adapter of a layer, if it has it."""
@@ -131,10 +133,10 @@ class AdapterWeights(PlainWeights):
         for outer, name in plain.items():
             if _COPY in outer and name not in values:
                 name = base.all_tied_weights_keys.get(name, name)  # the copy is not tied
-            if name in values and outer not in self._values:
+            if name in values and outer not in self._given:
                 found[outer] = values[name]
         lacking = {outer for outer, name in plain.items() if not name or name in may_lack}
-        return found, lacking | self._values.keys()
+        return found, lacking | self._given
 
 
 def _check_kind(name: str, config: Any, *, saved: bool) -> None:
@@ -182,7 +184,7 @@ def _check_config(config: PeftConfig, adapter: str, directory: Path) -> None:
 
 
 def _saved_values(model: PeftModel, adapter: str, directory: Path) -> dict[str, torch.Tensor]:
-    """Return the values of a saved adapter by the names of the model, as PEFT loads them.
+    """Return the values of a saved adapter by the names of the model, as PEFT would load them.
 
     Raises:
         ConfigError: the files cannot be read, or do not fit.
@@ -191,14 +193,13 @@ def _saved_values(model: PeftModel, adapter: str, directory: Path) -> dict[str, 
     _check_config(model.peft_config[adapter], adapter, directory)
     values: dict[str, torch.Tensor] = {}
 
-    def take(module: nn.Module, state: Mapping[str, torch.Tensor], *args: Any) -> None:
+    def take(module: nn.Module, state: dict[str, torch.Tensor], *args: Any) -> None:
         values.update(state)
+        state.clear()  # nothing is copied
 
     handle = model.register_load_state_dict_pre_hook(take)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that nothing is copied to the meta device
-            found = set_peft_model_state_dict(model, load_file(path), adapter_name=adapter)
+        set_peft_model_state_dict(model, load_file(path), adapter_name=adapter)
     except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
         words = " ".join(str(error).split())
         raise ConfigError(
@@ -206,7 +207,13 @@ def _saved_values(model: PeftModel, adapter: str, directory: Path) -> dict[str, 
         ) from error
     finally:
         handle.remove()
-    modules = dict(model.named_modules())
+    modules, own = dict(model.named_modules()), named_tensors(model)
+    for name in values.keys() & own.keys():
+        if values[name].shape != own[name].shape:
+            raise ConfigError(
+                f"{path} has a {name!r} of shape {list(values[name].shape)}, and that of the "
+                f"adapter {adapter!r} is {list(own[name].shape)}: {_REMEDY}"
+            )
     lacking = [
         name
         for name, _ in model.named_parameters()
@@ -214,12 +221,19 @@ def _saved_values(model: PeftModel, adapter: str, directory: Path) -> dict[str, 
         and (adapter in name.split(".")[-2:] or f"{_COPY}{adapter}." in name)
         and (not _plain_name(modules, name) or _COPY in name)
     ]
-    for name in (*found.unexpected_keys, *lacking):
+    for name in (*(values.keys() - own.keys()), *lacking):
         verb, what = ("lacks", "has") if name in lacking else ("has", "lacks")
         raise ConfigError(
             f"{path} {verb} {name!r}, which the adapter {adapter!r} {what}: {_REMEDY}"
         )
     return values
+
+
+def _with_ties(model: nn.Module, names: Collection[str]) -> set[str]:
+    """Return ``names``, and the other names of their tensors."""
+    named = named_tensors(model)
+    tensors = {named[name] for name in names}
+    return {name for name, tensor in named.items() if tensor in tensors}
 
 
 def _plain_names(model: nn.Module, names: Collection[str]) -> dict[str, str]:

@@ -70,7 +70,8 @@ def _empty(tensor: Recorded) -> torch.Tensor:
 
 
 def _stack(tensors: Sequence[Recorded], dim: int = 0) -> FileValue:
-    shape = torch.stack([_empty(one) for one in tensors], dim).shape  # raises as torch does
+    one_of_each = {one.value.shape: one for one in tensors}.values()
+    shape = torch.stack([_empty(one) for one in one_of_each], dim).shape  # raises as torch does
     return stacked([one.value for one in tensors], dim % len(shape))
 
 

@@ -77,7 +77,7 @@ def join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _named(model: nn.Module) -> dict[str, torch.Tensor]:
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and buffers, tied ones under every name."""
     return {
         join(path, key): tensor
@@ -88,7 +88,7 @@ def _named(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def tensors_on_meta(model: nn.Module) -> frozenset[str]:
     """Return the names of parameters and buffers on the meta device, of tied ones every name."""
-    return frozenset(name for name, tensor in _named(model).items() if tensor.is_meta)
+    return frozenset(name for name, tensor in named_tensors(model).items() if tensor.is_meta)
 
 
 def fill(
@@ -190,7 +190,9 @@ class _Filling:
         return self._versions.get(tensor) == tensor._version
 
     def _wanted(self) -> dict[str, torch.Tensor]:
-        return {name: one for name, one in _named(self._model).items() if name in self._names}
+        return {
+            name: one for name, one in named_tensors(self._model).items() if name in self._names
+        }
 
 
 @uninterrupted
