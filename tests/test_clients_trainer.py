@@ -14,18 +14,22 @@ from typing import Any
 import pytest
 import torch
 from clients import assert_paged, each_backend, network, quarter, samples, without_times
-from exactness import assert_ordinary, assert_same
+from exactness import SMALL_PAGES, assert_ordinary, assert_same
 from safetensors.torch import load_file
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 from trainers import EVERYTHING, assert_same_outcome, llama, trainer
 
+import dynoffload
 from dynoffload.errors import ConfigError
+from dynoffload.memory.local import wrapped
 from dynoffload.memory.pager import in_user_mode, probe
 
 pytest.importorskip("transformers")
 
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
+from dynoffload.integrations.saving import readable_state
 from dynoffload.integrations.transformers import OffloadCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -134,6 +138,38 @@ def test_a_checkpoint_is_written_where_system_calls_do_not_wait(tmp_path: Path) 
         state = torch.load(at / "optimizer.pt", weights_only=True)
         found.append((load_file(at / "model.safetensors"), state))
     assert_same(found[1], found[0], "checkpoint")
+
+
+def maps_a_file(tensor: torch.Tensor) -> bool:
+    """Return whether the memory of a tensor is that of a file."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, _, _, inode, *_ = line.split()
+        first, end = (int(number, 16) for number in span.split("-"))
+        if first <= tensor.data_ptr() < end:
+            return inode != "0"
+    return False
+
+
+class Held(nn.Module):
+    """A frozen wrapper of two tensors of the same size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        high = torch.randn(64, 64)
+        self.weight = nn.Parameter(TwoTensor(high, high.clone()), requires_grad=False)
+
+
+@pytest.mark.usefixtures("unprivileged")
+def test_what_wrappers_hold_is_copied_to_files_too() -> None:
+    model = nn.Sequential(*(Held() for _ in range(6)), nn.Linear(64, 64))
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    config = {**SMALL_PAGES, "step_aside": False, "backend": "pager"}
+    with dynoffload.offload(model, budget="150kB", config=config) as session:
+        with readable_state(session):
+            state = model.state_dict()
+        assert all(maps_a_file(part) for one in state.values() for part in wrapped(one))
+    assert {type(one) for one in state.values()} == {TwoTensor, torch.Tensor}
+    assert_same(dict(state), before, "state")
 
 
 @pytest.mark.parametrize("offloaded", [(True, False), (False, True)])
