@@ -47,9 +47,12 @@ importlib.invalidate_caches()
 
 
 def pytest_sessionstart() -> None:
-    """Let no comparison meet a kernel that several threads choose at once."""
+    """Let no comparison meet a kernel that several threads choose at once, and put temporary files
+    on a disk, as spill files have to be."""
     numerics = importlib.import_module("dynoffload.numerics")
     numerics.settle_kernels()
+    spill = importlib.import_module("dynoffload.memory.spill")
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(spill.default_spill_dir()))
 
 
 def _mark_long(config: pytest.Config, items: list[pytest.Item]) -> None:
