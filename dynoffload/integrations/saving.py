@@ -42,10 +42,12 @@ def readable_state(session: Session) -> Iterator[None]:
         if not isinstance(value, torch.Tensor) or not value.numel():
             return value
         if is_wrapper(value):
-            names, context = value.__tensor_flatten__()
-            parts = {name: copied(getattr(value, name)) for name in names}
-            kind: Any = type(value)
-            return kind.__tensor_unflatten__(parts, context, value.size(), value.stride())
+            wrapper: Any = value
+            names, context = wrapper.__tensor_flatten__()
+            parts = {name: copied(getattr(wrapper, name)) for name in names}
+            return type(wrapper).__tensor_unflatten__(
+                parts, context, wrapper.size(), wrapper.stride()
+            )
         storage = value.untyped_storage()
         if storage._cdata not in copies:  # tied parameters stay tied
             copies[storage._cdata] = mapped_copy(storage, directory)
