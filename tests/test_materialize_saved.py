@@ -177,18 +177,20 @@ def test_a_tiled_mixture(tmp_path: Path) -> None:
     assert_same(weights, dict(stock.from_pretrained(tmp_path).state_dict()), "weights")
 
 
-def test_slices_of_fused_parameters_are_rows_of_the_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+def test_slices_of_fused_parameters_are_rows_of_the_files(name: str, tmp_path: Path) -> None:
     """In order: what a slice has is one run of bytes after the other."""
-    loaded = saved("mixtral", tmp_path)[0].from_pretrained(tmp_path)
+    loaded = saved(name, tmp_path)[0].from_pretrained(tmp_path)
     files = WeightFiles(tmp_path, loaded, PlainWeights().values)
     written = load_file(tmp_path / "model.safetensors")
-    for name, parameter in loaded.named_parameters():
+    for key, parameter in loaded.named_parameters():
         if parameter.dim() == 3:
-            for number, expected in enumerate(parameter):
-                parts = files.values[name].narrowed(0, number, number + 1).parts
-                runs = [written[part.source][part.piece] for part in parts]
+            value = files.values[key]
+            for number, (row, expected) in enumerate(zip(value.rows(), parameter, strict=True)):
+                assert row == value.narrowed(0, number, number + 1)
+                runs = [written[part.source][part.piece] for part in row.parts]
                 assert all(one.is_contiguous() for one in runs)
-                assert b"".join(map(bits, runs)) == bits(expected), name
+                assert b"".join(map(bits, runs)) == bits(expected), key
 
 
 class Negated(ConversionOps):

@@ -75,6 +75,18 @@ class FileValue(NamedTuple):
             found.append(Part(_with(part.at, dim, moved), part.source, piece))
         return FileValue(_with(self.shape, dim, stop - start), tuple(found))
 
+    def rows(self) -> list[FileValue]:
+        """Return the value of each ``tensor[n : n + 1]``, in one pass."""
+        found: list[list[Part]] = [[] for _ in range(self.shape[0])]
+        for part in self.parts:
+            index = part.at[0]
+            first, stop = (
+                (index, index + 1) if isinstance(index, int) else (index.start, index.stop)
+            )
+            for n in range(first, stop):
+                found[n] += FileValue(self.shape, (part,)).narrowed(0, n, n + 1).parts
+        return [FileValue((1, *self.shape[1:]), tuple(parts)) for parts in found]
+
     def indexed(self, index: Sequence[slice]) -> FileValue:
         """Return the value of ``tensor[index]``, for slices of step 1."""
         value = self

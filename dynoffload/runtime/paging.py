@@ -313,7 +313,7 @@ class Paging(Stepping):
         if not isinstance(self.device, Pager) or not slots or not tensor.is_contiguous():
             return False
         sliced = len(slots) > 1 or slots[0].is_slice
-        values = [value.narrowed(0, n, n + 1) for n in range(len(slots))] if sliced else [value]
+        values = value.rows() if sliced else [value]
         found = [extents_of(one, tensor.dtype) for one in values]
         if None in found or sum(self.device.nbytes(slot.region) for slot in slots) != tensor.nbytes:
             return False

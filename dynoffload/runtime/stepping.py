@@ -119,6 +119,7 @@ class Stepping(Mode):
             if fused.parameter.requires_grad:
                 watching.callback(gradients.watch(fused))
         slices: dict[nn.Module, dict[int, Unit]] = {}
+        unseen = choosing(model)
         for unit in units:
             if unit.number is not None:
                 slices.setdefault(unit.module, {})[unit.number] = unit
@@ -127,7 +128,7 @@ class Stepping(Mode):
             parts = partial(self._parts_of, module, numbered, reached)
             watching.callback(run_by_slices(module, parts))
             end = Hook(partial(self._end_experts, numbered, reached))
-            watching.callback(after_call(module, end, choosing(model)).remove)
+            watching.callback(after_call(module, end, unseen).remove)
             watching.callback(end.end)
         self.activations.kept.counted_elsewhere(storages_outside(model, self.device))
 

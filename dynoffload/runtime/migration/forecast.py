@@ -348,10 +348,10 @@ class Forecast:
     def _install(self) -> None:
         modules, self._unseen = dict(self._model.named_modules()), choosing(self._model)
         blocks = self.vocabulary.blocks
+        nesting = {block.path for block in blocks if block.visits != (block.path,)}
         for path in dict.fromkeys(block.path for block in blocks):
-            module = modules.get(path)
+            module, nests = modules.get(path), path in nesting
             if module is not None:
-                nests = any(b.path == path and b.visits != (path,) for b in blocks)
                 self._before(module, partial(self._enter, path, nests))
                 if nests:
                     out = Hook(partial(self._out, path))  # stays active: closes entered calls
