@@ -208,11 +208,11 @@ def _saved_values(model: PeftModel, adapter: str, directory: Path) -> dict[str, 
     finally:
         handle.remove()
     modules, own = dict(model.named_modules()), named_tensors(model)
-    for name in values.keys() & own.keys():
-        if values[name].shape != own[name].shape:
+    for name, value in values.items():
+        if name in own and value.shape != own[name].shape:
             raise ConfigError(
-                f"{path} has a {name!r} of shape {list(values[name].shape)}, and that of the "
-                f"adapter {adapter!r} is {list(own[name].shape)}: {_REMEDY}"
+                f"{path} has a {name!r} of shape {list(value.shape)}, and that of the adapter "
+                f"{adapter!r} is {list(own[name].shape)}: {_REMEDY}"
             )
     lacking = [
         name
@@ -221,7 +221,7 @@ def _saved_values(model: PeftModel, adapter: str, directory: Path) -> dict[str, 
         and (adapter in name.split(".")[-2:] or f"{_COPY}{adapter}." in name)
         and (not _plain_name(modules, name) or _COPY in name)
     ]
-    for name in (*(values.keys() - own.keys()), *lacking):
+    for name in (*(name for name in values if name not in own), *lacking):
         verb, what = ("lacks", "has") if name in lacking else ("has", "lacks")
         raise ConfigError(
             f"{path} {verb} {name!r}, which the adapter {adapter!r} {what}: {_REMEDY}"

@@ -79,11 +79,8 @@ class FileValue(NamedTuple):
         """Return the value of each ``tensor[n : n + 1]``, in one pass."""
         found: list[list[Part]] = [[] for _ in range(self.shape[0])]
         for part in self.parts:
-            index = part.at[0]
-            first, stop = (
-                (index, index + 1) if isinstance(index, int) else (index.start, index.stop)
-            )
-            for n in range(first, stop):
+            at = part.at[0]
+            for n in (at,) if isinstance(at, int) else range(at.start, at.stop):
                 found[n] += FileValue(self.shape, (part,)).narrowed(0, n, n + 1).parts
         return [FileValue((1, *self.shape[1:]), tuple(parts)) for parts in found]
 

@@ -81,7 +81,7 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and buffers, tied ones under every name."""
     return {
         join(path, key): tensor
-        for path, module in model.named_modules()
+        for path, module in model.named_modules(remove_duplicate=False)
         for key, tensor in own_tensors(module).items()
     }
 
@@ -190,9 +190,8 @@ class _Filling:
         return self._versions.get(tensor) == tensor._version
 
     def _wanted(self) -> dict[str, torch.Tensor]:
-        return {
-            name: one for name, one in named_tensors(self._model).items() if name in self._names
-        }
+        named = named_tensors(self._model)
+        return {name: tensor for name, tensor in named.items() if name in self._names}
 
 
 @uninterrupted
