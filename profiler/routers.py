@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynoffload.profiler.experts import experts_hit, slices_in, unit_path
+from dynoffload.profiler.experts import experts_hit, indices_of, slices_in, unit_path
 
 ALL = 0.95
 """Share of the experts that the last call must have hit for all to be expected."""
@@ -145,13 +145,12 @@ class _Mixture:
 
     def _learn(self, *args: Any) -> None:
         """Learn from a call of the fused layer; it says what it is about to do by itself."""
-        hit = experts_hit(self._layer, args, {})
-        if hit is None:
+        indices, hit = indices_of(self._layer, args, {}), experts_hit(self._layer, args, {})
+        if indices is None or hit is None:
             return
         self._hit = len(hit) / self.count
-        indices = next(a for a in args if isinstance(a, Tensor) and not a.is_floating_point())
         for calibration in self._calibrations:
-            if indices.dim() == 2 and self._hit < ALL:
+            if self._hit < ALL:
                 calibration.learn(self._outcomes(indices))
             calibration.asked = None
 

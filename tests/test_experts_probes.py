@@ -197,7 +197,7 @@ def test_where_all_experts_are_hit_none_is_computed() -> None:
     (hint,) = hinted(table, "layers.1", (torch.ones(3, 32),), 0)
     assert hint.values == (1.0,) * 6
     assert _Restless.calls == 0
-    hinted(table, "layers.1.mlp.experts", (torch.ones(3, 32), every[:2]), 0)
+    hinted(table, "layers.1.mlp.experts", (torch.ones(2, 32), every[:2]), 0)
     _Restless.calls = 0
     (hint,) = hinted(table, "layers.1", (torch.ones(3, 32),), 0)
     assert _Restless.calls == 1

@@ -158,9 +158,27 @@ def test_what_a_call_does_not_say_is_not_read() -> None:
     assert experts_hit(layer, (torch.ones(2, 32), [1, 2]), {}) is None
     assert experts_hit(layer, (torch.ones(2, 32), torch.tensor([[9]])), {}) is None
     assert experts_hit(nn.Linear(2, 2), (torch.tensor([[1]]),), {}) is None
-    assert experts_hit(layer, (), {"top_k_index": torch.tensor([[4, 6], [1, 4]])}) == [1, 4]
+    said = {"top_k_index": torch.tensor([[4, 6], [1, 4]])}
+    assert experts_hit(layer, (torch.ones(2, 32),), said) == [1, 4]
+    assert experts_hit(layer, (torch.ones(1, 2, 32),), said) == [1, 4]
     assert split_path("a.b[12]") == ("a.b", 12)
     assert split_path("a.b") == ("a.b", None)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        (torch.tensor([[1, 2]]),),
+        (torch.ones(2, 32), torch.tensor([1, 2])),
+        (torch.ones(2, 32), torch.tensor([[1, 2]])),
+        (torch.ones(1, 2, 32), torch.tensor([[1, 2]])),
+        (torch.ones(1, 16), torch.tensor([[1, 2]])),
+        (torch.ones(1, 32), torch.tensor([[1, 2, 3, 4, 5, 0, 1]])),
+    ],
+)
+def test_token_ids_are_no_experts(call: tuple[Tensor, ...]) -> None:
+    """Indices of experts have a row for each token of the hidden states beside them."""
+    assert experts_hit(Chosen().experts, call, {}) is None
 
 
 def test_a_call_under_vmap_is_not_read() -> None:
@@ -168,7 +186,7 @@ def test_a_call_under_vmap_is_not_read() -> None:
     read = []
 
     def call(indices: Tensor) -> Tensor:
-        read.append(experts_hit(layer, (torch.ones(2, 32), indices), {}))
+        read.append(experts_hit(layer, (torch.ones(1, 32), indices), {}))
         return indices
 
     torch.func.vmap(call)(torch.tensor([[[1]], [[2]]]))
