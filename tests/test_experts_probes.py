@@ -23,7 +23,7 @@ from dynoffload.errors import TraceError
 from dynoffload.pilot.tracking import OrderTracker
 from dynoffload.profiler import Recorder, RoutingProbe, Trace
 from dynoffload.profiler.experts import split_path, unit_path
-from dynoffload.profiler.routers import _Calibration
+from dynoffload.profiler.routers import _Calibration, _mixed
 from dynoffload.profiler.routing import hinted, probes_of
 
 pytest.importorskip("transformers")
@@ -293,6 +293,25 @@ def test_a_recorder_leaves_selective_checkpointing_alone() -> None:
         models.append(model)
     for plain, one in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(plain.grad, one.grad)
+
+
+def test_calibrations_compute_in_full_under_autocast() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(24, 8, generator=generator)
+    outcomes = (logits > logits.mean()).float()
+    found = []
+    for enabled in (False, True):
+        calibration = _Calibration()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            answers = _mixed(logits)
+            for _ in range(3):
+                calibration.chances(answers)
+                calibration.learn(outcomes)
+            found.append(calibration.chances(answers))
+    plain, autocast = found
+    assert plain is not None
+    assert autocast is not None
+    assert torch.equal(plain, autocast)
 
 
 def test_an_overflow_does_not_end_learning() -> None:
