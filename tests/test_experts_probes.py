@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import Loop, Twin, compare_runs, needs_pager
-from fused_networks import Experts, mixtral, mixtral_loss
+from fused_networks import Experts, mixtral, mixtral_loss, paging_of
 from test_moe_transformers import FAMILIES, built
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -253,6 +253,28 @@ def test_before_there_is_a_pilot_a_session_follows_its_routers(implementation: s
     foreseen = session._forecast._foreseen["the last order"]
     assert session.stats["bytes_in"].sum() > 0
     assert foreseen > session.stats["accuracy"].iloc[1:].mean()
+
+
+@needs_pager
+def test_experts_that_may_well_not_run_again_are_not_fetched_in_backward() -> None:
+    model = mixtral(num_local_experts=16, num_experts_per_tok=1)
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    pages = {"page_bytes": 4096, "min_paged_bytes": 4096}
+    with dynoffload.offload(model, optimizer, budget=1_500_000, config=pages) as session:
+        for seed in range(6):
+            mixtral_loss(model, seed).backward()
+            reference = paging_of(session).migrator._reference
+            optimizer.step()
+            optimizer.zero_grad()
+        units = {unit.path: unit for unit in session._forecast._units.values()}
+        unsure = {
+            path: [reference.uses[place].doubtful for place in reference.ahead[unit.index]]
+            for path, unit in units.items()
+            if unit.index in reference.ahead
+        }
+        assert len(unsure) > 8
+        for path, each in unsure.items():
+            assert each == [split_path(path)[1] is not None]
 
 
 @needs_pager
