@@ -186,6 +186,21 @@ def test_weights_that_are_paged_are_not_asked_for() -> None:
             assert any(one.reads for _, probes, _ in places for one in probes) is asked
 
 
+@needs_pager
+@pytest.mark.parametrize(("layers", "asked"), [(2, True), (10, False)])
+def test_routers_stay_in_memory_unless_they_take_an_eighth(layers: int, asked: bool) -> None:
+    """Each takes 16 KiB, as the least tensor that is paged, and four times that in training."""
+    model = mixtral(num_local_experts=128, intermediate_size=16, num_hidden_layers=layers)
+    optimizer = AdamW(model.parameters())
+    config = {"page_bytes": 4096}
+    with dynoffload.offload(model, optimizer, budget=256 << 14, config=config) as session:
+        assert session.sizing is not None
+        assert session.sizing.min_paged_bytes <= 1 << 14
+        forecast = session._forecast
+        places = [*forecast._probing.places(forecast._units)]
+        assert any(one.reads for _, probes, _ in places for one in probes) is asked
+
+
 def test_where_all_experts_are_hit_none_is_computed() -> None:
     model = _Network()
     for layer in model.layers:

@@ -182,12 +182,11 @@ class Migrator:
         return tuple(chunk for chunk in chunks if self._device.size(chunk))
 
     def _follow(self, reference: Reference[Slot]) -> None:
-        highest = max(
-            (r for use in reference.uses for r in (*use.regions, *use.creates)), default=0
-        )
         resident = self._device.resident()
-        highest = max([highest, *resident])
-        sizes = [self._device.size(region) for region in range(highest + 1)]
+        known = {r for use in reference.uses for r in (*use.regions, *use.creates)}.union(resident)
+        sizes = [0] * (1 + max(known, default=0))
+        for region in known:
+            sizes[region] = self._device.size(region)
         capacity = self._device.capacity - self._reserve
         try:
             schedule = self.policy.plan(reference.uses, sizes, capacity, resident, resident)
