@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import Loop, Twin, compare_runs, needs_pager
-from fused_networks import Chosen, mixtral, mixtral_loss
+from fused_networks import Chosen, mixtral, mixtral_loss, paging_of
 from synthetic_pilot import label_of
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -163,6 +163,25 @@ def test_what_a_call_does_not_say_is_not_read() -> None:
     assert experts_hit(layer, (torch.ones(1, 2, 32),), said) == [1, 4]
     assert split_path("a.b[12]") == ("a.b", 12)
     assert split_path("a.b") == ("a.b", None)
+
+
+@needs_pager
+@pytest.mark.parametrize("least", [2048, 16384])
+def test_experts_beside_what_their_layer_pages_whole_are_planned(least: int) -> None:
+    """The second matrices, of 8 KiB, are paged by slices or whole."""
+    model = _network()
+    optimizer = AdamW(model.parameters(), lr=1e-7)
+    config = {"page_bytes": 4096, "min_paged_bytes": least, "policy": "repeat"}
+    with dynoffload.offload(model, optimizer, budget=1_800_000, config=config) as session:
+        migrator = paging_of(session).migrator
+        for step in range(6):
+            if step == 3:
+                migrator.missed = 0
+            mixtral_loss(model, 1).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert migrator.anchored > 0
+        assert migrator.missed == 0
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,10 @@ class Visited(Protocol[HeldT_co]):
     def slots(self) -> Sequence[HeldT_co]:
         """The parameters, or slices, that it owns."""
 
+    @property
+    def beside(self) -> Sequence[HeldT_co]:
+        """What its module pages whole beside slices, which a visit of these uses too."""
+
 
 @dataclass(frozen=True)
 class Visit(Generic[HeldT]):
@@ -135,9 +139,10 @@ class Reference(Generic[HeldT]):
         for number, visit in enumerate(reversed(visits)):
             regions = list(visit.chunks)
             creates: list[int] = []
-            for slot in visit.unit.slots:
+            for slot in (*visit.unit.slots, *visit.unit.beside):
                 regions.append(slot.region)
                 self.backward.setdefault(slot.region, []).append(len(self.uses))
+            for slot in visit.unit.slots:
                 # Autograd sums the contributions of all visits before it accumulates the gradient.
                 if slot.gradient is None or final[slot] != number:
                     continue
