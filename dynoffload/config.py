@@ -71,8 +71,8 @@ class OffloadConfig:
         min_paged_bytes: tensors below this stay resident (and are counted); ``None``: the lesser
             of 1 MiB and 1/256 of the budget. With ``None``, adapters and whatever else trains
             beside frozen weights stay too, if they take at most 1/4 of the budget with gradients
-            and state. Lower it if small parameters alone fill the budget, or if a larger weight is
-            thawed in mid-run.
+            and state; so do routers that are asked early, if they take at most 1/8. Lower it if
+            small parameters alone fill the budget, or if a larger weight is thawed in mid-run.
         slices: page fused parameters, with one matrix per expert, by expert, if the optimizer is
             elementwise. Pass False to measure what that is worth.
         page_activations: page what autograd saves in the model's forward. Pass False, so that it

@@ -131,7 +131,9 @@ class Experts(Experiment[Params]):
         """Train a mixture, and return it with the file of its weights."""
         from safetensors.torch import save_model
 
-        model, own = network(spec), self.params
+        own = self.params
+        model: Any = network(spec)
+        model.inner.set_experts_implementation("grouped_mm")  # several times as fast as eager
         optimizer = adamw(model, spec)
         stream = zoo.samples("fused", seed=spec.data_seed, rows=16, length=64)
         for step, sample in enumerate(islice(stream, own.train)):

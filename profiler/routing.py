@@ -122,6 +122,15 @@ def _found(model: nn.Module) -> dict[str, tuple[RoutingProbe, ...]]:
     return {path: tuple(probes) for path, probes in table.items()}
 
 
+def read_early(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that must be in memory for the probes that are found to be asked."""
+    if callable(getattr(model, "routing_probes", None)):
+        return set()  # they are not looked for
+    probes = [one for probes in _found(model).values() for one in probes]
+    modules = [model.get_submodule(path) for one in probes for path in one.reads or ()]
+    return {p for module in modules for p in module._parameters.values() if p is not None}
+
+
 def hinted(
     table: Mapping[str, Sequence[RoutingProbe]], path: str, args: Sequence[Any], call: int
 ) -> list[RoutingHint]:

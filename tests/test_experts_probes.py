@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import Loop, Twin, compare_runs, needs_pager
-from fused_networks import Experts, mixtral, mixtral_loss
+from fused_networks import Experts, mixtral, mixtral_loss, paging_of
 from test_moe_transformers import FAMILIES, built
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,7 +23,7 @@ from dynoffload.errors import TraceError
 from dynoffload.pilot.tracking import OrderTracker
 from dynoffload.profiler import Recorder, RoutingProbe, Trace
 from dynoffload.profiler.experts import split_path, unit_path
-from dynoffload.profiler.routers import _Calibration
+from dynoffload.profiler.routers import _Calibration, _mixed
 from dynoffload.profiler.routing import hinted, probes_of
 
 pytest.importorskip("transformers")
@@ -186,6 +186,21 @@ def test_weights_that_are_paged_are_not_asked_for() -> None:
             assert any(one.reads for _, probes, _ in places for one in probes) is asked
 
 
+@needs_pager
+@pytest.mark.parametrize(("layers", "asked"), [(2, True), (10, False)])
+def test_routers_stay_in_memory_unless_they_take_an_eighth(layers: int, asked: bool) -> None:
+    """Each takes 16 KiB, as the least tensor that is paged, and four times that in training."""
+    model = mixtral(num_local_experts=128, intermediate_size=16, num_hidden_layers=layers)
+    optimizer = AdamW(model.parameters())
+    config = {"page_bytes": 4096}
+    with dynoffload.offload(model, optimizer, budget=256 << 14, config=config) as session:
+        assert session.sizing is not None
+        assert session.sizing.min_paged_bytes <= 1 << 14
+        forecast = session._forecast
+        places = [*forecast._probing.places(forecast._units)]
+        assert any(one.reads for _, probes, _ in places for one in probes) is asked
+
+
 def test_where_all_experts_are_hit_none_is_computed() -> None:
     model = _Network()
     for layer in model.layers:
@@ -197,7 +212,7 @@ def test_where_all_experts_are_hit_none_is_computed() -> None:
     (hint,) = hinted(table, "layers.1", (torch.ones(3, 32),), 0)
     assert hint.values == (1.0,) * 6
     assert _Restless.calls == 0
-    hinted(table, "layers.1.mlp.experts", (torch.ones(3, 32), every[:2]), 0)
+    hinted(table, "layers.1.mlp.experts", (torch.ones(2, 32), every[:2]), 0)
     _Restless.calls = 0
     (hint,) = hinted(table, "layers.1", (torch.ones(3, 32),), 0)
     assert _Restless.calls == 1
@@ -256,6 +271,28 @@ def test_before_there_is_a_pilot_a_session_follows_its_routers(implementation: s
 
 
 @needs_pager
+def test_experts_that_may_well_not_run_again_are_not_fetched_in_backward() -> None:
+    model = mixtral(num_local_experts=16, num_experts_per_tok=1)
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    pages = {"page_bytes": 4096, "min_paged_bytes": 4096}
+    with dynoffload.offload(model, optimizer, budget=1_500_000, config=pages) as session:
+        for seed in range(6):
+            mixtral_loss(model, seed).backward()
+            reference = paging_of(session).migrator._reference
+            optimizer.step()
+            optimizer.zero_grad()
+        units = {unit.path: unit for unit in session._forecast._units.values()}
+        unsure = {
+            path: [reference.uses[place].doubtful for place in reference.ahead[unit.index]]
+            for path, unit in units.items()
+            if unit.index in reference.ahead
+        }
+        assert len(unsure) > 8
+        for path, each in unsure.items():
+            assert each == [split_path(path)[1] is not None]
+
+
+@needs_pager
 def test_what_is_asked_is_seen_by_no_mode_of_the_users() -> None:
     counted = []
     for budgeted in (False, True):
@@ -293,6 +330,25 @@ def test_a_recorder_leaves_selective_checkpointing_alone() -> None:
         models.append(model)
     for plain, one in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(plain.grad, one.grad)
+
+
+def test_calibrations_compute_in_full_under_autocast() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(24, 8, generator=generator)
+    outcomes = (logits > logits.mean()).float()
+    found = []
+    for enabled in (False, True):
+        calibration = _Calibration()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            answers = _mixed(logits)
+            for _ in range(3):
+                calibration.chances(answers)
+                calibration.learn(outcomes)
+            found.append(calibration.chances(answers))
+    plain, autocast = found
+    assert plain is not None
+    assert autocast is not None
+    assert torch.equal(plain, autocast)
 
 
 def test_an_overflow_does_not_end_learning() -> None:

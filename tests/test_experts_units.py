@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import Loop, Twin, compare_runs, needs_pager
-from fused_networks import Chosen, mixtral, mixtral_loss
+from fused_networks import Chosen, mixtral, mixtral_loss, paging_of
 from synthetic_pilot import label_of
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -158,9 +158,46 @@ def test_what_a_call_does_not_say_is_not_read() -> None:
     assert experts_hit(layer, (torch.ones(2, 32), [1, 2]), {}) is None
     assert experts_hit(layer, (torch.ones(2, 32), torch.tensor([[9]])), {}) is None
     assert experts_hit(nn.Linear(2, 2), (torch.tensor([[1]]),), {}) is None
-    assert experts_hit(layer, (), {"top_k_index": torch.tensor([[4, 6], [1, 4]])}) == [1, 4]
+    said = {"top_k_index": torch.tensor([[4, 6], [1, 4]])}
+    assert experts_hit(layer, (torch.ones(2, 32),), said) == [1, 4]
+    assert experts_hit(layer, (torch.ones(1, 2, 32),), said) == [1, 4]
     assert split_path("a.b[12]") == ("a.b", 12)
     assert split_path("a.b") == ("a.b", None)
+
+
+@needs_pager
+@pytest.mark.parametrize("least", [2048, 16384])
+def test_experts_beside_what_their_layer_pages_whole_are_planned(least: int) -> None:
+    """The second matrices, of 8 KiB, are paged by slices or whole."""
+    model = _network()
+    optimizer = AdamW(model.parameters(), lr=1e-7)
+    config = {"page_bytes": 4096, "min_paged_bytes": least, "policy": "repeat"}
+    with dynoffload.offload(model, optimizer, budget=1_800_000, config=config) as session:
+        migrator = paging_of(session).migrator
+        for step in range(6):
+            if step == 3:
+                migrator.missed = 0
+            mixtral_loss(model, 1).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert migrator.anchored > 0
+        assert migrator.missed == 0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        (torch.tensor([[1, 2]]),),
+        (torch.ones(2, 32), torch.tensor([1, 2])),
+        (torch.ones(2, 32), torch.tensor([[1, 2]])),
+        (torch.ones(1, 2, 32), torch.tensor([[1, 2]])),
+        (torch.ones(1, 16), torch.tensor([[1, 2]])),
+        (torch.ones(1, 32), torch.tensor([[1, 2, 3, 4, 5, 0, 1]])),
+    ],
+)
+def test_token_ids_are_no_experts(call: tuple[Tensor, ...]) -> None:
+    """Indices of experts have a row for each token of the hidden states beside them."""
+    assert experts_hit(Chosen().experts, call, {}) is None
 
 
 def test_a_call_under_vmap_is_not_read() -> None:
@@ -168,7 +205,7 @@ def test_a_call_under_vmap_is_not_read() -> None:
     read = []
 
     def call(indices: Tensor) -> Tensor:
-        read.append(experts_hit(layer, (torch.ones(2, 32), indices), {}))
+        read.append(experts_hit(layer, (torch.ones(1, 32), indices), {}))
         return indices
 
     torch.func.vmap(call)(torch.tensor([[[1]], [[2]]]))

@@ -237,6 +237,18 @@ def _subsets(regions: Collection[int]) -> list[frozenset[int]]:
     return found
 
 
+def test_nothing_is_fetched_for_a_doubtful_use() -> None:
+    uses = [Use((0,)), Use((1,)), Use((2,)), Use((0,), doubtful=True), Use((2,))]
+    actions = LookAhead(0.0).plan(uses, [4] * 3, 4, []).actions
+    assert [one.region for one in actions if one.kind is Kind.FETCH] == [0, 1, 2, 2]
+
+
+def test_what_a_doubtful_use_needs_is_kept_if_there_is_room() -> None:
+    uses = [Use((0,)), Use((1,)), Use((2,)), Use((0,), doubtful=True)]
+    actions = LookAhead(0.0).plan(uses, [4] * 3, 8, []).actions
+    assert [one.region for one in actions if one.kind is Kind.EVICT] == [1]
+
+
 def test_a_use_larger_than_the_capacity_is_refused_with_need_and_have() -> None:
     uses = [Use((0,)), Use((0, 1), creates=(2,)), Use((1,))]
     with pytest.raises(BudgetError, match=r"use 1 .*\(12 bytes\).*\(11 bytes\).*raise the budget"):

@@ -107,7 +107,7 @@ class LookAhead:
         held = _sweep(uses, sizes, capacity, limit, resident, dirty)
         starts, kept = _prefetch(held, sizes, capacity)
         _spare(held, sizes, capacity, starts, kept)
-        return _schedule(held, starts, kept)
+        return _schedule(held, uses, starts, kept)
 
 
 def _sweep(
@@ -341,17 +341,19 @@ def _spare(
                 spared -= sizes[held.drop_region[drop]]
 
 
-def _schedule(held: _Residency, starts: list[int], kept: list[bool]) -> Schedule:
+def _schedule(
+    held: _Residency, uses: Sequence[Use], starts: list[int], kept: list[bool]
+) -> Schedule:
     """Return the decisions as ordered actions."""
     # Stable sort: at one position evictions come first, then fetches in the order they are due.
     evict, fetch = Kind.EVICT, Kind.FETCH  # enum lookups cost more than creating an action
     drops = zip(held.drop_region, held.drop_start, kept, strict=True)
     actions = [Action(start, evict, region) for region, start, keep in drops if not keep]
-    fetches = zip(held.fetch_region, starts, held.fetch_drop, strict=True)
+    fetches = zip(held.fetch_region, starts, held.fetch_drop, held.fetch_due, strict=True)
     actions += [
         Action(start, fetch, region)
-        for region, start, drop in fetches
-        if drop < 0 or not kept[drop]
+        for region, start, drop, due in fetches
+        if (drop < 0 or not kept[drop]) and not uses[due].doubtful
     ]
     actions.sort(key=itemgetter(0))
     return Schedule(tuple(actions))

@@ -9,7 +9,7 @@ units satisfy `Held` and `Visited`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -59,6 +59,10 @@ class Visited(Protocol[HeldT_co]):
     def slots(self) -> Sequence[HeldT_co]:
         """The parameters, or slices, that it owns."""
 
+    @property
+    def beside(self) -> Sequence[HeldT_co]:
+        """What its module pages whole beside slices, which a visit of these uses too."""
+
 
 @dataclass(frozen=True)
 class Visit(Generic[HeldT]):
@@ -90,6 +94,7 @@ class Reference(Generic[HeldT]):
         pending: Callable[[HeldT], bool],
         *,
         ahead: bool = False,
+        doubtful: Container[int] = (),
     ) -> None:
         """Add a forward over ``visits``; updates of ``pending`` slots are applied at first use.
 
@@ -97,6 +102,7 @@ class Reference(Generic[HeldT]):
             visits: the visits, in order.
             pending: whether a slot's update is pending.
             ahead: whether it is the forward after the backward of this sample.
+            doubtful: indices of units for which nothing is fetched ahead.
         """
         index = self.ahead if ahead else self.forward
         done: set[HeldT] = set()
@@ -118,7 +124,8 @@ class Reference(Generic[HeldT]):
             born.update(creates)
             use = tuple(regions)
             index.setdefault(visit.unit.index, []).append(len(self.uses))
-            self.uses.append(Use(use, creates=creates, frees=tuple(frees), writes=use))
+            unsure = visit.unit.index in doubtful
+            self.uses.append(Use(use, creates, tuple(frees), writes=use, doubtful=unsure))
 
     def add_backward(self, visits: Sequence[Visit[HeldT]]) -> None:
         """Add the backward of a forward over ``visits``."""
@@ -132,9 +139,10 @@ class Reference(Generic[HeldT]):
         for number, visit in enumerate(reversed(visits)):
             regions = list(visit.chunks)
             creates: list[int] = []
-            for slot in visit.unit.slots:
+            for slot in (*visit.unit.slots, *visit.unit.beside):
                 regions.append(slot.region)
                 self.backward.setdefault(slot.region, []).append(len(self.uses))
+            for slot in visit.unit.slots:
                 # Autograd sums the contributions of all visits before it accumulates the gradient.
                 if slot.gradient is None or final[slot] != number:
                     continue
@@ -146,11 +154,17 @@ class Reference(Generic[HeldT]):
             use = tuple(dict.fromkeys(regions))
             self.uses.append(Use(use, creates=tuple(creates), frees=tuple(frees), writes=use))
 
-    def add_return(self, visits: Sequence[Visit[HeldT]], order: Sequence[Visited[HeldT]]) -> None:
-        """Add the backward over ``visits`` and the next forward over ``order``."""
+    def add_return(
+        self,
+        visits: Sequence[Visit[HeldT]],
+        order: Sequence[Visited[HeldT]],
+        doubtful: Container[int] = (),
+    ) -> None:
+        """Add the backward over ``visits`` and the next forward over ``order``; for units with
+        indices in ``doubtful`` nothing is fetched ahead."""
         self.add_backward(visits)
         ahead = [Visit(unit) for unit in order]
-        self.add_forward(ahead, _will_pend, ahead=True)
+        self.add_forward(ahead, _will_pend, ahead=True, doubtful=doubtful)
 
 
 def _will_pend(slot: Held) -> bool:

@@ -40,6 +40,7 @@ class Use:
         writes: which of ``regions`` are modified, so that evicting them costs a write. Created
             regions count as modified.
         seconds: duration of the work itself.
+        doubtful: whether nothing is fetched for it ahead. It decides what is evicted all the same.
     """
 
     regions: tuple[int, ...]
@@ -47,6 +48,7 @@ class Use:
     frees: tuple[int, ...] = ()
     seconds: float = 0.0
     writes: tuple[int, ...] = ()
+    doubtful: bool = False
 
 
 class Kind(IntEnum):

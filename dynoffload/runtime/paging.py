@@ -129,7 +129,10 @@ class Paging(Stepping):
         self._homes.bring()
         pending = {} if self.updates is None else self.updates.pending.by_slot
         reserve = self.sizing.reserve_bytes
-        self.migrator = Migrator(self.device, self.activations, pending, reserve_bytes=reserve)
+        doubts = self._forecast.doubts
+        self.migrator = Migrator(
+            self.device, self.activations, pending, doubts, reserve_bytes=reserve
+        )
         self._changes = Changes()
         self._undo.callback(self._watching.close)
         self._watch()

@@ -31,6 +31,7 @@ from dynoffload.config import ACCELERATOR, LEAST_PAGE, OffloadConfig
 from dynoffload.errors import BudgetError
 from dynoffload.memory.local import local, local_bytes, wrapped
 from dynoffload.memory.pager import probe
+from dynoffload.profiler.routing import read_early
 from dynoffload.runtime.adoption.held import held_parameters
 from dynoffload.runtime.adoption.slicing import may_slice, slice_bytes, slices_of, sole_owners
 from dynoffload.runtime.adoption.store import can_move, moved_bytes
@@ -112,8 +113,8 @@ def sizing_of(
         BudgetError: the largest parameter's update, or the small tensors, do not fit; names need,
             have and remedy.
     """
-    held = held_parameters(model)
-    divider = _Divider(model, optimizer, config, buckets, host, held, sourced)
+    staying = held_parameters(model) | asked_parameters(model, optimizer, config, budget)
+    divider = _Divider(model, optimizer, config, buckets, host, staying, sourced)
     division = divider.divided(max(1 + buckets, budget))
     if division.sizing is not None:
         return replace(division.sizing, budget=budget)
@@ -128,6 +129,18 @@ def sizing_of(
     )
     error.lacking = enough - budget
     raise error
+
+
+def asked_parameters(
+    model: nn.Module, optimizer: Optimizer | None, config: OffloadConfig, budget: int
+) -> set[nn.Parameter]:
+    """Return the parameters of routers, which stay resident so that they can be asked early: none
+    where they are not asked, or take more than a small share of the budget."""
+    asks = config.policy not in ("repeat", "on-demand") and config.routing_probes is None
+    asked = read_early(model) if asks and not config.min_paged_bytes else set()
+    states = States(optimizer)
+    taken = sum(local_bytes(p) * (1 + is_trained(p)) + sum(states.sizes(p)) for p in asked)
+    return asked if taken <= budget // _RESIDENT else set()
 
 
 def enough_for(

@@ -66,6 +66,7 @@ class Unit:
     index: int
     path: str
     slots: tuple[Slot, ...]
+    beside: tuple[Slot, ...] = ()
 
 
 class Training:

@@ -30,6 +30,7 @@ class Unit:
         module: the module.
         slots: its paged parameters, or one slice of each fused parameter.
         number: index of the slices, or None.
+        beside: of slices, the parameters of the module that are paged whole.
         gathers: whether a hook of the module reads its parameters before anything in it runs; see
             `dynoffload.distributed.sharded`.
     """
@@ -39,6 +40,7 @@ class Unit:
     module: nn.Module
     slots: tuple[Slot, ...]
     number: int | None = None
+    beside: tuple[Slot, ...] = ()
     gathers: bool = False
 
     @property
@@ -69,7 +71,8 @@ def units_of(
         sliced = [fused[p].slots for p in own if p in fused]
         for number in range(max(map(len, sliced), default=0)):
             each_own = tuple(each[number] for each in sliced if number < len(each))
-            units.append(Unit(len(units), unit_path(path, number), module, each_own, number))
+            name, beside = unit_path(path, number), tuple(whole)
+            units.append(Unit(len(units), name, module, each_own, number, beside))
     return units
 
 

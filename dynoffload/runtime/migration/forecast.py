@@ -31,7 +31,7 @@ from dynoffload.profiler.input_features import Features, InputFeatures, describe
 from dynoffload.profiler.network import fingerprint, shape_key
 from dynoffload.profiler.routing import RoutingProbe, hinted
 from dynoffload.runtime.adoption.units import Unit, vocabulary_of
-from dynoffload.runtime.migration.gates import Trial, likely
+from dynoffload.runtime.migration.gates import LEAST, Trial, likely
 from dynoffload.runtime.migration.probing import Probing
 from dynoffload.runtime.migration.steps import Step
 from dynoffload.runtime.passes.hooks import Hook
@@ -298,6 +298,10 @@ class Forecast:
     def pays(self) -> bool:
         """Whether to prefetch by the prediction in use; see `Trial`."""
         return self._repeats and self._trials[self.source].prefetch
+
+    def doubts(self, unit: Unit) -> bool:
+        """Return whether a unit that ran is too unlikely to run in the next step for a prefetch."""
+        return self._again < LEAST and self.vocabulary.index_of(unit.path) in self._hinted
 
     def judge(self, step: StepStats) -> None:
         """Pass a step's statistics to the trial of the source that predicted it."""

@@ -32,6 +32,8 @@ WASTE = 0.5
 """Share of prefetched bytes wasted above which a trial starts."""
 WASTED = 3.0
 """Cost of a wasted byte, in bytes prefetched in time."""
+LEAST = WASTED / (1 + WASTED)
+"""Least probability of a block that is prefetched."""
 
 
 class Trial:
@@ -97,8 +99,7 @@ def likely(blocks: Sequence[int], confidence: npt.NDArray[np.float32] | None) ->
     """
     if confidence is None:
         return list(blocks)
-    least = WASTED / (1 + WASTED)
-    return [b for b, p in zip(blocks, confidence.tolist(), strict=True) if p >= least]
+    return [b for b, p in zip(blocks, confidence.tolist(), strict=True) if p >= LEAST]
 
 
 def _stall_ratio(steps: Sequence[StepStats]) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from enum import Enum
 
@@ -37,16 +37,22 @@ class Phase(Enum):
 
 
 class Migrator:
-    """Plans one session's samples and tracks their progress; ``pending`` holds deferred slots."""
+    """Plans one session's samples and tracks their progress.
+
+    ``pending`` holds deferred slots; ``doubts`` says of a unit of the last order whether it is
+    unlikely to run in the next forward.
+    """
 
     def __init__(
         self,
         device: Device,
         activations: Activations,
         pending: Container[Slot],
+        doubts: Callable[[Unit], bool] = lambda unit: False,
         *,
         reserve_bytes: int,
     ) -> None:
+        self._doubts = doubts
         self._device, self._activations, self._pending = device, activations, pending
         self._reserve = reserve_bytes
         self.policy = LookAhead()
@@ -75,7 +81,7 @@ class Migrator:
             visits = self._with_chunks(order)
             reference: Reference[Slot] = Reference()
             reference.add_forward(visits, self._pending.__contains__)
-            reference.add_return(visits, order)
+            reference.add_return(visits, order, self._doubtful(order))
             self._follow(reference)
 
     def revise(self, rest: Sequence[Unit]) -> None:
@@ -164,8 +170,11 @@ class Migrator:
         if self.prefetch and visits:
             visits = [replace(visit, chunks=self._alive(visit.chunks)) for visit in visits]
             reference: Reference[Slot] = Reference()
-            reference.add_return(visits, self.last_order)
+            reference.add_return(visits, self.last_order, self._doubtful(self.last_order))
             self._follow(reference)
+
+    def _doubtful(self, order: Sequence[Unit]) -> set[int]:
+        return {unit.index for unit in order if self._doubts(unit)}
 
     def _alive(self, chunks: Sequence[int]) -> tuple[int, ...]:
         """Return those of ``chunks`` still in use. Tensors saved after the last parameter use are
@@ -173,12 +182,11 @@ class Migrator:
         return tuple(chunk for chunk in chunks if self._device.size(chunk))
 
     def _follow(self, reference: Reference[Slot]) -> None:
-        highest = max(
-            (r for use in reference.uses for r in (*use.regions, *use.creates)), default=0
-        )
         resident = self._device.resident()
-        highest = max([highest, *resident])
-        sizes = [self._device.size(region) for region in range(highest + 1)]
+        known = {r for use in reference.uses for r in (*use.regions, *use.creates)}.union(resident)
+        sizes = [0] * (1 + max(known, default=0))
+        for region in known:
+            sizes[region] = self._device.size(region)
         capacity = self._device.capacity - self._reserve
         try:
             schedule = self.policy.plan(reference.uses, sizes, capacity, resident, resident)
