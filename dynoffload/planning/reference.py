@@ -77,12 +77,22 @@ class Reference(Generic[HeldT]):
         forward: positions of each unit's forward uses, by unit index, in this sample.
         backward: positions of the backward uses of each parameter, by its region.
         ahead: positions of each unit's uses in the next forward, by unit index.
+        frozen: regions of parameters that are not trained, which nobody is expected to write.
     """
 
     uses: list[Use] = field(default_factory=list)
     forward: dict[int, list[int]] = field(default_factory=dict)
     backward: dict[int, list[int]] = field(default_factory=dict)
     ahead: dict[int, list[int]] = field(default_factory=dict)
+    frozen: set[int] = field(default_factory=set)
+
+    def _note(self, slot: HeldT) -> None:
+        if slot.gradient is None:
+            self.frozen.add(slot.region)
+
+    def _add(self, use: tuple[int, ...], creates: Sequence[int], frees: Sequence[int]) -> None:
+        writes = tuple(region for region in use if region not in self.frozen)
+        self.uses.append(Use(use, creates=tuple(creates), frees=tuple(frees), writes=writes))
 
     def add_forward(
         self,
@@ -106,6 +116,7 @@ class Reference(Generic[HeldT]):
             frees: list[int] = []
             for slot in visit.unit.slots:
                 regions.append(slot.region)
+                self._note(slot)
                 if slot not in done and pending(slot):
                     regions += slot.states.values()
                     gradient = slot.owed if slot.is_slice and not ahead else slot.gradient
@@ -114,11 +125,11 @@ class Reference(Generic[HeldT]):
                         if ahead or not slot.has_gradient:
                             frees.append(gradient)  # otherwise backward adds to it
                 done.add(slot)
-            creates = tuple(chunk for chunk in visit.chunks if chunk not in born)
+            creates = [chunk for chunk in visit.chunks if chunk not in born]
             born.update(creates)
             use = tuple(regions)
             index.setdefault(visit.unit.index, []).append(len(self.uses))
-            self.uses.append(Use(use, creates=creates, frees=tuple(frees), writes=use))
+            self._add(use, creates, frees)
 
     def add_backward(self, visits: Sequence[Visit[HeldT]]) -> None:
         """Add the backward of a forward over ``visits``."""
@@ -134,6 +145,7 @@ class Reference(Generic[HeldT]):
             creates: list[int] = []
             for slot in visit.unit.slots:
                 regions.append(slot.region)
+                self._note(slot)
                 self.backward.setdefault(slot.region, []).append(len(self.uses))
                 # Autograd sums the contributions of all visits before it accumulates the gradient.
                 if slot.gradient is None or final[slot] != number:
@@ -144,7 +156,7 @@ class Reference(Generic[HeldT]):
                     creates.append(slot.gradient)
             frees = [chunk for chunk in visit.chunks if last[chunk] == number]
             use = tuple(dict.fromkeys(regions))
-            self.uses.append(Use(use, creates=tuple(creates), frees=tuple(frees), writes=use))
+            self._add(use, creates, frees)
 
     def add_return(self, visits: Sequence[Visit[HeldT]], order: Sequence[Visited[HeldT]]) -> None:
         """Add the backward over ``visits`` and the next forward over ``order``."""

@@ -324,7 +324,8 @@ class Training:
         count = 1 + max(max(used, default=0), max(resident, default=0))
         sizes = [self.pager.size(region) for region in range(count)]
         try:
-            schedule = LookAhead().plan(reference.uses, sizes, self._capacity, resident, resident)
+            dirty = [region for region in resident if region not in reference.frozen]
+            schedule = LookAhead().plan(reference.uses, sizes, self._capacity, resident, dirty)
         except (BudgetError, ValueError):  # plans are optional: the step runs on demand
             schedule = Schedule(())
         self._work(plan_s=len(reference.uses))

@@ -181,7 +181,8 @@ class Migrator:
         sizes = [self._device.size(region) for region in range(highest + 1)]
         capacity = self._device.capacity - self._reserve
         try:
-            schedule = self.policy.plan(reference.uses, sizes, capacity, resident, resident)
+            dirty = [region for region in resident if region not in reference.frozen]
+            schedule = self.policy.plan(reference.uses, sizes, capacity, resident, dirty)
         except (BudgetError, ValueError) as error:
             # A module needs more than the budget at once, though no operator does, or the order is
             # impossible. Plans are optional, so the step runs on demand.
