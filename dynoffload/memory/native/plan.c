@@ -44,7 +44,15 @@ static int faulted_last(const struct pager *p, const struct region *r)
            p->served - r->fault < OPERANDS;
 }
 
-/* Is `a` evicted before `b`? The one used later; among equals the less recently used. */
+/* Would the plan have it back, and its eviction most likely take a write? See [Note: what leaves
+ * first] in planning/lookahead.py. */
+static int is_dear(const struct region *r)
+{
+    return r->next_use != NEVER && !(r->has_copy && r->same == SAME_BITS);
+}
+
+/* Is `a` evicted before `b`? The one that takes no write, then the one used later; among equals the
+ * less recently used. */
 static int leaves_first(const struct pager *p, const struct region *a, const struct region *b)
 {
     int last = faulted_last(p, a);
@@ -52,6 +60,8 @@ static int leaves_first(const struct pager *p, const struct region *a, const str
         return !last;
     if (last)
         return a->fault < b->fault;
+    if (is_dear(a) != is_dear(b))
+        return is_dear(b);
     return a->next_use > b->next_use || (a->next_use == b->next_use && a->stamp < b->stamp);
 }
 
