@@ -62,10 +62,37 @@ class Visited(Protocol[HeldT_co]):
 
 @dataclass(frozen=True)
 class Visit(Generic[HeldT]):
-    """One forward call of a unit, with the chunks of activations saved until the next call."""
+    """One forward call of a unit, with the chunks of activations saved until the next call.
+
+    Attributes:
+        unit: the unit, or the first of ``together``.
+        chunks: the chunks.
+        together: the experts of one call whose operators read all of them, parameter by parameter;
+            empty if the unit is visited alone.
+    """
 
     unit: Visited[HeldT]
     chunks: tuple[int, ...] = ()
+    together: tuple[Visited[HeldT], ...] = ()
+
+    @property
+    def units(self) -> tuple[Visited[HeldT], ...]:
+        """What is visited."""
+        return self.together or (self.unit,)
+
+    @property
+    def slots(self) -> list[HeldT]:
+        """The parameters, or slices, that are read."""
+        return [slot for unit in self.units for slot in unit.slots]
+
+    def parts(self, *, backward: bool = False) -> list[Sequence[HeldT]]:
+        """Return the slots by what is read at one time, in order. Operators go through the experts
+        in ascending order in both directions."""
+        if not self.together:
+            return [self.unit.slots]
+        parameters = list(zip(*(unit.slots for unit in self.together), strict=True))
+        ordered = reversed(parameters) if backward else parameters
+        return [(slot,) for parameter in ordered for slot in parameter]
 
 
 @dataclass
@@ -112,24 +139,26 @@ class Reference(Generic[HeldT]):
         done: set[HeldT] = set()
         born: set[int] = set()
         for visit in visits:
-            regions: list[int] = []
-            frees: list[int] = []
-            for slot in visit.unit.slots:
-                regions.append(slot.region)
-                self._note(slot)
-                if slot not in done and pending(slot):
-                    regions += slot.states.values()
-                    gradient = slot.owed if slot.is_slice and not ahead else slot.gradient
-                    if gradient is not None:
-                        regions.append(gradient)
-                        if ahead or not slot.has_gradient:
-                            frees.append(gradient)  # otherwise backward adds to it
-                done.add(slot)
             creates = [chunk for chunk in visit.chunks if chunk not in born]
             born.update(creates)
-            use = tuple(regions)
-            index.setdefault(visit.unit.index, []).append(len(self.uses))
-            self._add(use, creates, frees)
+            for slots in visit.parts():
+                regions: list[int] = []
+                frees: list[int] = []
+                for slot in slots:
+                    regions.append(slot.region)
+                    self._note(slot)
+                    if slot not in done and pending(slot):
+                        regions += slot.states.values()
+                        gradient = slot.owed if slot.is_slice and not ahead else slot.gradient
+                        if gradient is not None:
+                            regions.append(gradient)
+                            if ahead or not slot.has_gradient:
+                                frees.append(gradient)  # otherwise backward adds to it
+                    done.add(slot)
+                self._add(tuple(regions), creates, frees)
+                creates = []
+            for unit in visit.units:
+                index.setdefault(unit.index, []).append(len(self.uses) - 1)
 
     def add_backward(self, visits: Sequence[Visit[HeldT]]) -> None:
         """Add the backward of a forward over ``visits``."""
@@ -138,30 +167,31 @@ class Reference(Generic[HeldT]):
         for number, visit in enumerate(reversed(visits)):
             for chunk in visit.chunks:
                 last[chunk] = number
-            for slot in visit.unit.slots:
+            for slot in visit.slots:
                 final[slot] = number
         for number, visit in enumerate(reversed(visits)):
-            regions = list(visit.chunks)
-            creates: list[int] = []
-            for slot in visit.unit.slots:
-                regions.append(slot.region)
-                self._note(slot)
-                self.backward.setdefault(slot.region, []).append(len(self.uses))
-                # Autograd sums the contributions of all visits before it accumulates the gradient.
-                if slot.gradient is None or final[slot] != number:
-                    continue
-                if slot.has_gradient:
-                    regions.append(slot.gradient)
-                else:
-                    creates.append(slot.gradient)
             frees = [chunk for chunk in visit.chunks if last[chunk] == number]
-            use = tuple(dict.fromkeys(regions))
-            self._add(use, creates, frees)
+            parts = visit.parts(backward=True)
+            for left, slots in enumerate(parts, 1 - len(parts)):
+                regions = list(visit.chunks)
+                creates: list[int] = []
+                for slot in slots:
+                    regions.append(slot.region)
+                    self._note(slot)
+                    self.backward.setdefault(slot.region, []).append(len(self.uses))
+                    # Autograd sums the contributions of all visits before it accumulates the
+                    # gradient.
+                    if slot.gradient is None or final[slot] != number:
+                        continue
+                    if slot.has_gradient:
+                        regions.append(slot.gradient)
+                    else:
+                        creates.append(slot.gradient)
+                self._add(tuple(dict.fromkeys(regions)), creates, () if left else frees)
 
-    def add_return(self, visits: Sequence[Visit[HeldT]], order: Sequence[Visited[HeldT]]) -> None:
-        """Add the backward over ``visits`` and the next forward over ``order``."""
+    def add_return(self, visits: Sequence[Visit[HeldT]], ahead: Sequence[Visit[HeldT]]) -> None:
+        """Add the backward over ``visits`` and the next forward, over ``ahead``."""
         self.add_backward(visits)
-        ahead = [Visit(unit) for unit in order]
         self.add_forward(ahead, _will_pend, ahead=True)
 
 

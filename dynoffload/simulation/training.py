@@ -193,7 +193,7 @@ class Training:
             visits = self._saved.visits(order, regions)
             reference: Reference[Slot] = Reference()
             reference.add_forward(visits, lambda slot: slot in self._pending)
-            reference.add_return(visits, order)
+            reference.add_return(visits, [Visit(unit) for unit in order])
             self._follow(reference)
 
     def _forward(self, step: Recorded, piece: Piece) -> None:
@@ -263,7 +263,7 @@ class Training:
             visits, self._outstanding = self._outstanding, []
             if self._prefetch and visits:
                 reference: Reference[Slot] = Reference()
-                reference.add_return(visits, self._order)
+                reference.add_return(visits, [Visit(unit) for unit in self._order])
                 self._follow(reference)
         self._anchor(self.reference.backward.get(slot.region))
         self.pager.touch([slot.region])

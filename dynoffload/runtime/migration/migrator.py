@@ -14,6 +14,8 @@ from collections.abc import Container, Sequence
 from dataclasses import replace
 from enum import Enum
 
+from torch import nn
+
 from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
 from dynoffload.planning.lookahead import LookAhead
@@ -59,6 +61,7 @@ class Migrator:
         self._visits: list[tuple[Unit, list[int]]] = []  # of this sample's forward
         self._outstanding: list[Visit[Slot]] = []  # forwards whose backward is still to come
         self._saved = Saved(activations.chunk_bytes)
+        self._at_once: set[nn.Module] = set()  # whose operators read all experts of a call
         self._mark = 0
         self._reference: Reference[Slot] = Reference()
         self._unplanned = False  # whether the warning about unplanned steps was logged
@@ -72,10 +75,10 @@ class Migrator:
         self._mark = self._activations.saved_bytes
         order = self.last_order if predicted is None else list(predicted)
         if self.prefetch and order:
-            visits = self._with_chunks(order)
+            visits = self._joined(self._with_chunks(order))
             reference: Reference[Slot] = Reference()
             reference.add_forward(visits, self._pending.__contains__)
-            reference.add_return(visits, order)
+            reference.add_return(visits, self._joined([Visit(unit) for unit in order]))
             self._follow(reference)
 
     def revise(self, rest: Sequence[Unit]) -> None:
@@ -86,10 +89,10 @@ class Migrator:
         """
         if self.phase is Phase.FORWARD and self.prefetch:
             under_way = [Visit(unit) for unit, _ in self._visits[-1:]]
-            coming = self._with_chunks(rest)
+            coming = self._joined(self._with_chunks(rest))
             reference: Reference[Slot] = Reference()
             reference.add_forward([*under_way, *coming], self._pending.__contains__)
-            reference.add_backward([*visits_made(self._visits), *coming])
+            reference.add_backward([*self._joined(visits_made(self._visits)), *coming])
             self._follow(reference)
             for visit in under_way:  # already visited: anchor later visits of this unit only
                 del reference.forward[visit.unit.index][0]
@@ -105,6 +108,12 @@ class Migrator:
             self._close_visit()
             self._visits.append((unit, []))
             self._anchor(self._reference.forward.get(unit.index))
+
+    def visit_at_once(self, units: Sequence[Unit]) -> None:
+        """Record that a call has read these experts, parameter by parameter."""
+        for unit in units:
+            self._at_once.add(unit.module)
+            self.visit(unit)
 
     def open_chunk(self, chunk: Chunk) -> None:
         """Record that forward saves into another chunk."""
@@ -164,8 +173,27 @@ class Migrator:
         if self.prefetch and visits:
             visits = [replace(visit, chunks=self._alive(visit.chunks)) for visit in visits]
             reference: Reference[Slot] = Reference()
-            reference.add_return(visits, self.last_order)
+            ahead = [Visit(unit) for unit in self.last_order]
+            reference.add_return(self._joined(visits), self._joined(ahead))
             self._follow(reference)
+
+    def _joined(self, visits: Sequence[Visit[Slot]]) -> list[Visit[Slot]]:
+        """Return ``visits`` with one in place of all experts of a call that reads them at once."""
+        found: list[Visit[Slot]] = []
+        last: Unit | None = None
+        for visit in visits:
+            unit = visit.unit
+            assert isinstance(unit, Unit)
+            if unit.number is None or unit.module not in self._at_once:
+                found.append(visit)
+            elif last is None or last.module is not unit.module or unit in found[-1].together:
+                found.append(replace(visit, together=(unit,)))
+            else:
+                chunks = tuple(dict.fromkeys((*found[-1].chunks, *visit.chunks)))
+                together = (*found[-1].together, unit)
+                found[-1] = replace(found[-1], chunks=chunks, together=together)
+            last = unit if found[-1].together else None
+        return found
 
     def _alive(self, chunks: Sequence[int]) -> tuple[int, ...]:
         """Return those of ``chunks`` still in use. Tensors saved after the last parameter use are
