@@ -1,11 +1,11 @@
-"""Adapters on a checkpoint larger than its budget: the example at a small size, and what is moved."""
+"""Adapters on a checkpoint larger than its budget: the example, small, and what is moved."""
 
 from __future__ import annotations
 
 import re
 import runpy
-from itertools import islice
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The planner: evicts what costs no write, with the farthest next use; prefetches as early as it can.
+"""The planner: evicts the region with the farthest next use, prefetches as early as memory allows.
 
 `LookAhead` turns a predicted reference string into a schedule. For regions of unequal sizes,
 minimising the bytes moved is NP-hard, so it is a heuristic. It does not use transfer times; a share
@@ -138,8 +138,8 @@ def _sweep(
     last = [-1] * count
     drop_of = [-1] * count
     unsaved = [False] * count
-    # Resident regions: -(rank * count + region). The rank is the next use; `far` more if no write of
-    # the region would be spared.
+    # Resident regions: -(rank * count + region). The rank is the next use, and `far` more unless
+    # staying spares a write.
     heap: list[int] = []
     far = 3 * length
     used = 0

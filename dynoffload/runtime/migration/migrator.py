@@ -72,7 +72,7 @@ class Migrator:
         """Begin a sample; ``predicted`` is the order of its units, or None: the last order."""
         self.phase = Phase.FORWARD
         self._visits = []
-        self._mark = self._activations.saved_bytes
+        self._mark = self._activations.taken_bytes
         order = self.last_order if predicted is None else list(predicted)
         if self.prefetch and order:
             visits = self._joined(self._with_chunks(order))
@@ -245,8 +245,8 @@ class Migrator:
 
     def _close_visit(self) -> None:
         saved, self._mark = (
-            self._activations.saved_bytes - self._mark,
-            self._activations.saved_bytes,
+            self._activations.taken_bytes - self._mark,
+            self._activations.taken_bytes,
         )
         if self._visits:
             self._saved.note(self._visits[-1][0].index, saved)
