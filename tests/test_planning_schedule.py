@@ -237,6 +237,16 @@ def _subsets(regions: Collection[int]) -> list[frozenset[int]]:
     return found
 
 
+def test_what_need_not_be_written_leaves_first() -> None:
+    """Weights are read in forward and backward, and what each saves between stays with them."""
+    uses = [Use((weight,), creates=(4 + weight,)) for weight in range(4)]
+    uses += [Use((weight, 4 + weight), frees=(4 + weight,)) for weight in reversed(range(4))]
+    problem = Problem(uses, [4] * 4 + [1] * 4, 12, [], [])
+    machine = execute_in_order(problem, problem.plan(LookAhead(0.0)))
+    assert machine.bytes_out == 0
+    assert machine.bytes_in == 4 * 4 + 2 * 4
+
+
 def test_a_use_larger_than_the_capacity_is_refused_with_need_and_have() -> None:
     uses = [Use((0,)), Use((0, 1), creates=(2,)), Use((1,))]
     with pytest.raises(BudgetError, match=r"use 1 .*\(12 bytes\).*\(11 bytes\).*raise the budget"):

@@ -173,9 +173,15 @@ class Migrator:
         if self.prefetch and visits:
             visits = [replace(visit, chunks=self._alive(visit.chunks)) for visit in visits]
             reference: Reference[Slot] = Reference()
+            joined = self._joined(visits)
             ahead = [Visit(unit) for unit in self.last_order]
-            reference.add_return(self._joined(visits), self._joined(ahead))
+            reference.add_return(joined, self._joined(ahead))
             self._follow(reference)
+            for visit in joined:
+                for slot in visit.together[0].slots if visit.together else ():
+                    assert slot.fused is not None  # saved whole, and found by its first region
+                    positions = reference.backward[slot.region]
+                    reference.backward.setdefault(slot.fused.row[0], positions)
 
     def _joined(self, visits: Sequence[Visit[Slot]]) -> list[Visit[Slot]]:
         """Return ``visits`` with one in place of all experts of a call that reads them at once."""
