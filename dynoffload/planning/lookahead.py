@@ -24,7 +24,9 @@ An eviction of a clean region costs a read later, that of a dirty one a write to
 absences are nested: what forward uses first, backward uses last. So all of them take room at one
 time, as backward begins, and how long each lasts does not matter: per byte of room there, a dirty
 region that stays saves twice as much as a clean one. So a dirty region with a use ahead leaves
-after all clean ones; if everything is dirty, as in full training, the rule is Belady's.
+after all clean ones. But a clean region that is used again and again, as the weights of a recurrent
+network, would be read each time. So it leaves earlier than by Belady's rule twice in a string at
+most: between forward and backward, and between backward and the next forward. If everything is dirty, as in full training, that rule decides alone.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from dynoffload.errors import ConfigError
 from dynoffload.planning.schedule import Action, Kind, Schedule, Use, infeasible
 
 _ABSENT, _HERE, _DEAD = 0, 1, 2
+_EARLIER = 2  # see [Note: what leaves first]
 
 
 @dataclass(slots=True)
@@ -142,6 +145,7 @@ def _sweep(
     # staying spares a write.
     heap: list[int] = []
     far = 3 * length
+    gone = [0] * count  # how often each has left
     used = 0
     for region in resident:
         if not 0 <= region < count:
@@ -202,6 +206,7 @@ def _sweep(
             if unsaved[region]:
                 leaving[start] += sizes[region]
             drop_key.append(later)
+            gone[region] += 1
             unsaved[region] = False
         if used > capacity:
             raise infeasible(position, used, capacity)
@@ -213,7 +218,7 @@ def _sweep(
         for region, later in zip(regions, following[position], strict=True):
             if later == length:
                 later += far + first[region]
-            elif not unsaved[region]:
+            elif not unsaved[region] and gone[region] < _EARLIER:
                 later += far
             heappush(heap, -(later * count + region))
         for region in use.frees:
