@@ -26,7 +26,8 @@ time, as backward begins, and how long each lasts does not matter: per byte of r
 region that stays saves twice as much as a clean one. So a dirty region with a use ahead leaves
 after all clean ones. But a clean region that is used again and again, as the weights of a recurrent
 network, would be read each time. So it leaves earlier than by Belady's rule twice in a string at
-most: between forward and backward, and between backward and the next forward. If everything is dirty, as in full training, that rule decides alone.
+most: between forward and backward, and between backward and the next forward. If everything is
+dirty, as in full training, that rule decides alone.
 """
 
 from __future__ import annotations
