@@ -196,17 +196,19 @@ def test_a_schedule_is_executable_at_any_permitted_moment_with_the_same_traffic(
 @given(
     problem=problems(max_uses=12, max_regions=5),
     window=st.sampled_from([0.0, 0.5]),
+    writes=st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
 def test_traffic_is_never_below_the_optimum_and_equals_it_for_equal_sizes(
-    problem: Problem, window: float
+    problem: Problem, window: float, writes: bool
 ) -> None:
-    """Belady's rule reads the fewest bytes where regions are of one size and none is created."""
-    uses = [Use(use.regions, writes=use.writes) for use in problem.uses]
+    """Belady's rule reads the fewest bytes where regions are of one size, none is created, and
+    all are written, or none."""
+    uses = [Use(use.regions, writes=use.regions if writes else ()) for use in problem.uses]
     sizes = [1] * len(problem.sizes)
     need = max((len(set(use.regions)) for use in uses), default=0)
     capacity = max(need, len(problem.resident), problem.capacity // 8)
-    plain = Problem(uses, sizes, capacity, problem.resident, problem.dirty)
+    plain = Problem(uses, sizes, capacity, problem.resident, problem.resident if writes else [])
     least = _fewest_reads(plain)
     read = execute_in_order(plain, plain.plan(LookAhead(window))).bytes_in
     assert read >= least
@@ -247,6 +249,26 @@ def test_what_a_doubtful_use_needs_is_kept_if_there_is_room() -> None:
     uses = [Use((0,)), Use((1,)), Use((2,)), Use((0,), doubtful=True)]
     actions = LookAhead(0.0).plan(uses, [4] * 3, 8, []).actions
     assert [one.region for one in actions if one.kind is Kind.EVICT] == [1]
+
+
+def test_what_need_not_be_written_leaves_first() -> None:
+    """Weights are read in forward and backward, and what each saves between stays with them."""
+    uses = [Use((weight,), creates=(4 + weight,)) for weight in range(4)]
+    uses += [Use((weight, 4 + weight), frees=(4 + weight,)) for weight in reversed(range(4))]
+    problem = Problem(uses, [4] * 4 + [1] * 4, 12, [], [])
+    machine = execute_in_order(problem, problem.plan(LookAhead(0.0)))
+    assert machine.bytes_out == 0
+    assert machine.bytes_in == 4 * 4 + 2 * 4
+
+
+def test_what_is_read_again_and_again_stays() -> None:
+    """Two weights in turns, and each use saves something: each is read twice more at most."""
+    uses = [Use((number % 2,), creates=(2 + number,)) for number in range(20)]
+    uses += [Use((n % 2, 2 + n), frees=(2 + n,)) for n in reversed(range(20))]
+    problem = Problem(uses, [4] * 2 + [1] * 20, 16, [], [])
+    machine = execute_in_order(problem, problem.plan(LookAhead(0.0)))
+    assert machine.bytes_out == 20 - 16 + 2 * 4
+    assert machine.bytes_in <= 2 * 4 + machine.bytes_out + 2 * 2 * 4
 
 
 def test_a_use_larger_than_the_capacity_is_refused_with_need_and_have() -> None:

@@ -9,7 +9,8 @@ many drops to cancel, make the second pass slower:
 
 1. `_sweep` decides which regions stay in fast memory between two uses, by Belady's rule (evict the
    region with the farthest next use; Belady 1966), under the capacity less the look-ahead window.
-   A region that does not stay is evicted right after its previous use, so that writes start early.
+   Regions that must be written leave last, see [Note: what leaves first]. A region that does not
+   stay is evicted right after its previous use, so that writes start early.
 2. `_prefetch` moves every fetch to the earliest position from which there is room for it and for
    all fetches due before it, see [Note: The earliest position of a fetch].
 3. `_spare` cancels evictions whose memory is not needed, such as those at the end of the string.
@@ -17,6 +18,16 @@ many drops to cancel, make the second pass slower:
 Why a window: Belady's rule alone moves the fewest bytes but fills memory with kept regions. A fetch
 then finds room only when the use just before it is over, and nothing overlaps. Prefetching into
 all memory overlaps best, but in a repeating string it evicts everything before it is used again.
+
+[Note: what leaves first]
+An eviction of a clean region costs a read later, that of a dirty one a write too. In a step these
+absences are nested: what forward uses first, backward uses last. So all of them take room at one
+time, as backward begins, and how long each lasts does not matter: per byte of room there, a dirty
+region that stays saves twice as much as a clean one. So a dirty region with a use ahead leaves
+after all clean ones. But a clean region that is used again and again, as the weights of a recurrent
+network, would be read each time. So it leaves earlier than by Belady's rule twice in a string at
+most: between forward and backward, and between backward and the next forward. If everything is
+dirty, as in full training, that rule decides alone.
 """
 
 from __future__ import annotations
@@ -32,6 +43,7 @@ from dynoffload.errors import ConfigError
 from dynoffload.planning.schedule import Action, Kind, Schedule, Use, infeasible
 
 _ABSENT, _HERE, _DEAD = 0, 1, 2
+_EARLIER = 2  # see [Note: what leaves first]
 
 
 @dataclass(slots=True)
@@ -130,7 +142,11 @@ def _sweep(
     last = [-1] * count
     drop_of = [-1] * count
     unsaved = [False] * count
-    heap: list[int] = []  # resident, unpinned regions: -(next use * count + region)
+    # Resident regions: -(rank * count + region). The rank is the next use, and `far` more unless
+    # staying spares a write.
+    heap: list[int] = []
+    far = 3 * length
+    gone = [0] * count  # how often each has left
     used = 0
     for region in resident:
         if not 0 <= region < count:
@@ -138,11 +154,14 @@ def _sweep(
         if state[region] == _ABSENT:
             state[region] = _HERE
             used += sizes[region]
-            heappush(heap, -(first[region] * count + region))
     for region in dirty:
         if not 0 <= region < count or state[region] != _HERE:
             raise ValueError(f"dirty region {region} is not among the resident ones")
         unsaved[region] = True
+    for region in range(count):
+        if state[region] == _HERE:
+            spares = unsaved[region] and first[region] < length
+            heappush(heap, -((first[region] + (0 if spares else far)) * count + region))
     held.leaving = leaving = [0] * (length + 1)
     early = [0] * (length + 1)  # differences to subtract from `used` for early evictions
 
@@ -168,13 +187,11 @@ def _sweep(
                 state[region] = _HERE
                 used += sizes[region]
             last[region] = position
-        while used > limit:
-            if not heap or (key := -heap[0]) < (position + 1) * count:
-                break  # only what this use needs is left
-            heappop(heap)
-            region = key % count
-            if state[region] != _HERE or not sizes[region]:
-                continue
+        while used > limit and heap:
+            rank, region = divmod(-heappop(heap), count)
+            later = rank - far if rank >= far else rank
+            if state[region] != _HERE or not sizes[region] or later <= position:
+                continue  # the last: used here, or since it was ranked
             start = last[region] + 1
             state[region] = _ABSENT
             used -= sizes[region]
@@ -189,19 +206,22 @@ def _sweep(
             drop_dirty.append(unsaved[region])
             if unsaved[region]:
                 leaving[start] += sizes[region]
-            drop_key.append(key // count)
+            drop_key.append(later)
+            gone[region] += 1
             unsaved[region] = False
         if used > capacity:
             raise infeasible(position, used, capacity)
         occupancy.append(used)
-        for region, later in zip(regions, following[position], strict=True):
-            if later == length:
-                later += first[region]
-            heappush(heap, -(later * count + region))
         for region in creates:
             unsaved[region] = True
         for region in use.writes:
             unsaved[region] = True
+        for region, later in zip(regions, following[position], strict=True):
+            if later == length:
+                later += far + first[region]
+            elif not unsaved[region] and gone[region] < _EARLIER:
+                later += far
+            heappush(heap, -(later * count + region))
         for region in use.frees:
             if state[region] == _HERE:
                 used -= sizes[region]

@@ -66,10 +66,37 @@ class Visited(Protocol[HeldT_co]):
 
 @dataclass(frozen=True)
 class Visit(Generic[HeldT]):
-    """One forward call of a unit, with the chunks of activations saved until the next call."""
+    """One forward call of a unit, with the chunks of activations saved until the next call.
+
+    Attributes:
+        unit: the unit, or the first of ``together``.
+        chunks: the chunks.
+        together: the experts of one call whose operators read all of them, parameter by parameter;
+            empty if the unit is visited alone.
+    """
 
     unit: Visited[HeldT]
     chunks: tuple[int, ...] = ()
+    together: tuple[Visited[HeldT], ...] = ()
+
+    @property
+    def units(self) -> tuple[Visited[HeldT], ...]:
+        """What is visited."""
+        return self.together or (self.unit,)
+
+    @property
+    def slots(self) -> list[HeldT]:
+        """The parameters, or slices, that are read."""
+        return [slot for unit in self.units for slot in unit.slots]
+
+    def parts(self, *, backward: bool = False) -> list[tuple[Visited[HeldT], Sequence[HeldT]]]:
+        """Return what is read at one time, in order: a unit, and those of its slots. Operators go
+        through the experts in ascending order in both directions."""
+        if not self.together:
+            return [(self.unit, self.unit.slots)]
+        parameters = range(len(self.unit.slots))
+        ordered = reversed(parameters) if backward else parameters
+        return [(unit, (unit.slots[number],)) for number in ordered for unit in self.together]
 
 
 @dataclass
@@ -81,12 +108,29 @@ class Reference(Generic[HeldT]):
         forward: positions of each unit's forward uses, by unit index, in this sample.
         backward: positions of the backward uses of each parameter, by its region.
         ahead: positions of each unit's uses in the next forward, by unit index.
+        frozen: regions of parameters that are not trained, which nobody is expected to write.
     """
 
     uses: list[Use] = field(default_factory=list)
     forward: dict[int, list[int]] = field(default_factory=dict)
     backward: dict[int, list[int]] = field(default_factory=dict)
     ahead: dict[int, list[int]] = field(default_factory=dict)
+    frozen: set[int] = field(default_factory=set)
+
+    def _note(self, slot: HeldT) -> None:
+        if slot.gradient is None:
+            self.frozen.add(slot.region)
+
+    def _add(
+        self,
+        use: tuple[int, ...],
+        creates: Sequence[int],
+        frees: Sequence[int],
+        *,
+        doubtful: bool = False,
+    ) -> None:
+        writes = tuple(region for region in use if region not in self.frozen)
+        self.uses.append(Use(use, tuple(creates), tuple(frees), writes=writes, doubtful=doubtful))
 
     def add_forward(
         self,
@@ -108,24 +152,26 @@ class Reference(Generic[HeldT]):
         done: set[HeldT] = set()
         born: set[int] = set()
         for visit in visits:
-            regions: list[int] = []
-            frees: list[int] = []
-            for slot in visit.unit.slots:
-                regions.append(slot.region)
-                if slot not in done and pending(slot):
-                    regions += slot.states.values()
-                    gradient = slot.owed if slot.is_slice and not ahead else slot.gradient
-                    if gradient is not None:
-                        regions.append(gradient)
-                        if ahead or not slot.has_gradient:
-                            frees.append(gradient)  # otherwise backward adds to it
-                done.add(slot)
-            creates = tuple(chunk for chunk in visit.chunks if chunk not in born)
+            creates = [chunk for chunk in visit.chunks if chunk not in born]
             born.update(creates)
-            use = tuple(regions)
-            index.setdefault(visit.unit.index, []).append(len(self.uses))
-            unsure = visit.unit.index in doubtful
-            self.uses.append(Use(use, creates, tuple(frees), writes=use, doubtful=unsure))
+            for unit, slots in visit.parts():
+                regions: list[int] = []
+                frees: list[int] = []
+                for slot in slots:
+                    regions.append(slot.region)
+                    self._note(slot)
+                    if slot not in done and pending(slot):
+                        regions += slot.states.values()
+                        gradient = slot.owed if slot.is_slice and not ahead else slot.gradient
+                        if gradient is not None:
+                            regions.append(gradient)
+                            if ahead or not slot.has_gradient:
+                                frees.append(gradient)  # otherwise backward adds to it
+                    done.add(slot)
+                self._add(tuple(regions), creates, frees, doubtful=unit.index in doubtful)
+                creates = []
+            for unit in visit.units:
+                index.setdefault(unit.index, []).append(len(self.uses) - 1)
 
     def add_backward(self, visits: Sequence[Visit[HeldT]]) -> None:
         """Add the backward of a forward over ``visits``."""
@@ -134,36 +180,38 @@ class Reference(Generic[HeldT]):
         for number, visit in enumerate(reversed(visits)):
             for chunk in visit.chunks:
                 last[chunk] = number
-            for slot in visit.unit.slots:
+            for slot in visit.slots:
                 final[slot] = number
         for number, visit in enumerate(reversed(visits)):
-            regions = list(visit.chunks)
-            creates: list[int] = []
-            for slot in (*visit.unit.slots, *visit.unit.beside):
-                regions.append(slot.region)
-                self.backward.setdefault(slot.region, []).append(len(self.uses))
-            for slot in visit.unit.slots:
-                # Autograd sums the contributions of all visits before it accumulates the gradient.
-                if slot.gradient is None or final[slot] != number:
-                    continue
-                if slot.has_gradient:
-                    regions.append(slot.gradient)
-                else:
-                    creates.append(slot.gradient)
             frees = [chunk for chunk in visit.chunks if last[chunk] == number]
-            use = tuple(dict.fromkeys(regions))
-            self.uses.append(Use(use, creates=tuple(creates), frees=tuple(frees), writes=use))
+            parts = visit.parts(backward=True)
+            for left, (unit, slots) in enumerate(parts, 1 - len(parts)):
+                regions = list(visit.chunks)
+                creates: list[int] = []
+                for slot in (*slots, *unit.beside):
+                    regions.append(slot.region)
+                    self._note(slot)
+                    self.backward.setdefault(slot.region, []).append(len(self.uses))
+                for slot in slots:
+                    # Autograd sums the contributions of all visits before it accumulates the
+                    # gradient.
+                    if slot.gradient is None or final[slot] != number:
+                        continue
+                    if slot.has_gradient:
+                        regions.append(slot.gradient)
+                    else:
+                        creates.append(slot.gradient)
+                self._add(tuple(dict.fromkeys(regions)), creates, () if left else frees)
 
     def add_return(
         self,
         visits: Sequence[Visit[HeldT]],
-        order: Sequence[Visited[HeldT]],
+        ahead: Sequence[Visit[HeldT]],
         doubtful: Container[int] = (),
     ) -> None:
-        """Add the backward over ``visits`` and the next forward over ``order``; for units with
+        """Add the backward over ``visits`` and the next forward, over ``ahead``; for units with
         indices in ``doubtful`` nothing is fetched ahead."""
         self.add_backward(visits)
-        ahead = [Visit(unit) for unit in order]
         self.add_forward(ahead, _will_pend, ahead=True, doubtful=doubtful)
 
 

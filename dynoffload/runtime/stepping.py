@@ -203,9 +203,8 @@ class Stepping(Mode):
         """Record visits of experts that ran without stand-ins. As operators read all of them, the
         plan keeps them until the call ends."""
         site = split_path(next(iter(units.values())).path)[0]
-        for number in self._forecast.listed.get(site, ()):
-            if number not in reached:
-                self.migrator.visit(units[number])
+        listed = self._forecast.listed.get(site, ())
+        self.migrator.visit_at_once([units[n] for n in listed if n not in reached])
         reached.clear()
 
     def _parts_of(

@@ -64,7 +64,7 @@ class Chunks:
         self._regions.append(self._pager.allocate(self._sizes.chunk_bytes, extra=True))
 
     def take_saved(self) -> int:
-        """Return the bytes moved into chunks since the last call."""
+        """Return the bytes filled, or left over in a full chunk, since the last call."""
         taken, self._taken = self._taken, 0
         return taken
 
@@ -102,6 +102,8 @@ class Chunks:
             return self._open(nbytes)
         chunk = self._current
         if chunk is None or chunk.filled + nbytes > chunk.size:
+            if chunk is not None:
+                self._taken += chunk.size - chunk.filled
             self._shut_current()
             chunk = self._current = self._open(nbytes)
         chunk.filled += -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -194,7 +194,7 @@ class Training:
             visits = self._saved.visits(order, regions)
             reference: Reference[Slot] = Reference()
             reference.add_forward(visits, lambda slot: slot in self._pending)
-            reference.add_return(visits, order)
+            reference.add_return(visits, [Visit(unit) for unit in order])
             self._follow(reference)
 
     def _forward(self, step: Recorded, piece: Piece) -> None:
@@ -264,7 +264,7 @@ class Training:
             visits, self._outstanding = self._outstanding, []
             if self._prefetch and visits:
                 reference: Reference[Slot] = Reference()
-                reference.add_return(visits, self._order)
+                reference.add_return(visits, [Visit(unit) for unit in self._order])
                 self._follow(reference)
         self._anchor(self.reference.backward.get(slot.region))
         self.pager.touch([slot.region])
@@ -325,7 +325,8 @@ class Training:
         count = 1 + max(max(used, default=0), max(resident, default=0))
         sizes = [self.pager.size(region) for region in range(count)]
         try:
-            schedule = LookAhead().plan(reference.uses, sizes, self._capacity, resident, resident)
+            dirty = [region for region in resident if region not in reference.frozen]
+            schedule = LookAhead().plan(reference.uses, sizes, self._capacity, resident, dirty)
         except (BudgetError, ValueError):  # plans are optional: the step runs on demand
             schedule = Schedule(())
         self._work(plan_s=len(reference.uses))

@@ -44,7 +44,16 @@ static int faulted_last(const struct pager *p, const struct region *r)
            p->served - r->fault < OPERANDS;
 }
 
-/* Is `a` evicted before `b`? The one used later; among equals the less recently used. */
+/* Would the plan have it back, and soon, or its eviction most likely take a write? See [Note: what
+ * leaves first] in planning/lookahead.py. */
+static int is_dear(const struct pager *p, const struct region *r)
+{
+    int clean = r->has_copy && r->same == SAME_BITS;
+    return r->next_use != NEVER && !(clean && r->next_use - p->position > FAULT_LOOKAHEAD);
+}
+
+/* Is `a` evicted before `b`? The one that takes no write, then the one used later; among equals the
+ * less recently used. */
 static int leaves_first(const struct pager *p, const struct region *a, const struct region *b)
 {
     int last = faulted_last(p, a);
@@ -52,6 +61,9 @@ static int leaves_first(const struct pager *p, const struct region *a, const str
         return !last;
     if (last)
         return a->fault < b->fault;
+    int dear = is_dear(p, a);
+    if (dear != is_dear(p, b))
+        return !dear;
     return a->next_use > b->next_use || (a->next_use == b->next_use && a->stamp < b->stamp);
 }
 

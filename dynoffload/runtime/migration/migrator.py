@@ -14,6 +14,8 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from enum import Enum
 
+from torch import nn
+
 from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
 from dynoffload.planning.lookahead import LookAhead
@@ -65,6 +67,7 @@ class Migrator:
         self._visits: list[tuple[Unit, list[int]]] = []  # of this sample's forward
         self._outstanding: list[Visit[Slot]] = []  # forwards whose backward is still to come
         self._saved = Saved(activations.chunk_bytes)
+        self._at_once: set[nn.Module] = set()  # whose operators read all experts of a call
         self._mark = 0
         self._reference: Reference[Slot] = Reference()
         self._unplanned = False  # whether the warning about unplanned steps was logged
@@ -75,13 +78,14 @@ class Migrator:
         """Begin a sample; ``predicted`` is the order of its units, or None: the last order."""
         self.phase = Phase.FORWARD
         self._visits = []
-        self._mark = self._activations.saved_bytes
+        self._mark = self._activations.taken_bytes
         order = self.last_order if predicted is None else list(predicted)
         if self.prefetch and order:
-            visits = self._with_chunks(order)
+            visits = self._joined(self._with_chunks(order))
             reference: Reference[Slot] = Reference()
             reference.add_forward(visits, self._pending.__contains__)
-            reference.add_return(visits, order, self._doubtful(order))
+            ahead = self._joined([Visit(unit) for unit in order])
+            reference.add_return(visits, ahead, self._doubtful(order))
             self._follow(reference)
 
     def revise(self, rest: Sequence[Unit]) -> None:
@@ -92,10 +96,10 @@ class Migrator:
         """
         if self.phase is Phase.FORWARD and self.prefetch:
             under_way = [Visit(unit) for unit, _ in self._visits[-1:]]
-            coming = self._with_chunks(rest)
+            coming = self._joined(self._with_chunks(rest))
             reference: Reference[Slot] = Reference()
             reference.add_forward([*under_way, *coming], self._pending.__contains__)
-            reference.add_backward([*visits_made(self._visits), *coming])
+            reference.add_backward([*self._joined(visits_made(self._visits)), *coming])
             self._follow(reference)
             for visit in under_way:  # already visited: anchor later visits of this unit only
                 del reference.forward[visit.unit.index][0]
@@ -111,6 +115,12 @@ class Migrator:
             self._close_visit()
             self._visits.append((unit, []))
             self._anchor(self._reference.forward.get(unit.index))
+
+    def visit_at_once(self, units: Sequence[Unit]) -> None:
+        """Record that a call has read these experts, parameter by parameter."""
+        for unit in units:
+            self._at_once.add(unit.module)
+            self.visit(unit)
 
     def open_chunk(self, chunk: Chunk) -> None:
         """Record that forward saves into another chunk."""
@@ -170,8 +180,33 @@ class Migrator:
         if self.prefetch and visits:
             visits = [replace(visit, chunks=self._alive(visit.chunks)) for visit in visits]
             reference: Reference[Slot] = Reference()
-            reference.add_return(visits, self.last_order, self._doubtful(self.last_order))
+            joined = self._joined(visits)
+            ahead = self._joined([Visit(unit) for unit in self.last_order])
+            reference.add_return(joined, ahead, self._doubtful(self.last_order))
             self._follow(reference)
+            for visit in joined:
+                for slot in visit.together[0].slots if visit.together else ():
+                    assert slot.fused is not None  # saved whole, and found by its first region
+                    positions = reference.backward[slot.region]
+                    reference.backward.setdefault(slot.fused.row[0], positions)
+
+    def _joined(self, visits: Sequence[Visit[Slot]]) -> list[Visit[Slot]]:
+        """Return ``visits`` with one in place of all experts of a call that reads them at once."""
+        found: list[Visit[Slot]] = []
+        last: Unit | None = None
+        for visit in visits:
+            unit = visit.unit
+            assert isinstance(unit, Unit)
+            if unit.number is None or unit.module not in self._at_once:
+                found.append(visit)
+            elif last is None or last.module is not unit.module or unit in found[-1].together:
+                found.append(replace(visit, together=(unit,)))
+            else:
+                chunks = tuple(dict.fromkeys((*found[-1].chunks, *visit.chunks)))
+                together = (*found[-1].together, unit)
+                found[-1] = replace(found[-1], chunks=chunks, together=together)
+            last = unit if found[-1].together else None
+        return found
 
     def _doubtful(self, order: Sequence[Unit]) -> set[int]:
         return {unit.index for unit in order if self._doubts(unit)}
@@ -189,7 +224,8 @@ class Migrator:
             sizes[region] = self._device.size(region)
         capacity = self._device.capacity - self._reserve
         try:
-            schedule = self.policy.plan(reference.uses, sizes, capacity, resident, resident)
+            dirty = [region for region in resident if region not in reference.frozen]
+            schedule = self.policy.plan(reference.uses, sizes, capacity, resident, dirty)
         except (BudgetError, ValueError) as error:
             # A module needs more than the budget at once, though no operator does, or the order is
             # impossible. Plans are optional, so the step runs on demand.
@@ -224,8 +260,8 @@ class Migrator:
 
     def _close_visit(self) -> None:
         saved, self._mark = (
-            self._activations.saved_bytes - self._mark,
-            self._activations.saved_bytes,
+            self._activations.taken_bytes - self._mark,
+            self._activations.taken_bytes,
         )
         if self._visits:
             self._saved.note(self._visits[-1][0].index, saved)

@@ -121,7 +121,8 @@ class Activations:
     enough: Callable[[int], int]
     region_of: Callable[[torch.nn.Parameter], int] = lambda parameter: -1
     names: dict[int, str] = field(default_factory=dict)
-    saved_bytes: int = 0  # moved since the start; the difference is what a visit saved
+    saved_bytes: int = 0  # moved since the start
+    left_bytes: int = 0  # left over in full chunks since the start
 
     def __post_init__(self) -> None:
         _alive.add(self)
@@ -140,6 +141,11 @@ class Activations:
         self._borrowed: Endings[None] = Endings()
 
     # Chunks
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of chunks filled since the start; the difference is what a visit takes."""
+        return self.saved_bytes + self.left_bytes
 
     @property
     def kept_bytes(self) -> int:
@@ -208,6 +214,8 @@ class Activations:
             return self._open(nbytes), 0
         chunk_or_none = self._current
         if chunk_or_none is None or chunk_or_none.filled + nbytes > chunk_or_none.size:
+            if chunk_or_none is not None:
+                self.left_bytes += chunk_or_none.size - chunk_or_none.filled
             self._shut_current()
             chunk_or_none = self._current = self._open(nbytes)
         offset = chunk_or_none.filled
