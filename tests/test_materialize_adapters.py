@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.optim import AdamW
 from trainers import EVERYTHING, assert_same_outcome, trainer
 
 import dynoffload
-from dynoffload.errors import ConfigError
+from dynoffload.errors import ConfigError, SpillError
 from dynoffload.integrations.transformers import OffloadCallback, materialize
 from dynoffload.memory.pager import Pager
 
@@ -158,6 +159,49 @@ def test_several_saved_adapters(tmp_path: Path, caplog: pytest.LogCaptureFixture
             for side in sides:
                 side.set_adapter(name)
             assert_same(model(input_ids=IDS).logits, loaded(input_ids=IDS).logits, name)
+
+
+def change(file: Path, how: str) -> None:
+    """Change a file without other bytes, with others, or with fewer."""
+    if how == "touched":
+        os.utime(file)
+    elif how == "written":
+        file.write_bytes(file.read_bytes()[::-1])
+    else:
+        os.truncate(file, file.stat().st_size - 100)
+
+
+@needs_pager
+@pytest.mark.parametrize("how", ["touched", "written", "cut off"])
+@pytest.mark.parametrize("when", ["between steps", "in forward", "in backward", "in evaluation"])
+def test_adapters_can_be_saved_when_a_file_of_the_base_changes(
+    when: str, how: str, tmp_path: Path
+) -> None:
+    """The next module that reads from there is told so, by the tensor and the file."""
+    stock, config = saved("mixtral", tmp_path / "base", shard="20KB")
+    model = peft.get_peft_model(built(stock, config), ADAPTERS["lora"]()).train()
+    optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    materialize(model, tmp_path / "base")
+    budget, _ = least_budget(model, optimizer, 1, CONFIG)
+    shard = max((tmp_path / "base").glob("*-of-*"))
+    layer = model.get_base_model().model.layers[1]
+    words = rf"cannot read base_model.model.*{shard.name}, where .* has changed"
+    session = dynoffload.offload(model, optimizer, budget=budget, config=CONFIG).start()
+    trains(model, optimizer)
+    expected = trained(model)
+    if when == "in forward":
+        layer.register_forward_pre_hook(lambda *_: change(shard, how))
+    elif when == "in backward":
+        layer.register_full_backward_pre_hook(lambda *_: change(shard, how))
+    else:
+        change(shard, how)
+    with pytest.raises(SpillError, match=words), torch.set_grad_enabled("eval" not in when):
+        trains(model, optimizer, 1)
+    model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(SpillError, match=words):
+        session.close()  # reads the base back
+    held = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert_same({name.replace(".default", ""): one for name, one in expected.items()}, held, how)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
