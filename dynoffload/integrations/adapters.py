@@ -71,20 +71,24 @@ class AdapterWeights(PlainWeights):
             )
         for name, config in model.peft_config.items():
             _check_kind(name, config, saved=name in saved)
-            if config.inference_mode and on_meta and name not in saved:
+            was_loaded = config.inference_mode or config.auto_mapping  # as far as PEFT tells
+            if was_loaded and on_meta and name not in saved:
                 raise ConfigError(
-                    f"the adapter {name!r} was loaded to be used as it is, and the meta device has "
-                    f"lost its values: pass materialize() adapters={{{name!r}: its directory}}"
+                    f"the adapter {name!r} was loaded, and the meta device has lost its values: "
+                    f"pass materialize() adapters={{{name!r}: its directory}}"
                 )
         self._saved = {name: Path(directory) for name, directory in saved.items()}
         self._given = _with_ties(model, [n for n, _ in self._saved_values(model)])
         parameters = model.named_parameters()
         new = (n for n, p in parameters if p.is_meta and p.requires_grad and n not in self._given)
         if next(new, ""):
+            names = [repr(name) for name in model.peft_config if name not in saved]
             logger.warning(
-                "adapters of this %s begin anew, as the meta device holds no values: for saved "
-                "ones, pass materialize() adapters={name: directory}",
+                "adapters of this %s begin anew, as the meta device holds no values: %s; to go on "
+                "with saved ones, pass materialize() adapters={%s}",
                 type(model).__name__,
+                ", ".join(names),
+                ", ".join(f"{name}: its directory" for name in names),
             )
 
     @torch.no_grad()
