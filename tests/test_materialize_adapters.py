@@ -211,6 +211,34 @@ def test_adapters_can_be_saved_when_a_file_of_the_base_changes(
     assert_same({name.replace(".default", ""): one for name, one in expected.items()}, held, how)
 
 
+@pytest.mark.parametrize("backend", [pytest.param("pager", marks=needs_pager), "mapped"])
+def test_optimizer_state_is_loaded_in_the_block(backend: str, tmp_path: Path) -> None:
+    """Before it, torch moves the state to the meta device, which is refused."""
+    stock, config = saved("llama", tmp_path / "base")
+    loaded = peft.get_peft_model(stock.from_pretrained(tmp_path / "base"), ADAPTERS["lora"]())
+    optimizer = AdamW([p for p in loaded.train().parameters() if p.requires_grad], lr=1e-2)
+    trains(loaded, optimizer)
+    loaded.save_pretrained(tmp_path / "adapter")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    model = loaded_by_peft(built(stock, config), tmp_path / "adapter").train()
+    materialize(model, tmp_path / "base", adapters={"default": tmp_path / "adapter"})
+    its = AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    its.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
+    options = {**CONFIG, "backend": backend}
+    budget = sum(p.nbytes for p in model.parameters()) // 2
+    with (
+        pytest.raises(ConfigError, match=r"'exp_avg'.* meta device.*: load it inside the block"),
+        dynoffload.offload(model, its, budget=budget, config=options),
+    ):
+        pass
+    its = AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    with dynoffload.offload(model, its, budget=budget, config=options) as session:
+        assert session.paging
+        its.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
+        assert trains(model, its) == trains(loaded, optimizer)
+    assert_same(dict(model.named_parameters()), dict(loaded.named_parameters()), "after")
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning", "error:.*is a no-op")
 def test_a_trainer_goes_on_with_a_saved_adapter(tmp_path: Path) -> None:
     stock, config = saved("llama", tmp_path / "base", vocab_size=512)
