@@ -286,6 +286,9 @@ def test_saved_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
     refused("adapters= names 'mine', and this PeftModel has 'default'", name="mine")
     refused("adapters= was given, and the LlamaForCausalLM has none", built(stock, config))
+    plain: Any = str(tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=r"adapters='/.*' is no mapping: .*\{'default': direc"):
+        materialize(loaded_by_peft(built(stock, config), plain), tmp_path / "base", adapters=plain)
     wide = peft.get_peft_model(built(stock, config), peft.LoraConfig(r=8, **ATTENTION))
     refused("cannot load the adapter 'default' from .*its r is 4, and the model's 8", wide)
     loud = peft.get_peft_model(
@@ -306,6 +309,28 @@ def test_saved_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     refused("cannot load the adapter 'default' from .*adapter_model.safetensors")
     file.unlink()
     refused("cannot load the adapter 'default' from .*adapter_model.safetensors")
+
+
+def test_what_the_files_of_the_base_lack_is_named_as_there(tmp_path: Path) -> None:
+    """And by whom they are read, if it is left to the generic function, or to none."""
+    stock, config = saved("llama", tmp_path)
+    file = tmp_path / "model.safetensors"
+    right = load_file(file)
+    one = "model.layers.1.self_attn.q_proj.weight"
+    for tensors, words in (
+        ({name: value for name, value in right.items() if name != one}, f"has no tensor '{one}'"),
+        ({**right, one: right[one][:8].clone()}, f"tensor '{one}' of .* has shape"),
+    ):
+        save_file(tensors, file)
+        with pytest.raises(ConfigError, match=words):
+            materialize(peft.get_peft_model(built(stock, config), ADAPTERS["lora"]()), tmp_path)
+    remedy = r"call dynoffload\.integrations\.transformers\.materialize\(model"
+    save_file(right, file)
+    model = peft.get_peft_model(built(stock, config), ADAPTERS["lora"]())
+    with pytest.raises(ConfigError, match=remedy):
+        dynoffload.materialize(model, tmp_path)
+    with pytest.raises(ConfigError, match=remedy), dynoffload.offload(model, budget="1MB"):
+        pass
 
 
 def test_saved_adapters_of_a_model_in_memory_are_refused(tmp_path: Path) -> None:

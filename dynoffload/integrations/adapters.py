@@ -140,7 +140,15 @@ class AdapterWeights(PlainWeights):
             if name in values and outer not in self._given:
                 found[outer] = values[name]
         lacking = {outer for outer, name in plain.items() if not name or name in may_lack}
-        return found, lacking | self._given
+        lacking |= self._given
+        known = _with_ties(model, [*found, *lacking])
+        missing = next((name for outer, name in plain.items() if outer not in known), "")
+        if missing:
+            raise ConfigError(
+                f"{files.path} has no tensor {missing!r}: give the files that save_pretrained() "
+                "wrote for the model under the adapters, with its config"
+            )
+        return found, lacking
 
 
 def _check_kind(name: str, config: Any, *, saved: bool) -> None:
@@ -236,8 +244,8 @@ def _saved_values(model: PeftModel, adapter: str, directory: Path) -> dict[str, 
 def _with_ties(model: nn.Module, names: Collection[str]) -> set[str]:
     """Return ``names``, and the other names of their tensors."""
     named = named_tensors(model)
-    tensors = {named[name] for name in names}
-    return {name for name, tensor in named.items() if tensor in tensors}
+    tensors = {named[name] for name in names if name in named}
+    return {*names, *(name for name, tensor in named.items() if tensor in tensors)}
 
 
 def _plain_names(model: nn.Module, names: Collection[str]) -> dict[str, str]:

@@ -93,6 +93,11 @@ def materialize(
             f"path={path!r:.80} is no path: pass that of a directory or safetensors file, or None "
             "for random weights"
         )
+    if not isinstance(adapters, Mapping):
+        raise ConfigError(
+            f"adapters={adapters!r:.80} is no mapping: pass the directories of saved adapters by "
+            "their names, as adapters={'default': directory}"
+        )
     if adapters and not adapted:
         raise ConfigError(
             f"adapters= was given, and the {type(model).__name__} has none: call "
