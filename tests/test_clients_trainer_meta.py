@@ -88,6 +88,26 @@ def test_a_model_on_the_meta_device_resumes_inside_a_block(tmp_path: Path) -> No
     assert_same_outcome(paged, plain)
 
 
+def test_a_model_on_the_meta_device_is_evaluated_in_a_block(tmp_path: Path) -> None:
+    """The callback refuses it before, and names the ways."""
+    plain = trainer(given(), tmp_path / "plain", **{**EVERYTHING, "eval_on_start": True})
+    expected = plain.evaluate()
+    paged = trainer(on_meta(), tmp_path, OffloadCallback(**quarter(make=llama)), **EVERYTHING)
+    for call in (paged.evaluate, lambda: paged.predict(paged.eval_dataset)):
+        with pytest.raises(ConfigError, match=r"eval_on_start=True\), or evaluate inside 'with"):
+            call()
+    with dynoffload.offload(paged.model, **quarter(make=llama)) as session:
+        found = paged.evaluate()
+        assert session.paging
+    assert found["eval_loss"] == expected["eval_loss"]
+    plain.train()
+    offload = OffloadCallback(**quarter(make=llama))
+    paged = trainer(on_meta(), tmp_path / "paged", offload, **{**EVERYTHING, "eval_on_start": True})
+    paged.train()
+    assert_paged(offload.session)
+    assert_same_outcome(paged, plain)
+
+
 def test_a_noted_model_stays_where_it_is() -> None:
     """Its ``to`` takes the dtype, and notes the device, where the block then trains it; copies have
     one of their own."""

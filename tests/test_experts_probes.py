@@ -175,15 +175,23 @@ def test_routers_of_others_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> Non
     assert probes_of(_Network()) == {}
 
 
-def test_weights_that_are_paged_are_not_asked_for() -> None:
+def test_weights_that_are_paged_are_not_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    """The plan line says how many mixtures have routers that are."""
+    caplog.set_level("INFO", "dynoffload")
     model = mixtral(num_local_experts=8)
     optimizer = AdamW(model.parameters())
     for least, asked in ((2048, True), (512, False)):  # a router has 1,024 bytes
         config = {"page_bytes": 4096, "min_paged_bytes": least}
         with dynoffload.offload(model, optimizer, budget=900_000, config=config) as session:
             forecast = session._forecast
-            places = [*forecast._probing.places(forecast._units)]
+            places = [*forecast.probing.places(forecast._units)]
             assert any(one.reads for _, probes, _ in places for one in probes) is asked
+        few = "2" if asked else "0 of 2"
+        assert f"policy pilot, routers of {few} mixtures are asked" in caplog.text
+        caplog.clear()
+    config = {"routing_probes": ()}
+    with dynoffload.offload(model, optimizer, budget=900_000, config=config):
+        assert caplog.messages[0].endswith("policy pilot")
 
 
 @needs_pager

@@ -432,9 +432,10 @@ def test_a_file_that_does_not_fit_is_refused_before_the_block(tmp_path: Path) ->
     good = tmp_path / "good.safetensors"
     save_file(state, good)
     cases = {
-        "nofile": r"there is no .*nofile.*: name a directory",
+        "owner/nofile": r"there is no .*owner/nofile on this.*: name a directory.* of a hub has to",
         "folder": r"folder has neither model\.safetensors\.index\.json nor model\.safetensors",
-        "text": r"text as safetensors",
+        "text": r"text as safetensors: .*: it is damaged or incomplete, or only a pointer of Git",
+        "short": r"short as safetensors: .*: it is damaged or incomplete",
         "shape": r"'scale' of .*shape has shape \[2\] but the model's has \[\]",
         "lacking": r"lacking has no tensor 'hidden\.0\.bias': give one whose names",
         "index.json": r"index\.json is no index of safetensors files",
@@ -443,6 +444,7 @@ def test_a_file_that_does_not_fit_is_refused_before_the_block(tmp_path: Path) ->
     }
     (tmp_path / "folder").mkdir()
     (tmp_path / "text").write_text("these are no weights")
+    (tmp_path / "short").write_bytes(good.read_bytes()[:-100])
     save_file({**state, "scale": torch.ones(2)}, tmp_path / "shape")
     save_file({n: t for n, t in state.items() if n != "hidden.0.bias"}, tmp_path / "lacking")
     (tmp_path / "index.json").write_text("{}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.optim import AdamW
 from trainers import EVERYTHING, assert_same_outcome, trainer
 
 import dynoffload
-from dynoffload.errors import ConfigError
+from dynoffload.errors import ConfigError, SpillError
 from dynoffload.integrations.transformers import OffloadCallback, materialize
 from dynoffload.memory.pager import Pager
 
@@ -110,14 +111,15 @@ SAVED: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("name", "network"), [(name, "qwen3-moe" if "experts" in name else "llama") for name in SAVED]
 )
-@pytest.mark.filterwarnings("ignore::UserWarning")  # that nothing is copied to the meta device
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of PEFT, that nothing is copied
 def test_saved_adapters_train_on(name: str, network: str, backend: Any, tmp_path: Path) -> None:
     """As PEFT's on a loaded base, from the same numbers, which no memory of their own keeps."""
     stock, config = saved(network, tmp_path / "base", tie_word_embeddings="tied" in name)
     saved_adapter(stock, tmp_path / "base", SAVED[name](), tmp_path / "adapter")
     sides = []
     for base in (built(stock, config), stock.from_pretrained(tmp_path / "base")):
-        model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
+        low = "embed" not in name and "head" not in name
+        model = loaded_by_peft(base, tmp_path / "adapter", low=low)
         sides.append((model, AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)))
     (model, optimizer), (loaded, its) = sides
     materialize(model, tmp_path / "base", adapters={"default": tmp_path / "adapter"})
@@ -160,13 +162,90 @@ def test_several_saved_adapters(tmp_path: Path, caplog: pytest.LogCaptureFixture
             assert_same(model(input_ids=IDS).logits, loaded(input_ids=IDS).logits, name)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def change(file: Path, how: str) -> None:
+    """Change a file without other bytes, with others, or with fewer."""
+    if how == "touched":
+        os.utime(file)
+    elif how == "written":
+        file.write_bytes(file.read_bytes()[::-1])
+    else:
+        os.truncate(file, file.stat().st_size - 100)
+
+
+def loaded_by_peft(model: Any, path: Path, *, low: bool = True) -> Any:
+    """Add an adapter that trains on; on the meta device, if ``low``, without PEFT's warnings."""
+    low = low and next(model.parameters()).is_meta
+    return peft.PeftModel.from_pretrained(model, path, is_trainable=True, low_cpu_mem_usage=low)
+
+
+@needs_pager
+@pytest.mark.parametrize("how", ["touched", "written", "cut off"])
+@pytest.mark.parametrize("when", ["between steps", "in forward", "in backward", "in evaluation"])
+def test_adapters_can_be_saved_when_a_file_of_the_base_changes(
+    when: str, how: str, tmp_path: Path
+) -> None:
+    """The next module that reads from there is told so, by the tensor and the file."""
+    stock, config = saved("mixtral", tmp_path / "base", shard="20KB")
+    model = peft.get_peft_model(built(stock, config), ADAPTERS["lora"]()).train()
+    optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    materialize(model, tmp_path / "base")
+    budget, _ = least_budget(model, optimizer, 1, CONFIG)
+    shard = max((tmp_path / "base").glob("*-of-*"))
+    layer = model.get_base_model().model.layers[1]
+    words = rf"cannot read base_model.model.*{shard.name}, where .* has changed"
+    session = dynoffload.offload(model, optimizer, budget=budget, config=CONFIG).start()
+    trains(model, optimizer)
+    expected = trained(model)
+    if when == "in forward":
+        layer.register_forward_pre_hook(lambda *_: change(shard, how))
+    elif when == "in backward":
+        layer.register_full_backward_pre_hook(lambda *_: change(shard, how))
+    else:
+        change(shard, how)
+    with pytest.raises(SpillError, match=words), torch.set_grad_enabled("eval" not in when):
+        trains(model, optimizer, 1)
+    model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(SpillError, match=words):
+        session.close()  # reads the base back
+    held = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert_same({name.replace(".default", ""): one for name, one in expected.items()}, held, how)
+
+
+@pytest.mark.parametrize("backend", [pytest.param("pager", marks=needs_pager), "mapped"])
+def test_optimizer_state_is_loaded_in_the_block(backend: str, tmp_path: Path) -> None:
+    """Before it, torch moves the state to the meta device, which is refused."""
+    stock, config = saved("llama", tmp_path / "base")
+    loaded = peft.get_peft_model(stock.from_pretrained(tmp_path / "base"), ADAPTERS["lora"]())
+    optimizer = AdamW([p for p in loaded.train().parameters() if p.requires_grad], lr=1e-2)
+    trains(loaded, optimizer)
+    loaded.save_pretrained(tmp_path / "adapter")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    model = loaded_by_peft(built(stock, config), tmp_path / "adapter").train()
+    materialize(model, tmp_path / "base", adapters={"default": tmp_path / "adapter"})
+    its = AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    its.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
+    options = {**CONFIG, "backend": backend}
+    budget = sum(p.nbytes for p in model.parameters()) // 2
+    with (
+        pytest.raises(ConfigError, match=r"'exp_avg'.* meta device.*: load it inside the block"),
+        dynoffload.offload(model, its, budget=budget, config=options),
+    ):
+        pass
+    its = AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    with dynoffload.offload(model, its, budget=budget, config=options) as session:
+        assert session.paging
+        its.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
+        assert trains(model, its) == trains(loaded, optimizer)
+    assert_same(dict(model.named_parameters()), dict(loaded.named_parameters()), "after")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "error:.*is a no-op")
 def test_a_trainer_goes_on_with_a_saved_adapter(tmp_path: Path) -> None:
     stock, config = saved("llama", tmp_path / "base", vocab_size=512)
     saved_adapter(stock, tmp_path / "base", ADAPTERS["lora"](), tmp_path / "adapter")
     sides: list[Any] = []
     for base in (stock.from_pretrained(tmp_path / "base"), built(stock, config)):
-        model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
+        model = loaded_by_peft(base, tmp_path / "adapter")
         calls = []
         if sides:
             materialize(model, tmp_path / "base", adapters={"default": tmp_path / "adapter"})
@@ -207,6 +286,9 @@ def test_saved_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
     refused("adapters= names 'mine', and this PeftModel has 'default'", name="mine")
     refused("adapters= was given, and the LlamaForCausalLM has none", built(stock, config))
+    plain: Any = str(tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=r"adapters='/.*' is no mapping: .*\{'default': direc"):
+        materialize(loaded_by_peft(built(stock, config), plain), tmp_path / "base", adapters=plain)
     wide = peft.get_peft_model(built(stock, config), peft.LoraConfig(r=8, **ATTENTION))
     refused("cannot load the adapter 'default' from .*its r is 4, and the model's 8", wide)
     loud = peft.get_peft_model(
@@ -229,6 +311,28 @@ def test_saved_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     refused("cannot load the adapter 'default' from .*adapter_model.safetensors")
 
 
+def test_what_the_files_of_the_base_lack_is_named_as_there(tmp_path: Path) -> None:
+    """And by whom they are read, if it is left to the generic function, or to none."""
+    stock, config = saved("llama", tmp_path)
+    file = tmp_path / "model.safetensors"
+    right = load_file(file)
+    one = "model.layers.1.self_attn.q_proj.weight"
+    for tensors, words in (
+        ({name: value for name, value in right.items() if name != one}, f"has no tensor '{one}'"),
+        ({**right, one: right[one][:8].clone()}, f"tensor '{one}' of .* has shape"),
+    ):
+        save_file(tensors, file)
+        with pytest.raises(ConfigError, match=words):
+            materialize(peft.get_peft_model(built(stock, config), ADAPTERS["lora"]()), tmp_path)
+    remedy = r"call dynoffload\.integrations\.transformers\.materialize\(model"
+    save_file(right, file)
+    model = peft.get_peft_model(built(stock, config), ADAPTERS["lora"]())
+    with pytest.raises(ConfigError, match=remedy):
+        dynoffload.materialize(model, tmp_path)
+    with pytest.raises(ConfigError, match=remedy), dynoffload.offload(model, budget="1MB"):
+        pass
+
+
 def test_saved_adapters_of_a_model_in_memory_are_refused(tmp_path: Path) -> None:
     """Before a value changes. There, an adapter's name may be part of a path."""
     stock, config = saved("llama", tmp_path / "base")
@@ -249,6 +353,20 @@ def test_an_adapter_that_was_loaded_to_the_meta_device_is_refused(tmp_path: Path
     words = r"the meta device has lost its values: pass materialize\(\) adapters=\{'default': "
     with pytest.raises(ConfigError, match=words):
         materialize(model, tmp_path / "base")
+    with pytest.raises(ConfigError, match=words):
+        materialize(loaded_by_peft(built(stock, config), tmp_path / "adapter"), tmp_path / "base")
+
+
+def test_adapters_that_begin_anew_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """PEFT does not tell whether one with a type of task was loaded."""
+    stock, config = saved("llama", tmp_path / "base")
+    adapter = peft.LoraConfig(r=4, task_type="CAUSAL_LM", **ATTENTION)
+    saved_adapter(stock, tmp_path / "base", adapter, tmp_path / "adapter")
+    materialize(loaded_by_peft(built(stock, config), tmp_path / "adapter"), tmp_path / "base")
+    assert "holds no values: 'default'; to go on" in caplog.text
+    assert "pass materialize() adapters={'default': its directory}" in caplog.text
 
 
 def twice(model: Any) -> Any:

@@ -170,8 +170,14 @@ def test_a_file_that_changes_is_not_read(device: Pager, file: Path, how: str) ->
             os.ftruncate(written.fileno(), 100)
         else:
             written.write(b"x" if how == "written" else bytes(CONTENT[:1]))
-    with pytest.raises(SpillError, match=r"cannot read experts.up\[3\] .* from .*weights.*changed"):
+    words = r"cannot read experts.up\[3\] .* from .*weights.*changed"
+    with pytest.raises(SpillError, match=words):
         device.acquire([region])
+    with pytest.raises(SpillError, match=words):
+        device.touch([region])
+    device.discard(region)
+    device.touch([region])
+    device.check_files()
 
 
 _ACCESS = """
@@ -183,6 +189,7 @@ first, second = map(pathlib.Path, sys.argv[2:4])
 with opened("pager", 8 * SMALL, SMALL, first.parent) as device:
     region = device.allocate(2 * SMALL)
     extents = [parted(one, 0)[0][0]._replace(nbytes=SMALL) for one in (first, second)]
+    device.names[region] = "experts.up[3]"
     device.source(region, extents)
     if sys.argv[4] == "cut off":
         os.truncate(second, 100)
@@ -201,6 +208,7 @@ def test_an_access_that_no_error_reaches_names_the_file_that_changed(file: Path,
     command = [sys.executable, "-c", _ACCESS, str(where), str(file), str(other), how]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
     assert done.returncode == -signal.SIGABRT
+    assert "bytes of experts.up[3], for which a thread sleeps" in done.stderr
     assert f"from {other}: it has changed since the block began. Leave the files" in done.stderr
 
 

@@ -71,20 +71,24 @@ class AdapterWeights(PlainWeights):
             )
         for name, config in model.peft_config.items():
             _check_kind(name, config, saved=name in saved)
-            if config.inference_mode and on_meta and name not in saved:
+            was_loaded = config.inference_mode or config.auto_mapping  # as far as PEFT tells
+            if was_loaded and on_meta and name not in saved:
                 raise ConfigError(
-                    f"the adapter {name!r} was loaded to be used as it is, and the meta device has "
-                    f"lost its values: pass materialize() adapters={{{name!r}: its directory}}"
+                    f"the adapter {name!r} was loaded, and the meta device has lost its values: "
+                    f"pass materialize() adapters={{{name!r}: its directory}}"
                 )
         self._saved = {name: Path(directory) for name, directory in saved.items()}
         self._given = _with_ties(model, [n for n, _ in self._saved_values(model)])
         parameters = model.named_parameters()
         new = (n for n, p in parameters if p.is_meta and p.requires_grad and n not in self._given)
         if next(new, ""):
+            names = [repr(name) for name in model.peft_config if name not in saved]
             logger.warning(
-                "adapters of this %s begin anew, as the meta device holds no values: for saved "
-                "ones, pass materialize() adapters={name: directory}",
+                "adapters of this %s begin anew, as the meta device holds no values: %s; to go on "
+                "with saved ones, pass materialize() adapters={%s}",
                 type(model).__name__,
+                ", ".join(names),
+                ", ".join(f"{name}: its directory" for name in names),
             )
 
     @torch.no_grad()
@@ -136,7 +140,15 @@ class AdapterWeights(PlainWeights):
             if name in values and outer not in self._given:
                 found[outer] = values[name]
         lacking = {outer for outer, name in plain.items() if not name or name in may_lack}
-        return found, lacking | self._given
+        lacking |= self._given
+        known = _with_ties(model, [*found, *lacking])
+        missing = next((name for outer, name in plain.items() if outer not in known), "")
+        if missing:
+            raise ConfigError(
+                f"{files.path} has no tensor {missing!r}: give the files that save_pretrained() "
+                "wrote for the model under the adapters, with its config"
+            )
+        return found, lacking
 
 
 def _check_kind(name: str, config: Any, *, saved: bool) -> None:
@@ -232,8 +244,8 @@ def _saved_values(model: PeftModel, adapter: str, directory: Path) -> dict[str, 
 def _with_ties(model: nn.Module, names: Collection[str]) -> set[str]:
     """Return ``names``, and the other names of their tensors."""
     named = named_tensors(model)
-    tensors = {named[name] for name in names}
-    return {name for name, tensor in named.items() if tensor in tensors}
+    tensors = {named[name] for name in names if name in named}
+    return {*names, *(name for name, tensor in named.items() if tensor in tensors)}
 
 
 def _plain_names(model: nn.Module, names: Collection[str]) -> dict[str, str]:

@@ -12,8 +12,8 @@ saves as usual.
 [Note: leaving]  A Trainer notifies its callbacks when training ends, but not when it fails. So,
 when a Trainer is created, the callback wraps that Trainer's ``train`` method, to leave the block in
 any case. Callbacks get the model but not the Trainer, so it is found as ``self`` in the calling
-frames. A callback added later would miss this event. Methods that save are wrapped in the same way;
-see `saving`.
+frames. A callback added later would miss this event. Methods that save are wrapped in the same way
+(see `saving`), and the one that evaluates, to refuse a model that has no values yet.
 
 [Note: meta]  The Trainer moves the model to its device before it calls any callback, which torch
 refuses for a model on the meta device. After ``materialize(model)`` it skips the move, and the
@@ -93,6 +93,11 @@ def materialize(
             f"path={path!r:.80} is no path: pass that of a directory or safetensors file, or None "
             "for random weights"
         )
+    if not isinstance(adapters, Mapping):
+        raise ConfigError(
+            f"adapters={adapters!r:.80} is no mapping: pass the directories of saved adapters by "
+            "their names, as adapters={'default': directory}"
+        )
     if adapters and not adapted:
         raise ConfigError(
             f"adapters= was given, and the {type(model).__name__} has none: call "
@@ -131,8 +136,8 @@ class OffloadCallback(EventBlock, TrainerCallback):  # type: ignore[misc]
         return weakref.WeakSet()
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Wrap the Trainer's ``train()`` so that the block is always left, and its methods that
-        save so that they can read the state."""
+        """Wrap the Trainer's ``train()`` so that the block is always left, its methods that save so
+        that they can read the state, and its evaluation."""
         trainer = _trainer_that_calls()
         if trainer not in self._watched:
             self._watched.add(trainer)
@@ -142,6 +147,9 @@ class OffloadCallback(EventBlock, TrainerCallback):  # type: ignore[misc]
             for name in ("save_model", "_save_checkpoint"):
                 save = getattr(trainer, name)
                 setattr(trainer, name, functools.wraps(save)(functools.partial(self._save, save)))
+            trainer.evaluation_loop = functools.wraps(trainer.evaluation_loop)(
+                functools.partial(self._evaluate, trainer, trainer.evaluation_loop)
+            )
 
     def _train(
         self,
@@ -164,6 +172,17 @@ class OffloadCallback(EventBlock, TrainerCallback):  # type: ignore[misc]
             return save(*args, **kwargs)
         with readable_state(self.session):
             return save(*args, **kwargs)
+
+    def _evaluate(
+        self, trainer: Any, evaluate: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if not self.is_open and tensors_on_meta(trainer.model):
+            raise ConfigError(
+                f"the {type(trainer.model).__name__} is on the meta device until train() begins "
+                "the block: pass TrainingArguments(eval_on_start=True), or evaluate inside 'with "
+                "dynoffload.offload(model, budget=...)'"
+            )
+        return evaluate(*args, **kwargs)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, optimizer: Optimizer, **kwargs: Any

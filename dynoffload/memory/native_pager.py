@@ -92,7 +92,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pager_set_reserve": (None, (_P, _U32)),
     "pager_limit": (None, (_P, _U32)),
     "pager_create": (_INT, (_P, _U32, _U32, _U32, _U64, _I64)),
-    "pager_source": (_INT, (_P, _U32, _P, _U32)),
+    "pager_source": (_INT, (_P, _U32, _P, _U32, ctypes.c_char_p)),
     "pager_sourced": (_INT, (_P, _U32)),
     "pager_discard": (None, (_P, _U32)),
     "pager_clear": (None, (_P, _P, _U32)),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from dynoffload.memory import native_pager
 from dynoffload.memory.device import Cause, Counters, Device, Event, EventKind
 from dynoffload.memory.native_pager import FailureKind
 from dynoffload.memory.region_allocator import REGIONS, Place, arena_pages, called
-from dynoffload.memory.sources import Extent
+from dynoffload.memory.sources import Extent, SourceFile, unread
 from dynoffload.memory.spill import UNWRITTEN, SpillFile
 from dynoffload.memory.spill import reason as reason_of
 from dynoffload.planning.schedule import Schedule, Use
@@ -31,8 +31,6 @@ from dynoffload.units import format_bytes
 
 _NO_BOOKS = "the system has no memory, beyond the pager's pool, for the bookkeeping of"
 _MORE_MEMORY = "end other programs, or lower the budget"
-
-
 _USER_MODE = 2  # returned by `pager_probe`
 
 
@@ -111,7 +109,7 @@ class Pager(Device):
         self._process = os.getpid()
         base = int(self._native.pager_base(self._handle))
         super().__init__(pages * page_bytes, page_bytes, spill, base)
-        self._sources: dict[int, tuple[Extent, ...]] = {}
+        self._sources: dict[int, list[SourceFile]] = {}
         self._aliases: dict[int, int] = {}  # shown region -> first page of its alias
         self._events = (native_pager.NativeEvent * native_pager.EVENT_CAPACITY)()
 
@@ -140,9 +138,20 @@ class Pager(Device):
         for one, (file, offset, nbytes) in zip(native, extents, strict=True):
             one.fd, one.direct, one.offset, one.nbytes = file.fd, file.direct, offset, nbytes
             one.size, one.modified_ns = file.size, file.modified_ns
-        if self._native.pager_source(self._handle, region, native, len(extents)):
+        name = self.names.get(region, f"region {region}").encode()
+        if self._native.pager_source(self._handle, region, native, len(extents), name):
             raise BudgetError(f"{_NO_BOOKS} a region's place in a checkpoint: {_MORE_MEMORY}")
-        self._sources[region] = tuple(extents)
+        self._sources[region] = list(dict.fromkeys(extent.file for extent in extents))
+
+    def check_files(self, regions: Collection[int] | None = None) -> None:
+        """Raise `SpillError` if a file that is the source of ``regions``, by default of all, has
+        changed: an access that finds it out ends the process."""
+        known = self._sources.copy() if regions is None else regions
+        files = {file for region in known for file in self._sources.get(region, ())}
+        changed = {file for file in files if file.has_changed()}
+        for region in known if changed else ():
+            if changed.intersection(self._sources.get(region, ())) and self.is_sourced(region):
+                raise self._unread(errno.ESTALE, region)
 
     def spill_bytes(self) -> int:
         """See `Device.spill_bytes`; with what was written of regions that are not backed."""
@@ -188,6 +197,7 @@ class Pager(Device):
 
     def touch(self, regions: Sequence[int]) -> None:
         """See `Device.touch`."""
+        self.check_files(regions)
         self._native.pager_touch(self._handle, _ids(regions), len(regions))
 
     def lock(self, regions: Sequence[int]) -> None:
@@ -245,9 +255,9 @@ class Pager(Device):
         """
         self._try(self._native.pager_exchange, regions, _ids(twins))
         for pair in zip(regions, twins, strict=True):
-            for one, extents in [(one, self._sources.pop(one, ())) for one in pair]:
-                if extents:
-                    self._sources[sum(pair) - one] = extents
+            for one, files in [(one, self._sources.pop(one, [])) for one in pair]:
+                if files:
+                    self._sources[sum(pair) - one] = files
 
     def _try(
         self, function: Callable[..., int], regions: Sequence[int], *arguments: object
@@ -289,13 +299,7 @@ class Pager(Device):
         one = self._called(region)
         if not self.is_sourced(region):
             return self._spill.failed(number, one, reads=True)
-        paths = ", ".join(dict.fromkeys(str(e.file.path) for e in self._sources[region]))
-        why = "it has changed since" if number == errno.ESTALE else reason_of(number)
-        return SpillError(
-            number,
-            f"cannot read {one} from {paths}, where the block found it ({why}): leave the files of "
-            "a model alone while a block reads them, and begin again",
-        )
+        return unread(self._sources[region], number, one)
 
     # The plan
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from dynoffload.errors import SpillError
+from dynoffload.memory.spill import reason
 
 
 class SourceFile:
@@ -35,6 +40,11 @@ class SourceFile:
         found = os.fstat(self.fd)
         self.size, self.modified_ns = found.st_size, found.st_mtime_ns
 
+    def has_changed(self) -> bool:
+        """Return whether the file was written, or its time of modification set, since then."""
+        found = os.fstat(self.fd)
+        return (found.st_size, found.st_mtime_ns) != (self.size, self.modified_ns)
+
 
 class Extent(NamedTuple):
     """A range of bytes of a file."""
@@ -42,3 +52,15 @@ class Extent(NamedTuple):
     file: SourceFile
     offset: int
     nbytes: int
+
+
+def unread(files: Sequence[SourceFile], number: int, region: str) -> SpillError:
+    """Return the error for a ``region`` of ``files`` whose read has failed by ``number``."""
+    paths = ", ".join(str(one.path) for one in files if one.has_changed())
+    paths = paths or ", ".join(str(one.path) for one in files)
+    why = "it has changed since" if number == errno.ESTALE else reason(number)
+    return SpillError(
+        number,
+        f"cannot read {region} from {paths}, where the block found it ({why}): leave the files of "
+        "a model alone while a block reads them, and begin again",
+    )

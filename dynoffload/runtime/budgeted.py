@@ -142,7 +142,7 @@ class BudgetedSession(Session):
             where = host if target.host_budget is None else f"{host}, {where}"
         logger.info(
             "%s: %s of parameters, gradients%s%s under %s on the %s (pool %s in "
-            "pages of %s, reserve %s), %s, policy %s",
+            "pages of %s, reserve %s), %s, policy %s%s",
             type(self.model).__name__,
             format_bytes(sizing.states_bytes),
             "" if self.optimizer is None else " and optimizer state",
@@ -154,6 +154,7 @@ class BudgetedSession(Session):
             format_bytes(sizing.reserve_bytes),
             where,
             config.policy,
+            self._forecast.probing,
         )
 
     def _watch_ranks(self) -> RankWatchdog | None:

@@ -275,6 +275,8 @@ class Paging(Stepping):
     def enter(self) -> None:
         self._hear()
         self.loss.check()
+        if isinstance(self.device, Pager):
+            self.device.check_files()
 
     def leave(self) -> None:
         self.loss.check()

@@ -137,11 +137,12 @@ class WeightFiles:
         for names, tensor, (name, shape, _) in self._found(model):
             if name:
                 self._check_kinds(names[0], tensor, self.values[name])
-                if self.values[name].shape != shape:
+                value = self.values[name]
+                if value.shape != shape:
+                    called = value.parts[0].source if len(value.parts) == 1 else name
                     raise ConfigError(
-                        f"tensor {name!r} of {self.path} has shape "
-                        f"{list(self.values[name].shape)} but the model's has {list(shape)}: "
-                        f"{self._remedy}"
+                        f"tensor {called!r} of {self.path} has shape {list(value.shape)} but the "
+                        f"model's has {list(shape)}: {self._remedy}"
                     )
             elif not persistent.isdisjoint(names):
                 raise ConfigError(f"{self.path} has no tensor {names[0]!r}: {self._remedy}")
@@ -275,9 +276,10 @@ class WeightFiles:
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Return whether ``model`` is a `PreTrainedModel`."""
+    """Return whether ``model`` is a `PreTrainedModel`, or a `PeftModel`, which wraps one mostly."""
     return any(
-        base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.")
+        base.__name__ in ("PreTrainedModel", "PeftModel")
+        and base.__module__.startswith(("transformers.", "peft."))
         for base in type(model).__mro__
     )
 
@@ -368,11 +370,15 @@ def _naming(path: Path) -> Iterator[None]:
     except (SafetensorError, OSError) as error:
         if isinstance(error, FileNotFoundError):
             raise ConfigError(
-                f"there is no {path}: name a directory with model.safetensors or its index, or "
-                "such a file; if it is one of several, complete the download"
+                f"there is no {path} on this machine: name a directory with model.safetensors or "
+                "its index, or such a file (a model of a hub has to be downloaded first); if it is "
+                "one of several, complete the download"
             ) from error
-        why = (isinstance(error, OSError) and error.strerror) or str(error)
+        if isinstance(error, OSError):
+            raise ConfigError(
+                f"cannot read {path}: {error.strerror}: name a file that can be read"
+            ) from error
         raise ConfigError(
-            f"cannot read {path} as safetensors: {why}: give a file that safetensors' save_file "
-            "has written (torch.load reads others)"
+            f"cannot read {path} as safetensors: {error}: it is damaged or incomplete, or only a "
+            "pointer of Git LFS: load it again; or it is of another kind, such as torch.load reads"
         ) from error

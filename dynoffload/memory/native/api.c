@@ -100,13 +100,15 @@ API void pager_is_clear(struct pager *p, const uint32_t *ids, uint32_t count, ui
 }
 
 /* Let the content be that of `extents` of other files, as many bytes as the region has; see
- * [Note: sources]. */
-API int pager_source(struct pager *p, uint32_t id, const struct extent *extents, uint32_t count)
+ * [Note: sources]. Messages call it `name`. */
+API int pager_source(struct pager *p, uint32_t id, const struct extent *extents, uint32_t count,
+                     const char *name)
 {
-    struct extent *source = malloc(sizeof *source * count);
+    struct extent *source = malloc(sizeof *source * count + strlen(name) + 1);
     if (!source)
         return ENOMEM;
     memcpy(source, extents, sizeof *source * count);
+    strcpy((char *)(source + count), name);
     HOLD(p);
     forget(p, id);
     struct region *r = &p->regions[id];

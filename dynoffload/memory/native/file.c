@@ -167,8 +167,11 @@ int file_transfer(struct pager *p, struct region *r, int write)
  * the first that has changed, or else the last. */
 void file_unread(const struct region *r, uint32_t id, int error)
 {
-    char link[32], path[4096] = "the spill file";
+    char link[32], path[4096] = "the spill file", number[32];
+    const char *name = number;
+    snprintf(number, sizeof number, "region %u", id);
     if (r->source) {
+        name = (const char *)(r->source + r->extents);
         uint32_t at = 0;
         while (at + 1 < r->extents && !check_source(&r->source[at]))
             at++;
@@ -176,8 +179,8 @@ void file_unread(const struct region *r, uint32_t id, int error)
         ssize_t length = readlink(link, path, sizeof path - 1);
         path[length < 0 ? 0 : length] = 0;
     }
-    pager_end("cannot read %llu bytes of region %u, for which a thread sleeps, from %s: %s%s",
-              (unsigned long long)r->bytes, id, path,
+    pager_end("cannot read %llu bytes of %s, for which a thread sleeps, from %s: %s%s",
+              (unsigned long long)r->bytes, name, path,
               error == EBADMSG  ? "its bytes are not those that were written"
               : error == ESTALE ? "it has changed since the block began"
                                 : strerror(error),

@@ -133,7 +133,7 @@ struct region {
     uint64_t bytes;       /* of content, for the counters */
     uint64_t sum, hash;   /* of the file's copy: of some words, and of all if `hashed` */
     int64_t offset;       /* in the spill file */
-    struct extent *source; /* where the file's copy is instead, or NULL */
+    struct extent *source; /* where the file's copy is instead, then its name; or NULL */
     uint32_t extents;
     uint32_t *slots;      /* one per page while not at its address */
     int64_t next_use;     /* position in the reference string, or NEVER */

@@ -76,6 +76,7 @@ class Forecast:
         actual: the order that ran.
         accuracy: of `predicted` against `actual`; NaN without a prediction.
         source: of the prediction in use: ``"the pilot"`` or ``"the last order"``.
+        probing: knows its routing probes.
         asks: whether a routing probe is running; its module calls are not part of the forward.
         listed: fused layer -> the experts that its latest call listed in its arguments.
     """
@@ -89,7 +90,7 @@ class Forecast:
         probes: Sequence[RoutingProbe] | None = None,
     ) -> None:
         self._model, self._features = model, features
-        self._probing = Probing(model, probes)
+        self.probing = Probing(model, probes)
         self._network = fingerprint(model)
         self.vocabulary = Vocabulary(self._network, ())
         self._predictor: Predictor | None = None
@@ -160,8 +161,7 @@ class Forecast:
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Unit] | None:
         """Begin a sample; return the predicted order of its units, or None."""
-        self._order, self._inside = [], []
-        self._sample = None
+        self._order, self._inside, self._sample = [], [], None
         following: StepTracker | OrderTracker | None = None
         self.predicted, self.source = self._last if self._repeats else None, _LAST
         blocks: list[int] = []
@@ -361,7 +361,7 @@ class Forecast:
                     out = Hook(partial(self._out, path))  # stays active: closes entered calls
                     self._watching.callback(after_call(module, out, self._unseen).remove)
         self._hinted.clear()
-        for path, probes, read in self._probing.places(self._units) if self._asks else ():
+        for path, probes, read in self.probing.places(self._units) if self._asks else ():
             self._before(modules[path], partial(self._ask, probes, read))
             about = {self.vocabulary.index_of(one) for probe in probes for one in probe.blocks}
             self._hinted |= about - {UNSEEN}

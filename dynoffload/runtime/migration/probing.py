@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -24,6 +24,13 @@ class Probing:
     def __init__(self, model: nn.Module, given: Sequence[RoutingProbe] | None) -> None:
         self._model, self._given = model, given
         self._table: Mapping[str, Sequence[RoutingProbe]] | None = None
+        self._asked: set[tuple[str, ...]] = set()  # blocks of the routers that are asked now
+
+    def __str__(self) -> str:
+        known = len(_decided(one for every in (self._table or {}).values() for one in every))
+        asked = len(self._asked)
+        of = f"{known}" if asked == known else f"{asked} of {known}"
+        return f", routers of {of} mixture{'s' * (known > 1)} are asked" if known else ""
 
     def places(
         self, units: Mapping[str, Unit]
@@ -37,6 +44,7 @@ class Probing:
                     "the network gives no routing hints: %s: %s", type(error).__name__, error
                 )
                 return
+        self._asked.clear()
         for path, every in self._table.items():
             probes = [
                 one for one in every if one.reads is None or units.keys().isdisjoint(one.reads)
@@ -49,8 +57,14 @@ class Probing:
                 if any(unit.path == head[:-1] or unit.path.startswith(head) for head in heads)
                 and not any(unit.path == b or unit.path.startswith(_below(b)) for b in decided)
             ]
+            self._asked |= _decided(probes)
             if probes:
                 yield path, probes, read
+
+
+def _decided(probes: Iterable[RoutingProbe]) -> set[tuple[str, ...]]:
+    """Return the blocks of each router among ``probes``, without those that read indices alone."""
+    return {one.blocks for one in probes if one.reads != ()}
 
 
 def _below(path: str) -> str:

@@ -130,7 +130,7 @@ def takes_hooks(optimizer: Optimizer) -> bool:
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse optimizers whose step cannot be split by parameter.
+    """Refuse optimizers whose step cannot be split by parameter, or whose state has no values.
 
     Raises:
         ConfigError: naming the optimizer.
@@ -141,6 +141,14 @@ def check_optimizer(optimizer: Optimizer) -> None:
             f"{name} {_REFUSED[name]}: use an optimizer with dense state per parameter, such as "
             "AdamW, or train without offload()"
         )
+    for state in optimizer.state.values():
+        for key, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                raise ConfigError(
+                    f"the state {key!r} of this {name} is on the meta device and has lost its "
+                    "values, as load_state_dict() moves it to where the parameters are: load it "
+                    "inside the block, into an optimizer made anew"
+                )
 
 
 def check_host(optimizer: Optimizer | None, device: Device) -> None:
