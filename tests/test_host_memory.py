@@ -220,7 +220,50 @@ def test_what_libraries_keep_is_taken_from_the_pool(steps: int, mebibytes: int) 
         assert losses == plain
     else:
         assert losses == plain[: len(losses)]
-        assert re.search(r"BudgetError: .* cannot be smaller; it is memory that lacks", done.stderr)
+        assert re.search(
+            r"BudgetError: .* cannot be smaller: .* raise the group's limit", done.stderr
+        )
+
+
+IN_BACKWARD = """
+    import torch
+    import dynoffload
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(90)))
+    model[1:].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    kept = []
+    def keep(*_):
+        kept.append(torch.ones(3 << 19))
+    for layer in model:
+        layer.register_forward_hook(lambda layer, args, output: output.register_hook(keep) and None)
+    with dynoffload.offload(model, optimizer, budget="200MB", pilot=None):
+        for _ in range(20):
+            model(torch.ones(64, 1024)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.skipif(bool(why_unavailable() or probe()), reason=why_unavailable() or probe())
+def test_what_grows_within_one_backward_ends_in_words() -> None:
+    """The group kills nobody, and the error says what takes the memory, and what would do."""
+    with memory_group(700 * MiB) as group:
+        command = group.command([sys.executable, "-c", textwrap.dedent(IN_BACKWARD)])
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert group.usage().oom_kills == 0
+    assert "shrinks" in done.stderr
+    (told,) = re.findall(r"BudgetError: (.*)", done.stderr)
+    parts = r"the control group of 700\.00 MiB.* of the pool, .* before the block, .* since"
+    assert re.search(parts, told), told
+    assert re.search(r"largest update \(.*, of 0\.weight\), two chunks .*\) and a reserve", told)
+    (needed,) = re.findall(r"raise the group's limit to at least ([0-9.]+) MiB", told)
+    assert 700 < float(needed) < 1400
+    ((pool, lowest, least),) = re.findall(
+        r"The pool of ([0-9.]+) MiB .* lower the budget: ([0-9.]+) MiB .* least pool of ([0-9.]+)",
+        told,
+    )
+    assert float(lowest) < 200
+    assert float(least) < float(pool)
 
 
 @pytest.mark.skipif(bool(probe()), reason=probe())

@@ -11,7 +11,8 @@ takes beyond the budget, and lowers the pool's capacity where the system has no 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -20,14 +21,23 @@ from torch.optim import Optimizer
 
 from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
-from dynoffload.memory.limits import available_bytes, file_bytes
+from dynoffload.memory.limits import (
+    GroupUsage,
+    available_bytes,
+    file_bytes,
+    group_room,
+    resident_bytes,
+    system_room,
+)
 from dynoffload.runtime.counting import ordinary_bytes
+from dynoffload.runtime.sizing import Sizing
 from dynoffload.runtime.target import Target
 from dynoffload.units import MiB, format_bytes
 
 logger = logging.getLogger(__name__)
 
 _MOST_CODE = 256 * MiB
+_LOOK_EVERY_S = 0.002
 _REMEDY = (
     "it is memory that lacks: end other programs, raise the group's limit, or take a larger machine"
 )
@@ -57,42 +67,101 @@ class Headroom:
 
     Args:
         possible: what the process can have.
-        least: the smallest capacity that works.
+        sizing: how the budget is divided.
+        lowest: returns the lowest budget for the model, and its least pool.
 
     Attributes:
-        lacks: says what lacks once the least capacity is too much, else "".
+        lacks: says what lacked at the last look, although the pool is the least, else "".
     """
 
-    def __init__(self, possible: Possible, least: int) -> None:
-        self._possible, self._least = possible, least
-        self._most: int | None = None  # the pool's capacity at first
-        self._files = file_bytes()  # at first
+    def __init__(
+        self, possible: Possible, sizing: Sizing, lowest: Callable[[], tuple[int, int]]
+    ) -> None:
+        self._possible, self._sizing, self._lowest = possible, sizing, lowest
+        self._most: int | None = None  # the pool's capacity before it shrank
+        self._code = min(file_bytes(), _MOST_CODE)  # without its code it does not get ahead
+        self._usage = GroupUsage(possible.spare + self._code)
+        self._looked = 0.0
         self.lacks = ""
 
-    def excess(self, beyond: int) -> int:
-        """Return for how many of the ``beyond`` bytes that the process takes there is no room.
+    def is_near(self) -> bool:
+        """Return whether a look is due before the next sample, as a group is near its limit."""
+        now = time.monotonic()
+        if now - self._looked < _LOOK_EVERY_S:
+            return False
+        self._looked = now
+        return bool(self.lacks) or (self._possible.spare > 0 and self._usage.is_near())
 
-        What is read through mapped files, such as a dataset, can go at any time and does not count.
+    def excess(self, device: Device, beyond: int) -> int:
+        """Return by how much the capacity of ``device`` is more than there is room for.
+
+        File cache, such as a mapped dataset, can go at any time and takes no room. The rest of the
+        system counts only if the ``beyond`` bytes that this process takes beside the pool are more
+        than the system had at first: it does not make room for others.
         """
         possible = self._possible
-        if beyond <= possible.beyond or available_bytes() >= possible.spare:
+        if not possible.spare:
             return 0
-        return max(0, beyond - max(0, file_bytes() - self._files) - possible.beyond)
+        left = group_room(self._code).left
+        if beyond > possible.beyond:
+            left = min(left, system_room(self._code))
+        return max(0, possible.spare + device.capacity - device.taken_bytes() - left)
 
-    def shrink(self, device: Device, excess: int) -> None:
-        """Lower the capacity of ``device`` by ``excess`` from what it was at first."""
-        before = device.capacity
-        most = self._most = self._most or before
-        if not device.limit(max(most - excess, self._least)):
+    def shrink(self, device: Device, excess: int, beyond: int) -> None:
+        """Lower the capacity of ``device`` by ``excess``. If it cannot be lower, `lacks` says why.
+
+        Args:
+            device: the pool.
+            excess: as `excess` returned.
+            beyond: bytes that the process has taken beside the pool since the block began.
+        """
+        self.lacks, before = "", device.capacity
+        if not excess:
             return
-        taken = (
-            f"libraries and operators take {format_bytes(self._possible.beyond + excess)} beside "
-            "the pool, and the system, or this process's control group, can give no more: "
+        device.limit(max(before - excess, self._sizing.least_bytes))
+        if device.capacity == before:
+            self.lacks = self._text(device, excess, beyond)
+        elif self._most is None:
+            self._most = before
+            logger.warning(
+                "libraries and operators take %s beside the pool, and the system, or this "
+                "process's control group, can give no more: the pool of %s shrinks",
+                format_bytes(beyond),
+                format_bytes(before),
+            )
+
+    def _text(self, device: Device, excess: int, beyond: int) -> str:
+        capacity, (left, limit) = device.capacity, group_room()
+        own, pool = resident_bytes() - file_bytes(), device.taken_bytes()
+        needed = (self._most or capacity) - capacity + excess
+        where, remedy = "the system", "end other programs, or take a larger machine"
+        if left <= system_room():
+            where = f"the control group of {format_bytes(limit)}"
+            others = limit - left - own
+            if others > 0:
+                where += f", of which the kernel and other processes take {format_bytes(others)},"
+            remedy = (
+                f"raise the group's limit to at least {format_bytes(limit + needed)}, and further "
+                "for what libraries keep in later steps"
+            )
+        lowest, least = self._lowest()
+        if least < self._sizing.least_bytes:
+            remedy += (
+                f", or lower the budget: {format_bytes(lowest)} is the lowest, with a least pool "
+                f"of {format_bytes(least)}"
+            )
+        sizing, chunks = self._sizing, 2 * self._sizing.chunk_bytes
+        update = sizing.least_bytes - chunks - sizing.reserve_bytes
+        return (
+            f"{where} has {format_bytes(left)} left, and operators need "
+            f"{format_bytes(self._possible.spare)}. This process takes {format_bytes(pool)} of the "
+            f"pool, {format_bytes(max(0, own - pool - beyond))} that it took before the block, and "
+            f"{format_bytes(beyond)} that libraries and operators took "
+            f"since. The pool of {format_bytes(capacity)} cannot be smaller: it holds the largest "
+            f"update ({format_bytes(update)}, of {sizing.culprit}), two chunks of saved "
+            f"activations ({format_bytes(chunks)}) and a reserve "
+            f"({format_bytes(sizing.reserve_bytes)}); {remedy}"
         )
-        if before <= self._least:
-            self.lacks = f"{taken}the pool of {format_bytes(before)} cannot be smaller; {_REMEDY}"
-        elif before == most:
-            logger.warning("%sthe pool of %s shrinks", taken, format_bytes(most))
 
 
 @contextmanager
@@ -116,7 +185,6 @@ def within(
         kept = min(slack, have // 4)
         spare = have // 16
         most = have - kept - spare
-        spare += min(file_bytes(), _MOST_CODE)  # without its code it does not get ahead
         if kept < slack:
             slack = min(slack, kept // 2 + max(0, most - budget) // 4)
         given = (

@@ -14,7 +14,6 @@ from torch import nn
 from dynoffload.around import after_call, choosing
 from dynoffload.distributed.replicas import as_backward_ends
 from dynoffload.distributed.sharded import Gathered, groups_of
-from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
 from dynoffload.profiler.experts import split_path
 from dynoffload.runtime.adopting import Adoption
@@ -189,8 +188,6 @@ class Stepping(Mode):
         if self.loss:
             self.loss.check()
         self._recording.sample()
-        if self._recording.headroom.lacks:
-            raise BudgetError(self._recording.headroom.lacks)
         if not self._forecast.asks:
             self.migrator.visit(unit)
         self._make_ready([unit])
@@ -248,6 +245,7 @@ class Stepping(Mode):
     @unseen
     def _reach_chunk(self, region: int) -> None:
         self._recording.look_at_heap()
+        self._recording.sample()
         self.device.touch([region])
 
     def _region_of(self, parameter: nn.Parameter) -> int:
