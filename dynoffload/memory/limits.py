@@ -92,21 +92,21 @@ def _statistics(directory: Path) -> Callable[[str], int]:
 
 
 class GroupUsage:
-    """Says in microseconds whether a group with a limit may have less than ``spare`` bytes left.
+    """Says in microseconds whether a group of this process may be near its limit.
 
     File cache counts as used here, so what it says is to be confirmed by `group_room`.
     """
 
-    def __init__(self, spare: int) -> None:
+    def __init__(self) -> None:
         self._files: list[tuple[str, int]] = []
         for directory, limit_name, usage_name in cgroup_directories():
             limit = _number(directory / limit_name)
             if limit is not None and limit < _UNLIMITED:
-                self._files.append((str(directory / usage_name), limit - spare))
+                self._files.append((str(directory / usage_name), limit))
 
-    def is_near(self) -> bool:
-        """Return whether one is that near its limit, as of now."""
-        return any(int(_read(file)) > most for file, most in self._files)
+    def is_near(self, spare: int) -> bool:
+        """Return whether less than ``spare`` bytes of one are left."""
+        return any(int(_read(file)) > limit - spare for file, limit in self._files)
 
 
 def resident_bytes() -> int:

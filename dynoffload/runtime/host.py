@@ -4,8 +4,8 @@ the block is refused if the model does not fit the lowered budget.
 
 [Note: memory of libraries]  Libraries keep memory that nobody can foresee. oneDNN keeps 0.6 MB of
 code for each shape of a product in bfloat16, and experts' products have a shape for each number of
-tokens: 450 MB after two steps of a mixture of seven layers. So `Headroom` watches what the process
-takes beyond the budget, and lowers the pool's capacity where the system has no more.
+tokens: 450 MB after two steps of a mixture of seven layers. So `Headroom` watches what the control
+group, or the system, has left, and lowers the pool's capacity where that is too little.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_CODE = 256 * MiB
 _LOOK_EVERY_S = 0.002
+_FORGOTTEN = 1 / 64  # share of the most taken between two looks that each look forgets
 _REMEDY = (
     "it is memory that lacks: end other programs, raise the group's limit, or take a larger machine"
 )
@@ -79,8 +80,10 @@ class Headroom:
     ) -> None:
         self._possible, self._sizing, self._lowest = possible, sizing, lowest
         self._most: int | None = None  # the pool's capacity before it shrank
-        self._code = min(file_bytes(), _MOST_CODE)  # without its code it does not get ahead
-        self._usage = GroupUsage(possible.spare + self._code)
+        self._files = file_bytes()  # at first
+        self._code = min(self._files, _MOST_CODE)  # without its code it does not get ahead
+        self._usage = GroupUsage()
+        self._beyond = self._grown = 0  # at the last look, and the most between two
         self._looked = 0.0
         self.lacks = ""
 
@@ -90,48 +93,50 @@ class Headroom:
         if now - self._looked < _LOOK_EVERY_S:
             return False
         self._looked = now
-        return bool(self.lacks) or (self._possible.spare > 0 and self._usage.is_near())
+        spare = self._possible.spare
+        return bool(self.lacks) or (
+            spare > 0 and self._usage.is_near(spare + self._grown + self._code)
+        )
 
     def excess(self, device: Device, beyond: int) -> int:
         """Return by how much the capacity of ``device`` is more than there is room for.
 
-        File cache, such as a mapped dataset, can go at any time and takes no room. The rest of the
-        system counts only if the ``beyond`` bytes that this process takes beside the pool are more
-        than the system had at first: it does not make room for others.
+        As much as was taken between two looks stays free; see `_FORGOTTEN`. File cache, such as a
+        mapped dataset, can go at any time and takes no room. The rest of the system counts only if
+        the ``beyond`` bytes that this process takes beside the pool are more than the system had at
+        first: it does not make room for others.
         """
         possible = self._possible
         if not possible.spare:
             return 0
+        beyond -= max(0, file_bytes() - self._files)
+        self._grown = max(beyond - self._beyond, int(self._grown * (1 - _FORGOTTEN)))
+        self._beyond = beyond
         left = group_room(self._code).left
         if beyond > possible.beyond:
             left = min(left, system_room(self._code))
-        return max(0, possible.spare + device.capacity - device.taken_bytes() - left)
+        return max(0, possible.spare + self._grown + device.capacity - device.taken_bytes() - left)
 
-    def shrink(self, device: Device, excess: int, beyond: int) -> None:
-        """Lower the capacity of ``device`` by ``excess``. If it cannot be lower, `lacks` says why.
-
-        Args:
-            device: the pool.
-            excess: as `excess` returned.
-            beyond: bytes that the process has taken beside the pool since the block began.
-        """
-        self.lacks, before = "", device.capacity
+    def shrink(self, device: Device, excess: int) -> None:
+        """Lower the capacity of ``device`` by ``excess``; if it cannot be lower, set `lacks`."""
+        self.lacks = ""
         if not excess:
             return
+        before = device.capacity
         device.limit(max(before - excess, self._sizing.least_bytes))
         if device.capacity == before:
-            self.lacks = self._text(device, excess, beyond)
+            self.lacks = self._text(device, excess)
         elif self._most is None:
             self._most = before
             logger.warning(
                 "libraries and operators take %s beside the pool, and the system, or this "
                 "process's control group, can give no more: the pool of %s shrinks",
-                format_bytes(beyond),
+                format_bytes(self._beyond),
                 format_bytes(before),
             )
 
-    def _text(self, device: Device, excess: int, beyond: int) -> str:
-        capacity, (left, limit) = device.capacity, group_room()
+    def _text(self, device: Device, excess: int) -> str:
+        capacity, beyond, (left, limit) = device.capacity, self._beyond, group_room()
         own, pool = resident_bytes() - file_bytes(), device.taken_bytes()
         needed = (self._most or capacity) - capacity + excess
         where, remedy = "the system", "end other programs, or take a larger machine"
@@ -147,16 +152,16 @@ class Headroom:
         lowest, least = self._lowest()
         if least < self._sizing.least_bytes:
             remedy += (
-                f", or lower the budget: {format_bytes(lowest)} is the lowest, with a least pool "
-                f"of {format_bytes(least)}"
+                f", or lower the budget, for a smaller pool: {format_bytes(lowest)} is the lowest, "
+                f"with a least pool of {format_bytes(least)}"
             )
+        free, before = self._possible.spare + self._grown, max(0, own - pool - beyond)
         sizing, chunks = self._sizing, 2 * self._sizing.chunk_bytes
         update = sizing.least_bytes - chunks - sizing.reserve_bytes
         return (
-            f"{where} has {format_bytes(left)} left, and operators need "
-            f"{format_bytes(self._possible.spare)}. This process takes {format_bytes(pool)} of the "
-            f"pool, {format_bytes(max(0, own - pool - beyond))} that it took before the block, and "
-            f"{format_bytes(beyond)} that libraries and operators took "
+            f"{where} has {format_bytes(left)} left, and operators need {format_bytes(free)}. This "
+            f"process takes {format_bytes(pool)} of the pool, {format_bytes(before)} that it took "
+            f"before the block, and {format_bytes(beyond)} that libraries and operators took "
             f"since. The pool of {format_bytes(capacity)} cannot be smaller: it holds the largest "
             f"update ({format_bytes(update)}, of {sizing.culprit}), two chunks of saved "
             f"activations ({format_bytes(chunks)}) and a reserve "

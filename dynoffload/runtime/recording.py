@@ -172,7 +172,7 @@ class Recording:
                 excess = self.headroom.excess(device, beyond)
         self._note_headroom(beyond)
         if device is not None:
-            self.headroom.shrink(device, excess, beyond)
+            self.headroom.shrink(device, excess)
         return beyond
 
     def _note_headroom(self, beyond: int) -> None:

@@ -87,8 +87,7 @@ class Sizing:
 
 
 class _Division(NamedTuple):
-    """A divided budget: the sizing, or None if it is too small; the least budget, all else equal;
-    the bytes of the largest update, and its parameter."""
+    """The sizing, None if too small; the least budget; the largest update, and its parameter."""
 
     sizing: Sizing | None
     need: int
@@ -159,10 +158,10 @@ def lowest_for(
     config: OffloadConfig,
     staying: Collection[nn.Parameter],
 ) -> tuple[int, int]:
-    """Return the lowest budget and its least pool; arguments as those of `enough_for`."""
+    """Return the lowest budget and its least pool; see `enough_for`."""
     divider = _Divider(model, optimizer, config, sizing.bucket_bytes, None, staying)
-    lowest, (made, *_) = divider.enough(1 + sizing.bucket_bytes)
-    return lowest, 0 if made is None else made.least_bytes
+    lowest, division = divider.enough(1 + sizing.bucket_bytes)
+    return lowest, division.sizing.least_bytes if division.sizing else 0
 
 
 def _unit_of(budget: int) -> str:
@@ -310,8 +309,7 @@ class _Divider:
                 largest, culprit = update, name
         storages = [part.untyped_storage() for tensor in resident for part in parts_of(tensor)]
         small += sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-        saved = budget // 32
-        most = budget // 32
+        saved = most = budget // 32
         if config.backend == ACCELERATOR:  # its chunks are evicted to host memory
             most = min(most, (total if self.host is None else self.host) // _HOST_CHUNKS)
         chunk = max(page, min(32 * MiB, most // page * page))
