@@ -48,7 +48,7 @@ def cgroup_directories() -> list[tuple[Path, str, str]]:
 
 def available_bytes() -> int:
     """Return the bytes this process can take before an allocation fails or it is killed."""
-    return min(system_room(), group_room().left)
+    return min(system_room(), MemoryGroups().room().left)
 
 
 def system_room(code: int = 0) -> int:
@@ -68,17 +68,43 @@ class Room(NamedTuple):
     limit: int
 
 
-def group_room(code: int = 0) -> Room:
-    """Return what the narrowest group of this process has; as `system_room`."""
-    room = Room(_UNLIMITED, _UNLIMITED)
-    for directory, limit_name, usage_name in cgroup_directories():
-        limit, usage = _number(directory / limit_name), _number(directory / usage_name)
-        if limit is not None and usage is not None and limit < _UNLIMITED:
+class MemoryGroups:
+    """The control groups of this process that have a limit."""
+
+    def __init__(self) -> None:
+        self._groups = [
+            (directory, str(directory / limit), str(directory / usage))
+            for directory, limit, usage in cgroup_directories()
+            if (_number(directory / limit) or _UNLIMITED) < _UNLIMITED
+        ]
+
+    def room(self, code: int = 0) -> Room:
+        """Return what the narrowest has, and keep ``code`` bytes of mapped files in memory."""
+        room = Room(_UNLIMITED, _UNLIMITED)
+        for directory, limit_file, usage_file in self._groups:
+            limit, usage = _whole(limit_file), _whole(usage_file)
+            if limit >= _UNLIMITED:
+                continue
             stat = _statistics(directory)
             taken = usage - min(usage, stat("inactive_file") + stat("active_file"))
             kept = min(code, stat("mapped_file") or stat("file_mapped"))  # in version 1, or 2
             room = min(room, Room(max(0, limit - taken - kept), limit))
-    return room
+        return room
+
+    def may_lack(self, spare: int) -> bool:
+        """Return whether one may have less than ``spare`` bytes left; takes microseconds.
+
+        File cache counts as taken here, so `room` is to confirm it.
+        """
+        return any(_whole(limit) - _whole(usage) < spare for _, limit, usage in self._groups)
+
+
+def _whole(file: str) -> int:
+    try:
+        text = _read(file).strip()
+    except OSError:  # the process left the group, which is gone
+        return _UNLIMITED
+    return int(text) if text.isdigit() else _UNLIMITED
 
 
 def _statistics(directory: Path) -> Callable[[str], int]:
@@ -89,24 +115,6 @@ def _statistics(directory: Path) -> Callable[[str], int]:
         text = ""
     found = {name: int(number) for name, number in map(str.split, text.splitlines())}
     return lambda name: found.get(f"total_{name}", found.get(name, 0))
-
-
-class GroupUsage:
-    """Says in microseconds whether a group of this process may be near its limit.
-
-    File cache counts as used here, so what it says is to be confirmed by `group_room`.
-    """
-
-    def __init__(self) -> None:
-        self._files: list[tuple[str, int]] = []
-        for directory, limit_name, usage_name in cgroup_directories():
-            limit = _number(directory / limit_name)
-            if limit is not None and limit < _UNLIMITED:
-                self._files.append((str(directory / usage_name), limit))
-
-    def is_near(self, spare: int) -> bool:
-        """Return whether less than ``spare`` bytes of one are left."""
-        return any(int(_read(file)) > limit - spare for file, limit in self._files)
 
 
 def resident_bytes() -> int:

@@ -22,10 +22,9 @@ from torch.optim import Optimizer
 from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
 from dynoffload.memory.limits import (
-    GroupUsage,
+    MemoryGroups,
     available_bytes,
     file_bytes,
-    group_room,
     resident_bytes,
     system_room,
 )
@@ -37,7 +36,7 @@ from dynoffload.units import MiB, format_bytes
 logger = logging.getLogger(__name__)
 
 _MOST_CODE = 256 * MiB
-_LOOK_EVERY_S = 0.002
+_LOOK_EVERY_S, _REST_S = 0.002, 0.02
 _FORGOTTEN = 1 / 64  # share of the most taken between two looks that each look forgets
 _REMEDY = (
     "it is memory that lacks: end other programs, raise the group's limit, or take a larger machine"
@@ -82,21 +81,18 @@ class Headroom:
         self._most: int | None = None  # the pool's capacity before it shrank
         self._files = file_bytes()  # at first
         self._code = min(self._files, _MOST_CODE)  # without its code it does not get ahead
-        self._usage = GroupUsage()
+        self._groups = MemoryGroups()
         self._beyond = self._grown = 0  # at the last look, and the most between two
-        self._looked = 0.0
+        self._next = 0.0  # time from which a look may be due
         self.lacks = ""
 
     def is_near(self) -> bool:
         """Return whether a look is due before the next sample, as a group is near its limit."""
-        now = time.monotonic()
-        if now - self._looked < _LOOK_EVERY_S:
+        now, spare = time.monotonic(), self._possible.spare
+        if not spare or now < self._next:
             return False
-        self._looked = now
-        spare = self._possible.spare
-        return bool(self.lacks) or (
-            spare > 0 and self._usage.is_near(spare + self._grown + self._code)
-        )
+        self._next = now + _LOOK_EVERY_S
+        return bool(self.lacks) or self._groups.may_lack(spare + self._grown + self._code)
 
     def excess(self, device: Device, beyond: int) -> int:
         """Return by how much the capacity of ``device`` is more than there is room for.
@@ -112,9 +108,11 @@ class Headroom:
         beyond -= max(0, file_bytes() - self._files)
         self._grown = max(beyond - self._beyond, int(self._grown * (1 - _FORGOTTEN)))
         self._beyond = beyond
-        left = group_room(self._code).left
+        left = self._groups.room(self._code).left
         if beyond > possible.beyond:
             left = min(left, system_room(self._code))
+        if left > 2 * (possible.spare + self._grown):  # much of what is taken is file cache
+            self._next = time.monotonic() + _REST_S
         return max(0, possible.spare + self._grown + device.capacity - device.taken_bytes() - left)
 
     def shrink(self, device: Device, excess: int) -> None:
@@ -136,7 +134,7 @@ class Headroom:
             )
 
     def _text(self, device: Device, excess: int) -> str:
-        capacity, beyond, (left, limit) = device.capacity, self._beyond, group_room()
+        capacity, beyond, (left, limit) = device.capacity, self._beyond, self._groups.room()
         own, pool = resident_bytes() - file_bytes(), device.taken_bytes()
         needed = (self._most or capacity) - capacity + excess
         where, remedy = "the system", "end other programs, or take a larger machine"
