@@ -93,6 +93,22 @@ def test_it_is_lowered_to_what_the_group_has(
     assert lowered(budget + 1, heap_slack_bytes=GiB)[0] == budget
 
 
+def test_mapped_code_is_kept_of_what_a_group_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In both versions: of the file cache, which is there to be had, as much as is mapped."""
+    directory, *names = group_in(tmp_path / "group", 1000 * MiB, 700 * MiB, 300 * MiB)
+    monkeypatch.setattr(limits, "cgroup_directories", lambda: [(directory, *names)])
+    stat = (directory / "memory.stat").read_text()
+    for name in ("file_mapped", "mapped_file", "total_mapped_file"):
+        (directory / "memory.stat").write_text(f"{stat}{name} {100 * MiB}\n")
+        groups = limits.MemoryGroups()
+        lefts = [groups.room(code * MiB).left // MiB for code in (0, 40, 200)]
+        assert lefts == [600, 560, 500]
+        assert groups.may_lack(301 * MiB), "as long as nobody has looked at the cache"
+        assert not groups.may_lack(300 * MiB)
+
+
 def test_where_memory_is_little_less_freed_heap_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not more beside the budget than there is, although the budget itself fits."""
     model = nn.Linear(4, 4)  # 80 bytes

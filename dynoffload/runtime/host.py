@@ -36,6 +36,7 @@ from dynoffload.units import MiB, format_bytes
 logger = logging.getLogger(__name__)
 
 _MOST_CODE = 256 * MiB
+_LEAST_SPARE = 16 * MiB  # one look's growth, before any was seen
 _LOOK_EVERY_S, _REST_S = 0.002, 0.02
 _FORGOTTEN = 1 / 64  # share of the most taken between two looks that each look forgets
 _REMEDY = (
@@ -203,7 +204,9 @@ def within(
         remedy = (
             "it is the accelerator's memory that lacks: end what else uses it, or take a larger one"
         )
-    beyond = 0 if queues is not None else max(0, have - spare - min(budget, most))
+    beyond = 0
+    if queues is None:
+        beyond, spare = max(0, have - spare - min(budget, most)), max(spare, _LEAST_SPARE)
     if budget <= most:
         yield Possible(budget, slack, beyond, spare)
         return
