@@ -123,7 +123,7 @@ class Headroom:
             return
         before = device.capacity
         device.limit(max(before - excess, self._sizing.least_bytes))
-        if device.capacity == before:
+        if before - device.capacity < excess:
             self.lacks = self._text(device, excess)
         elif self._most is None:
             self._most = before
