@@ -77,6 +77,7 @@ def main() -> None:
                 max_steps=args.steps,
                 per_device_train_batch_size=1,
                 learning_rate=1e-3,
+                gradient_checkpointing=True,
                 use_cpu=True,
                 save_strategy="no",
                 logging_steps=1,

@@ -62,6 +62,7 @@ class Params:
     hidden: int = option(1024, "width of the network")
     experts: int = option(64, "in each layer")
     tokens: int = option(512, "per step")
+    checkpointing: bool = option(True, "of gradients, layer by layer")
     budget: str = option("1.5GB", "of dynoffload")
     limit: str = option("2GB", "of the cgroups")
     steps: int = option(5, "that count")
@@ -126,7 +127,9 @@ class Lora(Experiment[Params]):
         own = self.params
         budget = parse_bytes(own.budget) if case == OURS else None
         spill = own.spill_dir or Path(default_spill_dir())
-        ready = process.call(lora_training.begin, path, budget, spill, own.tokens)
+        ready = process.call(
+            lora_training.begin, path, budget, spill, own.tokens, own.checkpointing
+        )
         process.patience = _STEP_S
         count = own.mapped_steps if case in (MAPPED, LOADED) else own.steps
         every = []

@@ -21,7 +21,9 @@ _THREADS = 4
 class Training:
     """One training; see `begin`."""
 
-    def __init__(self, path: Path, budget: int | None, spill_dir: Path, tokens: int) -> None:
+    def __init__(
+        self, path: Path, budget: int | None, spill_dir: Path, tokens: int, checkpointing: bool
+    ) -> None:
         import torch
         from peft import LoraConfig, get_peft_model
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -38,6 +40,9 @@ class Training:
         else:
             self._model = get_peft_model(on_meta(AutoConfig.from_pretrained(path)), adapters)
             materialize(self._model, path)
+        if checkpointing:
+            self._model.enable_input_require_grads()
+            self._model.gradient_checkpointing_enable({"use_reentrant": False})
         trained = [p for p in self._model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(trained, lr=1e-3)
         self._session = None
@@ -78,7 +83,9 @@ class Training:
 _RUNNING: list[Training] = []
 
 
-def begin(path: Path, budget: int | None, spill_dir: Path, tokens: int) -> float:
+def begin(
+    path: Path, budget: int | None, spill_dir: Path, tokens: int, checkpointing: bool
+) -> float:
     """Build the network, and enter the block; return the time at which the first step can begin.
 
     Args:
@@ -86,8 +93,9 @@ def begin(path: Path, budget: int | None, spill_dir: Path, tokens: int) -> float
         budget: of dynoffload; None: by ``from_pretrained``, without it.
         spill_dir: of the spill file.
         tokens: of a step.
+        checkpointing: each layer's activations are computed again in backward.
     """
-    _RUNNING.append(Training(path, budget, spill_dir, tokens))
+    _RUNNING.append(Training(path, budget, spill_dir, tokens, checkpointing))
     return time.time()
 
 

@@ -93,6 +93,22 @@ def test_it_is_lowered_to_what_the_group_has(
     assert lowered(budget + 1, heap_slack_bytes=GiB)[0] == budget
 
 
+def test_mapped_code_is_kept_of_what_a_group_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In both versions: of the file cache, which is there to be had, as much as is mapped."""
+    directory, *names = group_in(tmp_path / "group", 1000 * MiB, 700 * MiB, 300 * MiB)
+    monkeypatch.setattr(limits, "cgroup_directories", lambda: [(directory, *names)])
+    stat = (directory / "memory.stat").read_text()
+    for name in ("file_mapped", "mapped_file", "total_mapped_file"):
+        (directory / "memory.stat").write_text(f"{stat}{name} {100 * MiB}\n")
+        groups = limits.MemoryGroups()
+        lefts = [groups.room(code * MiB).left // MiB for code in (0, 40, 200)]
+        assert lefts == [600, 560, 500]
+        assert groups.may_lack(301 * MiB), "as long as nobody has looked at the cache"
+        assert not groups.may_lack(300 * MiB)
+
+
 def test_where_memory_is_little_less_freed_heap_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not more beside the budget than there is, although the budget itself fits."""
     model = nn.Linear(4, 4)  # 80 bytes
@@ -220,7 +236,50 @@ def test_what_libraries_keep_is_taken_from_the_pool(steps: int, mebibytes: int) 
         assert losses == plain
     else:
         assert losses == plain[: len(losses)]
-        assert re.search(r"BudgetError: .* cannot be smaller; it is memory that lacks", done.stderr)
+        assert re.search(
+            r"BudgetError: .* cannot be smaller: .* raise the group's limit", done.stderr
+        )
+
+
+IN_BACKWARD = """
+    import torch
+    import dynoffload
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(90)))
+    model[1:].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    kept = []
+    def keep(*_):
+        kept.append(torch.ones(3 << 19))
+    for layer in model:
+        layer.register_forward_hook(lambda layer, args, output: output.register_hook(keep) and None)
+    with dynoffload.offload(model, optimizer, budget="200MB", pilot=None):
+        for _ in range(20):
+            model(torch.ones(64, 1024)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.skipif(bool(why_unavailable() or probe()), reason=why_unavailable() or probe())
+def test_what_grows_within_one_backward_ends_in_words() -> None:
+    """The group kills nobody, and the error says what takes the memory, and what would do."""
+    with memory_group(700 * MiB) as group:
+        command = group.command([sys.executable, "-c", textwrap.dedent(IN_BACKWARD)])
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert group.usage().oom_kills == 0
+    assert "shrinks" in done.stderr
+    (told,) = re.findall(r"BudgetError: (.*)", done.stderr)
+    parts = r"the control group of 700\.00 MiB.* of the pool, .* before the block, .* since"
+    assert re.search(parts, told), told
+    assert re.search(r"largest update \(.*, of 1\.weight\), two chunks .*\) and a reserve", told)
+    (needed,) = re.findall(r"raise the group's limit to at least ([0-9.]+) MiB", told)
+    assert 700 < float(needed) < 1400
+    ((pool, lowest, least),) = re.findall(
+        r"The pool of ([0-9.]+) .* lower the budget, .*: ([0-9.]+) MiB .* least pool of ([0-9.]+)",
+        told,
+    )
+    assert float(lowest) < 200
+    assert float(least) < float(pool)
 
 
 @pytest.mark.skipif(bool(probe()), reason=probe())

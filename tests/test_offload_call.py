@@ -73,20 +73,6 @@ def test_a_block_that_is_started(left_by: str) -> None:
         assert another.paging
 
 
-@pytest.mark.filterwarnings("ignore:offload")
-def test_a_block_is_no_session() -> None:
-    """Until it is entered there is none; what asks whether a block has a method gets an answer."""
-    made = block()
-    for name in ("flush", "save", "load", "report", "close", "stats", "paging"):
-        with pytest.raises(AttributeError, match=rf"no '{name}', .*session = .*\.start\(\)"):
-            getattr(made, name)
-    assert not hasattr(made, "save")
-    with pytest.raises(AttributeError, match="'OffloadBlock' object has no attribute 'sve'"):
-        made.sve  # noqa: B018
-    with made as session:
-        assert session.stats.empty
-
-
 # Arguments
 
 

@@ -16,6 +16,7 @@ from dynoffload.runtime import recording
 from dynoffload.runtime.host import Headroom, Possible
 from dynoffload.runtime.passes.finalization import Keeping
 from dynoffload.runtime.recording import Recording
+from dynoffload.runtime.sizing import Sizing
 from dynoffload.telemetry import RunLog, StepStats
 from dynoffload.units import GiB
 
@@ -66,7 +67,10 @@ class Run:
     def __init__(self) -> None:
         self.log = RunLog("Model", "pager", "pilot", budget=GiB, headroom=0)
         self.recording = Recording(
-            self.log, GiB, Headroom(Possible(0, 0), 0), outside=lambda device: 0
+            self.log,
+            GiB,
+            Headroom(Possible(0, 0), Sizing(), lambda: (0, 0)),
+            outside=lambda device: 0,
         )
         self.page()
 

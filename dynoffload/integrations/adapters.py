@@ -77,7 +77,7 @@ class AdapterWeights(PlainWeights):
                     f"the adapter {name!r} was loaded, and the meta device has lost its values: "
                     f"pass materialize() adapters={{{name!r}: its directory}}"
                 )
-        self._saved = {name: Path(directory) for name, directory in saved.items()}
+        self._saved = {name: Path(directory).absolute() for name, directory in saved.items()}
         self._given = _with_ties(model, [n for n, _ in self._saved_values(model)])
         parameters = model.named_parameters()
         new = (n for n, p in parameters if p.is_meta and p.requires_grad and n not in self._given)
@@ -104,6 +104,11 @@ class AdapterWeights(PlainWeights):
                     if name not in self._saved:
                         self._reset(layer, name, config, around)
         for name, value in self._saved_values(model):
+            if name not in self._given:
+                raise ConfigError(
+                    f"{name!r} was saved with an adapter after materialize(), which knows nothing "
+                    "of it: call it after the adapters are saved"
+                )
             owner, _, key = name.rpartition(".")
             with around(model.get_submodule(owner)):
                 getattr(model.get_submodule(owner), key).copy_(value)
@@ -219,7 +224,7 @@ def _saved_values(model: PeftModel, adapter: str, directory: Path) -> dict[str, 
         ) from error
     finally:
         handle.remove()
-    modules, own = dict(model.named_modules()), named_tensors(model)
+    modules, own = dict(model.named_modules(remove_duplicate=False)), named_tensors(model)
     for name, value in values.items():
         if name in own and value.shape != own[name].shape:
             raise ConfigError(
@@ -251,7 +256,7 @@ def _with_ties(model: nn.Module, names: Collection[str]) -> set[str]:
 def _plain_names(model: nn.Module, names: Collection[str]) -> dict[str, str]:
     """Return for each of ``names`` the name of the tensor in the model without adapters, "" for a
     tensor of an adapter."""
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     return {name: _plain_name(modules, name) for name in names}
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 _UNLIMITED = 1 << 60
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -46,40 +48,86 @@ def cgroup_directories() -> list[tuple[Path, str, str]]:
 
 def available_bytes() -> int:
     """Return the bytes this process can take before an allocation fails or it is killed."""
-    available = _UNLIMITED
+    return min(system_room(), MemoryGroups().room().left)
+
+
+def system_room(code: int = 0) -> int:
+    """Return the bytes the system can give and keep ``code`` bytes of mapped files in memory."""
+    found = dict.fromkeys(("MemAvailable", "Mapped"), 0)
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    for directory, limit_name, usage_name in cgroup_directories():
-        limit, usage = _number(directory / limit_name), _number(directory / usage_name)
-        if limit is not None and usage is not None and limit < _UNLIMITED:
-            taken = usage - min(usage, _file_cache(directory))
-            available = min(available, max(0, limit - taken))
-    return available
+        name, _, rest = line.partition(":")
+        if name in found:
+            found[name] = int(rest.split()[0]) * 1024
+    return found["MemAvailable"] - min(code, found["Mapped"])
 
 
-def _file_cache(directory: Path) -> int:
-    """Return a memory group's file cache in bytes, which the kernel reclaims before it refuses."""
-    found: dict[str, int] = {}
+class Room(NamedTuple):
+    """The bytes that a control group has left, of its limit."""
+
+    left: int
+    limit: int
+
+
+class MemoryGroups:
+    """The control groups of this process that have a limit."""
+
+    def __init__(self) -> None:
+        self._groups = [
+            (directory, str(directory / limit), str(directory / usage))
+            for directory, limit, usage in cgroup_directories()
+            if (_number(directory / limit) or _UNLIMITED) < _UNLIMITED
+        ]
+
+    def room(self, code: int = 0) -> Room:
+        """Return what the narrowest has, and keep ``code`` bytes of mapped files in memory."""
+        room = Room(_UNLIMITED, _UNLIMITED)
+        for directory, limit_file, usage_file in self._groups:
+            limit, usage = _whole(limit_file), _whole(usage_file)
+            if limit >= _UNLIMITED:
+                continue
+            stat = _statistics(directory)
+            taken = usage - min(usage, stat("inactive_file") + stat("active_file"))
+            kept = min(code, stat("mapped_file") or stat("file_mapped"))  # in version 1, or 2
+            room = min(room, Room(max(0, limit - taken - kept), limit))
+        return room
+
+    def may_lack(self, spare: int) -> bool:
+        """Return whether one may have less than ``spare`` bytes left; takes microseconds.
+
+        File cache counts as taken here, so `room` is to confirm it.
+        """
+        return any(_whole(limit) - _whole(usage) < spare for _, limit, usage in self._groups)
+
+
+def _whole(file: str) -> int:
     try:
-        lines = (directory / "memory.stat").read_text(encoding="ascii").splitlines()
+        text = _read(file).strip()
+    except OSError:  # the process left the group, which is gone
+        return _UNLIMITED
+    return int(text) if text.isdigit() else _UNLIMITED
+
+
+def _statistics(directory: Path) -> Callable[[str], int]:
+    """Return a function that returns a number of bytes of a memory group by its name."""
+    try:
+        text = (directory / "memory.stat").read_text(encoding="ascii")
     except OSError:
-        return 0
-    for name, number in (line.split() for line in lines):
-        found[name] = int(number)
-    return sum(
-        found.get(f"total_{name}", found.get(name, 0)) for name in ("inactive_file", "active_file")
-    )
+        text = ""
+    found = {name: int(number) for name, number in map(str.split, text.splitlines())}
+    return lambda name: found.get(f"total_{name}", found.get(name, 0))
 
 
 def resident_bytes() -> int:
     """Return this process's resident set, in bytes."""
-    file = os.open("/proc/self/statm", os.O_RDONLY)  # called often: no text layer
+    return int(_read("/proc/self/statm").split()[1]) * _PAGE
+
+
+def _read(path: str) -> bytes:
+    file = os.open(path, os.O_RDONLY)  # called often: no text layer
     try:
-        fields = os.read(file, 256).split()
+        return os.read(file, 256)
     finally:
         os.close(file)
-    return int(fields[1]) * _PAGE
 
 
 def file_bytes() -> int:

@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dynoffload.errors import ConfigError
 from dynoffload.runtime.budgeted import BudgetedSession
@@ -45,16 +45,6 @@ class OffloadBlock(contextlib.AbstractContextManager[Session]):
         caller = sys._getframe(2)  # of `offload`
         place = caller.f_code.co_filename, caller.f_lineno
         self._forgotten = weakref.finalize(self, _warn_of_forgotten, *place)
-
-    def __getattr__(self, name: str) -> Any:
-        """Say where the session is, if one of its names is asked for."""
-        if hasattr(Session, name):
-            raise AttributeError(
-                f"the block that offload() returns has no {name!r}, its session has: write "
-                "'with dynoffload.offload(...) as session:', or "
-                "'session = dynoffload.offload(...).start()'"
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def start(self) -> Session:
         """Enter the block where ``with`` is impractical, such as across cells of a notebook.

@@ -64,7 +64,7 @@ class BudgetedSession(Session):
         self._recording = Recording(
             log,
             config.heap_slack_bytes,
-            Headroom(setup.possible, sizing.least_bytes),
+            Headroom(setup.possible, sizing, self._lowest),
             outside=self._outside_bytes,
             allocated=None if target.queues is None else target.queues.peak_bytes,
         )
@@ -121,6 +121,10 @@ class BudgetedSession(Session):
         paging.begun()
         interruptible(self._meta_init.give)(paging.bring, paging.link)
         paging.count_anew()
+
+    def _lowest(self) -> tuple[int, int]:
+        assert self._paging is not None
+        return self._paging.lowest(self._config)
 
     def _outside_bytes(self, device: Device | None) -> int:
         buckets = beside(self._wrappers, device, self.sizing.bucket_bytes)

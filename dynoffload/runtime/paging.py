@@ -36,7 +36,7 @@ from dynoffload.runtime.opening import Setup, open_device
 from dynoffload.runtime.placing import is_held, leave_for_meta
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.residency import Residence
-from dynoffload.runtime.sizing import enough_for
+from dynoffload.runtime.sizing import enough_for, lowest_for
 from dynoffload.runtime.stepping import Stepping
 from dynoffload.runtime.unseen import unseen
 from dynoffload.runtime.updates.deferred_optimizer import DeferredOptimizer
@@ -108,9 +108,15 @@ class Paging(Stepping):
 
     def _enough_for(self, config: OffloadConfig, nbytes: int) -> int:
         """Return a budget that also has room for a region of ``nbytes``."""
+        return enough_for(self.model, self.optimizer, self.sizing, config, self._staying(), nbytes)
+
+    def lowest(self, config: OffloadConfig) -> tuple[int, int]:
+        """Return the lowest budget that would do, and its least pool."""
+        return lowest_for(self.model, self.optimizer, self.sizing, config, self._staying())
+
+    def _staying(self) -> set[torch.nn.Parameter]:
         paged = self.store.slots_of
-        staying = {one for one in self.model.parameters() if not paged(one)}
-        return enough_for(self.model, self.optimizer, self.sizing, config, staying, nbytes)
+        return {one for one in self.model.parameters() if not paged(one)}
 
     @unseen
     def _start(self, config: OffloadConfig) -> None:

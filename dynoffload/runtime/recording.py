@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from dynoffload.errors import CorruptionError, SpillError
+from dynoffload.errors import BudgetError, CorruptionError, SpillError
 from dynoffload.memory import heap
 from dynoffload.memory.device import Counters, Device, EventKind
 from dynoffload.memory.limits import resident_bytes
@@ -123,10 +123,18 @@ class Recording:
         return "" if self._phase is None else self._phase[0]
 
     def sample(self) -> None:
-        """Sample the memory, at most twenty times a second."""
+        """Sample the memory, at most twenty times a second, or look at it while it is short.
+
+        Raises:
+            BudgetError: it is too short for the least pool.
+        """
         self.progress += 1
         if self.now() - self._sampled >= _SAMPLE_EVERY_S:
             self._look(*self._count())
+        elif self.headroom.is_near():
+            self.look_at_heap()
+        if self.headroom.lacks:
+            raise BudgetError(self.headroom.lacks)
 
     def look_at_heap(self) -> None:
         """Give freed heap back if it exceeds the slack, without the limit of `sample`: for code
@@ -154,16 +162,17 @@ class Recording:
         beyond = resident_bytes() - self.baseline - taken
         self._in_use = min(self._in_use, beyond)
         # Memory in use cannot be given back: retry only when there is more than that.
-        most = max(self._slack, self._in_use + self._slack // 8)
-        excess = self.headroom.excess(beyond) if self._device is not None else 0
-        if (excess or beyond > most) and heap.give_back():
+        most, device = self._in_use + self._slack // 8, self._device
+        excess = 0 if device is None else self.headroom.excess(device, beyond)
+        if beyond > (most if excess else max(self._slack, most)) and heap.give_back():
             # Also record the peak before giving back.
             self._note_headroom(beyond)
             beyond = self._in_use = resident_bytes() - self.baseline - taken
-            excess = excess and self.headroom.excess(beyond)
+            if device is not None and excess:
+                excess = self.headroom.excess(device, beyond)
         self._note_headroom(beyond)
-        if excess and self._device is not None:
-            self.headroom.shrink(self._device, excess)
+        if device is not None:
+            self.headroom.shrink(device, excess)
         return beyond
 
     def _note_headroom(self, beyond: int) -> None:

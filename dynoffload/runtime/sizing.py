@@ -67,27 +67,28 @@ class Sizing:
         spill_bytes: the least size of the spill file; see [Note: the spill file].
         states_bytes: parameters, gradients and optimizer state together.
         bucket_bytes: DDP's gradient buckets, outside the pool.
+        culprit: the parameter with the largest update.
     """
 
-    budget: int
-    pool_bytes: int
-    least_bytes: int
-    page_bytes: int
-    min_paged_bytes: int
-    min_trained_bytes: int
-    min_moved_bytes: int
-    kept_bytes: int
-    small_bytes: int
-    chunk_bytes: int
-    reserve_bytes: int
-    spill_bytes: int
-    states_bytes: int
+    budget: int = 0
+    pool_bytes: int = 0
+    least_bytes: int = 0
+    page_bytes: int = 0
+    min_paged_bytes: int = 0
+    min_trained_bytes: int = 0
+    min_moved_bytes: int = 0
+    kept_bytes: int = 0
+    small_bytes: int = 0
+    chunk_bytes: int = 0
+    reserve_bytes: int = 0
+    spill_bytes: int = 0
+    states_bytes: int = 0
     bucket_bytes: int = 0
+    culprit: str = ""
 
 
 class _Division(NamedTuple):
-    """A divided budget: the sizing, or None if it is too small; the least budget, all else equal;
-    the bytes of the largest update, and its parameter."""
+    """The sizing, None if too small; the least budget; the largest update, and its parameter."""
 
     sizing: Sizing | None
     need: int
@@ -161,6 +162,19 @@ def enough_for(
     """
     divider = _Divider(model, optimizer, config, sizing.bucket_bytes, None, staying)
     return divider.enough(sizing.budget, nbytes)[0]
+
+
+def lowest_for(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    sizing: Sizing,
+    config: OffloadConfig,
+    staying: Collection[nn.Parameter],
+) -> tuple[int, int]:
+    """Return the lowest budget and its least pool; see `enough_for`."""
+    divider = _Divider(model, optimizer, config, sizing.bucket_bytes, None, staying)
+    lowest, division = divider.enough(1 + sizing.bucket_bytes)
+    return lowest, division.sizing.least_bytes if division.sizing else 0
 
 
 def _unit_of(budget: int) -> str:
@@ -308,8 +322,7 @@ class _Divider:
                 largest, culprit = update, name
         storages = [part.untyped_storage() for tensor in resident for part in parts_of(tensor)]
         small += sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-        saved = budget // 32
-        most = budget // 32
+        saved = most = budget // 32
         if config.backend == ACCELERATOR:  # its chunks are evicted to host memory
             most = min(most, (total if self.host is None else self.host) // _HOST_CHUNKS)
         chunk = max(page, min(32 * MiB, most // page * page))
@@ -336,6 +349,7 @@ class _Divider:
             spill_bytes=spilled,
             states_bytes=total,
             bucket_bytes=self.buckets,
+            culprit=culprit,
         )
         return _Division(sizing, lowest, largest, culprit)
 

@@ -14,7 +14,6 @@ from torch import nn
 from dynoffload.around import after_call, choosing
 from dynoffload.distributed.replicas import as_backward_ends
 from dynoffload.distributed.sharded import Gathered, groups_of
-from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
 from dynoffload.profiler.experts import split_path
 from dynoffload.runtime.adopting import Adoption
@@ -119,7 +118,7 @@ class Stepping(Mode):
             if fused.parameter.requires_grad:
                 watching.callback(gradients.watch(fused))
         slices: dict[nn.Module, dict[int, Unit]] = {}
-        unseen = choosing(model)
+        by_index = choosing(model)
         for unit in units:
             if unit.number is not None:
                 slices.setdefault(unit.module, {})[unit.number] = unit
@@ -128,7 +127,7 @@ class Stepping(Mode):
             parts = partial(self._parts_of, module, numbered, reached)
             watching.callback(run_by_slices(module, parts))
             end = Hook(partial(self._end_experts, numbered, reached))
-            watching.callback(after_call(module, end, unseen).remove)
+            watching.callback(after_call(module, end, by_index).remove)
             watching.callback(end.end)
         self.activations.kept.counted_elsewhere(storages_outside(model, self.device))
 
@@ -190,8 +189,6 @@ class Stepping(Mode):
         if self.loss:
             self.loss.check()
         self._recording.sample()
-        if self._recording.headroom.lacks:
-            raise BudgetError(self._recording.headroom.lacks)
         if not self._forecast.asks:
             self.migrator.visit(unit)
         self._make_ready([unit])
@@ -248,6 +245,7 @@ class Stepping(Mode):
     @unseen
     def _reach_chunk(self, region: int) -> None:
         self._recording.look_at_heap()
+        self._recording.sample()
         self.device.touch([region])
 
     def _region_of(self, parameter: nn.Parameter) -> int:

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,14 +50,6 @@ _BY_TRANSFORMERS = (
 )
 
 
-@runtime_checkable
-class Tiled(Protocol):
-    """A module whose parameters are pieces of larger ones, such as those of `dynoffload.tile`."""
-
-    def tile_pieces(self, prefix: str) -> Mapping[str, Piece]:
-        """Return its pieces by full name, which begins with ``prefix``."""
-
-
 class WeightFiles:
     """The tensors of ``path``: a safetensors file, an index of shards, or a directory with either.
 
@@ -77,7 +69,8 @@ class WeightFiles:
 
     def __init__(self, path: str | Path, model: nn.Module, values: Values | None = None) -> None:
         self.path = _file_in(Path(path))
-        self._wanted, self._stamps = _shapes_of(model), {self.path: _stamp(self.path)}
+        read = self.path, self.path.with_name("config.json")
+        self._wanted, self._stamps = _shapes_of(model), {file: _stamp(file) for file in read}
         self.shapes: dict[str, Shape] = {}
         self._files: dict[str, Path] = {}
         self._kinds: dict[str, str] = {}
@@ -288,7 +281,7 @@ def _tile_pieces(model: nn.Module) -> dict[str, Piece]:
     return {
         name: piece
         for path, module in model.named_modules(remove_duplicate=False)
-        if hasattr(type(module), "tile_pieces")  # `Tiled`, much faster than isinstance
+        if hasattr(type(module), "tile_pieces")  # of `dynoffload.tile`
         for name, piece in module.tile_pieces(f"{path}." if path else "").items()
     }
 

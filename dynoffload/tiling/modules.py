@@ -2,7 +2,7 @@
 
 A tile is an ordinary module with its own parameter. So under ``offload()`` each tile, its gradient
 and its optimizer state are paged separately, and at most one tile of the weight must be in memory
-at a time. A session uses only `Tiled.tile_pieces`. The design follows the memory-centric tiling of
+at a time. A session uses only `tile_pieces`. The design follows the memory-centric tiling of
 ZeRO-Infinity (Rajbhandari et al., SC 2021).
 
 [Note: bits]  A linear layer is split by output features. Each element of its output, or of a tile's

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from dynoffload.errors import SpillError
+from dynoffload.memory import heap
 from dynoffload.memory.device import Device
 from dynoffload.memory.limits import available_bytes
 from dynoffload.memory.outside import mapped_copy
@@ -28,9 +29,10 @@ from dynoffload.runtime.counting import tensors_of
 from dynoffload.runtime.opening import Setup
 from dynoffload.runtime.placing import put
 from dynoffload.runtime.target import Target
-from dynoffload.units import format_bytes
+from dynoffload.units import MiB, format_bytes
 
 _KEEP_FREE = 0.1  # share of available memory that stays unused
+_LEAST_FREE = 64 * MiB  # and for the file cache through which the rest leaves
 # A storage and its copy. The first is kept alive so that its address is not reused.
 _Pair = tuple[torch.UntypedStorage, torch.UntypedStorage]
 
@@ -50,7 +52,9 @@ class Room:
 
     def __init__(self, target: Target, home: torch.device, directory: Path) -> None:
         self._home, self._directory = home, directory
-        host = int(available_bytes() * (1 - _KEEP_FREE))
+        heap.give_back()
+        have = available_bytes()
+        host = max(0, have - max(int(have * _KEEP_FREE), _LEAST_FREE))
         self._free = {torch.device("cpu"): host}
         if home.type != "cpu" and target.queues is not None:
             self._free = {home: int(target.queues.free_bytes() * (1 - _KEEP_FREE)), **self._free}
