@@ -359,9 +359,8 @@ class Adoption:
         # A block that fails to begin gave out no references: only its error holds what it made.
         held = self.held_by_others(adopted) if self._begun else set()
         stays = place == self._device.device
-        least = self._sizing.least_bytes
         parts = (self._device, self.store, self.rows, held, room)
-        restoration = Restoration(*parts, stays=stays, least=least)
+        restoration = Restoration(*parts, stays=stays)
         for region, buffer in self.buffers.end().items():  # also one that left the model
             adopted.setdefault(region, []).append(buffer)
         where = restoration.run(adopted)

@@ -132,14 +132,18 @@ class Recording:
         if self.now() - self._sampled >= _SAMPLE_EVERY_S:
             self._look(*self._count())
         elif self.headroom.is_near():
-            self.look_at_heap()
-        if self.headroom.lacks:
-            raise BudgetError(self.headroom.lacks)
+            self._taken_beyond(self._count()[1])
+        self._check()
 
     def look_at_heap(self) -> None:
         """Give freed heap back if it exceeds the slack, without the limit of `sample`: for code
-        that allocates and frees much in a short time."""
+        that allocates and frees much in a short time. Raise as `sample` does."""
         self._taken_beyond(self._count()[1])
+        self._check()
+
+    def _check(self) -> None:
+        if self.headroom.lacks:
+            raise BudgetError(self.headroom.lacks)
 
     def _count(self) -> tuple[int, int]:
         """Return the bytes of fast memory in use, and the bytes the process has taken for them."""

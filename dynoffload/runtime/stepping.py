@@ -245,7 +245,6 @@ class Stepping(Mode):
     @unseen
     def _reach_chunk(self, region: int) -> None:
         self._recording.look_at_heap()
-        self._recording.sample()
         self.device.touch([region])
 
     def _region_of(self, parameter: nn.Parameter) -> int:

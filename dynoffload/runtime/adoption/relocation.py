@@ -188,7 +188,6 @@ class Restoration:
         rows: holds the parameters paged by slices.
         held: first regions of tensors with external references, which stay in place.
         stays: whether tensors are to remain on the compute device.
-        least: bytes of the device's smallest pool that works.
         room: allocates the ordinary memory.
 
     Attributes:
@@ -204,9 +203,8 @@ class Restoration:
         room: Room,
         *,
         stays: bool,
-        least: int,
     ) -> None:
-        self._device, self._store, self._rows, self._least = device, store, rows, least
+        self._device, self._store, self._rows = device, store, rows
         self._held, self._room, self._stays = held, room, stays
         self._storages: dict[int, torch.UntypedStorage] = {}  # by the first region
         self._inside = 0
@@ -292,7 +290,7 @@ class Restoration:
             return self._left(ours, error)
         if storage is not None:
             return storage
-        self._device.limit(self._least)  # what is mapped takes page cache and page tables
+        self._device.limit(0)  # what is mapped takes page cache and page tables
         try:
             return self._room.mapped(ours)
         except SpillError as error:  # no room there either

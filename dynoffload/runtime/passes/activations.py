@@ -204,7 +204,11 @@ class Activations:
         except BaseException:
             self._drop(chunk)
             raise
-        self.on_open(chunk)
+        try:
+            self.on_open(chunk)
+        except BaseException:  # memory lacks
+            self._shut(chunk)
+            raise
         return chunk
 
     def _place(self, nbytes: int) -> tuple[Chunk, int]:
