@@ -41,7 +41,6 @@ class Training:
             self._model = get_peft_model(on_meta(AutoConfig.from_pretrained(path)), adapters)
             materialize(self._model, path)
         if checkpointing:
-            self._model.enable_input_require_grads()
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
         trained = [p for p in self._model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(trained, lr=1e-3)
