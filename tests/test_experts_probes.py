@@ -19,12 +19,14 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 
 import dynoffload
-from dynoffload.errors import TraceError
+from dynoffload.config import OffloadConfig
+from dynoffload.errors import BudgetError, TraceError
 from dynoffload.pilot.tracking import OrderTracker
 from dynoffload.profiler import Recorder, RoutingProbe, Trace
 from dynoffload.profiler.experts import split_path, unit_path
 from dynoffload.profiler.routers import _Calibration, _mixed
 from dynoffload.profiler.routing import hinted, probes_of
+from dynoffload.runtime.sizing import sizing_of
 
 pytest.importorskip("transformers")
 
@@ -199,6 +201,28 @@ def test_routers_stay_in_memory_unless_they_take_an_eighth(layers: int, asked: b
         forecast = session._forecast
         places = [*forecast._probing.places(forecast._units)]
         assert any(one.reads for _, probes, _ in places for one in probes) is asked
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_routers_do_not_make_a_budget_too_small(layers: int) -> None:
+    """Where there is no room for them too, they are paged; what an error recommends is enough."""
+    sizes = {"num_local_experts": 16, "hidden_size": 128, "intermediate_size": 128}
+    model = mixtral(num_hidden_layers=layers, **sizes)
+    optimizer = AdamW(model.parameters())
+
+    def lacking(budget: int, **config: Any) -> int:
+        try:
+            asked.add(bool(sizing_of(model, optimizer, budget, OffloadConfig(**config)).asked))
+        except BudgetError as error:
+            return error.lacking
+        return 0
+
+    asked = set[bool]()
+    for budget in range(540_000, 1_200_000, 16_384):
+        lacks = lacking(budget)
+        assert lacks <= lacking(budget, routing_probes=())
+        assert lacking(budget + lacks) == 0
+    assert asked == {True, False}
 
 
 def test_where_all_experts_are_hit_none_is_computed() -> None:

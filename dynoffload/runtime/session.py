@@ -65,7 +65,7 @@ class Session:
     ) -> Session:
         """Return a passthrough session, which leaves the model alone."""
         log = RunLog(type(model).__name__, backend, "", budget=0, headroom=0)
-        sizing = Sizing(**dict.fromkeys(Sizing.__dataclass_fields__, 0))
+        sizing = Sizing(*[0] * 13)
         return cls(model, optimizer, sizing, None, log, replicas)
 
     def __repr__(self) -> str:
