@@ -8,17 +8,18 @@ without hooks, on copies of its buffers, so that nothing of the network changes.
 
 [Note: calibration]  Tokens move while attention and experts add to them, much in the same way for
 all. So for each place a ridge regression over the latest calls maps what the router says early to
-which experts each token went to. It is linear in the router's choice and in `_FEATURES` random
-rectified combinations of its logits, which tell more than the logits themselves. A chance is that
+which experts each token went to. It is linear in the router's choice and in random
+rectified combinations of its logits, which tell more than the logits themselves: `_FEATURES` for
+each expert, so that a calibration is small beside experts, and `_MOST` at most. A chance is that
 of any token to choose the expert, as if they chose independently. Few tokens wait until there are
-`_FOLDED`, as entering them costs a pass over all products.
+`_FOLDED`, as entering them costs a pass over all products. Nothing is asked or learned within a
+transform of `torch.func`, whose tensors must not outlive it.
 
 [Note: all]  Where the last call hit nearly all experts, all are expected, and nothing is computed.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,7 +37,7 @@ MAX_TOKENS = 256
 _KEPT = 0.995  # weight of earlier calls at each call
 _EVERY = 8  # first calls, each of which is followed by a solution, and later folds between two
 _FOLDED = 128  # tokens that are entered at a time, after the first calls
-_FEATURES = 256  # random combinations of logits
+_FEATURES, _MOST = 4, 256  # random combinations of logits, for each expert and in all
 _RIDGE = 1.0
 
 
@@ -81,10 +82,9 @@ class _Calibration:
             self._solved = self._calls
 
 
-def _mixed(logits: Tensor) -> Tensor:
+def _mixed(logits: Tensor, mixing: Tensor) -> Tensor:
     """Return rectified combinations of logits, ``[tokens, features]``."""
-    experts = logits.shape[1]
-    return _product(F.layer_norm(logits, (experts,)), _mixing(experts)).relu()
+    return _product(F.layer_norm(logits, logits.shape[1:]), mixing).relu()
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
@@ -92,11 +92,11 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
         return left @ right
 
 
-@functools.cache
 def _mixing(experts: int) -> Tensor:
+    """Return the weights of random combinations, ``[experts, features]``, always the same."""
     drawn = torch.randn(
         experts,
-        _FEATURES,
+        min(_MOST, _FEATURES * experts),
         generator=torch.Generator().manual_seed(experts),
         device="cpu",
         dtype=torch.float32,
@@ -127,7 +127,7 @@ class _Mixture:
         self.found = len(routers) == 1
         if not self.found:
             return
-        self._router = routers[0]
+        self._router, self._mixing = routers[0], _mixing(self.count)
         width = next(p.shape[1] for p in _own(routers[0][1]) if p.dim() == 2)
         for name, module in model.get_submodule(self.decoder).named_children():
             own = _own(module)
@@ -151,7 +151,9 @@ class _Mixture:
         def ask(*args: Any) -> Tensor | None:
             if self._hit >= ALL:  # see [Note: all]
                 return torch.ones(self.count)
-            if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+            if _transformed() or not args or not isinstance(args[0], Tensor):
+                return None
+            if not args[0].is_floating_point():
                 return None
             x = _run(self._norm[1], args[0]) if through_norm else args[0]
             answers = self._answers(x.reshape(-1, x.shape[-1]))
@@ -174,7 +176,8 @@ class _Mixture:
             return None
         rows = self._outcomes(chosen[0])
         answers = [rows, torch.ones_like(rows[:, :1])]
-        return torch.cat((*answers, *(_mixed(one.cpu().float()) for one in logits[:1])), 1)
+        answers += [_mixed(one.cpu().float(), self._mixing) for one in logits[:1]]
+        return torch.cat(answers, 1)
 
     def _outcomes(self, indices: Tensor) -> Tensor:
         indices = indices.cpu().long()
@@ -184,7 +187,7 @@ class _Mixture:
     def _learn(self, *args: Any) -> None:
         """Learn from a call of the fused layer; it says what it is about to do by itself."""
         indices, hit = indices_of(self._layer, args, {}), experts_hit(self._layer, args, {})
-        if indices is None or hit is None:
+        if indices is None or hit is None or _transformed():
             return
         self._hit = len(hit) / self.count
         outcomes = self._outcomes(indices) if self._hit < ALL else None
@@ -198,6 +201,11 @@ def mixtures_in(model: nn.Module) -> list[_Mixture]:
     """Return the mixtures of a model whose routers are found, in order."""
     made = (_Mixture(p, m, model) for p, m in model.named_modules() if p and slices_in(m))
     return [one for one in made if one.found]
+
+
+def _transformed() -> bool:
+    """Return whether a transform of `torch.func` is under way."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _below(path: str, name: str) -> str:

@@ -124,9 +124,13 @@ def _found(model: nn.Module) -> dict[str, tuple[RoutingProbe, ...]]:
 
 def read_early(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters that must be in memory for the probes that are found to be asked."""
-    if callable(getattr(model, "routing_probes", None)):
-        return set()  # they are not looked for
-    probes = [one for probes in _found(model).values() for one in probes]
+    try:
+        method = getattr(model, "routing_probes", None)
+        if callable(method) and not isinstance(method, nn.Module):
+            return set()  # they are not looked for
+        probes = [one for probes in _found(model).values() for one in probes]
+    except Exception:  # in user code; who asks the probes tells of it
+        return set()
     modules = [model.get_submodule(path) for one in probes for path in one.reads or ()]
     return {p for module in modules for p in module._parameters.values() if p is not None}
 

@@ -19,12 +19,13 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 
 import dynoffload
-from dynoffload.errors import TraceError
+from dynoffload.config import OffloadConfig
+from dynoffload.errors import BudgetError, TraceError
 from dynoffload.pilot.tracking import OrderTracker
 from dynoffload.profiler import Recorder, RoutingProbe, Trace
 from dynoffload.profiler.experts import split_path, unit_path
-from dynoffload.profiler.routers import _Calibration, _mixed
-from dynoffload.profiler.routing import hinted, probes_of
+from dynoffload.profiler.routing import hinted, probes_of, read_early
+from dynoffload.runtime.sizing import sizing_of
 
 pytest.importorskip("transformers")
 
@@ -209,6 +210,28 @@ def test_routers_stay_in_memory_unless_they_take_an_eighth(layers: int, asked: b
         assert any(one.reads for _, probes, _ in places for one in probes) is asked
 
 
+@pytest.mark.parametrize("layers", [1, 2])
+def test_routers_do_not_make_a_budget_too_small(layers: int) -> None:
+    """Where there is no room for them too, they are paged; what an error recommends is enough."""
+    sizes = {"num_local_experts": 16, "hidden_size": 128, "intermediate_size": 128}
+    model = mixtral(num_hidden_layers=layers, **sizes)
+    optimizer = AdamW(model.parameters())
+
+    def lacking(budget: int, **config: Any) -> int:
+        try:
+            asked.add(bool(sizing_of(model, optimizer, budget, OffloadConfig(**config)).asked))
+        except BudgetError as error:
+            return error.lacking
+        return 0
+
+    asked = set[bool]()
+    for budget in range(540_000, 1_200_000, 16_384):
+        lacks = lacking(budget)
+        assert lacks <= lacking(budget, routing_probes=())
+        assert lacking(budget + lacks) == 0
+    assert asked == {True, False}
+
+
 def test_where_all_experts_are_hit_none_is_computed() -> None:
     model = _Network()
     for layer in model.layers:
@@ -340,31 +363,24 @@ def test_a_recorder_leaves_selective_checkpointing_alone() -> None:
         assert torch.equal(plain.grad, one.grad)
 
 
-def test_calibrations_compute_in_full_under_autocast() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(24, 8, generator=generator)
-    outcomes = (logits > logits.mean()).float()
-    found = []
-    for enabled in (False, True):
-        calibration = _Calibration()
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-            answers = _mixed(logits)
-            for _ in range(3):
-                calibration.chances(answers)
-                calibration.learn(outcomes)
-            found.append(calibration.chances(answers))
-    plain, autocast = found
-    assert plain is not None
-    assert autocast is not None
-    assert torch.equal(plain, autocast)
+class _Unknown(_Network):
+    @property
+    def routing_probes(self) -> Any:
+        raise RuntimeError("it is not known yet")
 
 
-def test_an_overflow_does_not_end_learning() -> None:
-    calibration = _Calibration()
-    answers, outcomes = torch.eye(4).double(), torch.eye(4).double()
-    for scale in (1.0, float("inf"), 1.0):
-        calibration.chances(answers * scale)
-        calibration.learn(outcomes)
-    chances = calibration.chances(answers)
-    assert chances is not None
-    assert (chances.argmax(1) == torch.arange(4)).all()
+@needs_pager
+def test_a_network_whose_routers_cannot_be_found_is_trained() -> None:
+    twin = Twin(_Unknown(), lambda p: AdamW(p, lr=1e-2))
+    own = {"min_paged_bytes": None}  # what is found decides which routers stay
+    session = compare_runs(twin, Loop(steps=4), list(range(4)), _loss, 1_200_000, config=own)
+    assert session._forecast._probing._table is None
+
+
+def test_a_module_is_no_method_that_returns_probes() -> None:
+    model = _Network()
+    routers = {layer.mlp.gate.weight for layer in model.layers}
+    assert routers <= read_early(model)
+    model.routing_probes = nn.Linear(2, 2)
+    assert routers <= read_early(model)
+    assert probes_of(model)

@@ -19,6 +19,7 @@ from dynoffload.pilot.labels import encode_example
 from dynoffload.planning.cutting import build_vocabulary
 from dynoffload.profiler import Recorder, Trace, load_trace, save_trace
 from dynoffload.profiler.experts import experts_hit, split_path, unit_path
+from dynoffload.runtime.session import Session
 
 pytest.importorskip("transformers")
 
@@ -166,10 +167,13 @@ def test_what_a_call_does_not_say_is_not_read() -> None:
 
 
 @needs_pager
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("least", [2048, 16384])
-def test_experts_beside_what_their_layer_pages_whole_are_planned(least: int) -> None:
+def test_experts_beside_what_their_layer_pages_whole_are_planned(
+    least: int, implementation: str
+) -> None:
     """The second matrices, of 8 KiB, are paged by slices or whole."""
-    model = _network()
+    model = _network(implementation)
     optimizer = AdamW(model.parameters(), lr=1e-7)
     config = {"page_bytes": 4096, "min_paged_bytes": least, "policy": "repeat"}
     with dynoffload.offload(model, optimizer, budget=1_800_000, config=config) as session:
@@ -182,6 +186,20 @@ def test_experts_beside_what_their_layer_pages_whole_are_planned(least: int) -> 
             optimizer.zero_grad()
         assert migrator.anchored > 0
         assert migrator.missed == 0
+        _assert_planned(session)
+
+
+def _assert_planned(session: Session) -> None:
+    """Check that what is paged whole beside experts is a part of their uses in both directions."""
+    reference = paging_of(session).migrator._reference
+    units = session._forecast._units.values()
+    experts = [unit for unit in units if unit.number is not None and unit.index in reference.ahead]
+    assert experts
+    for unit in experts:
+        beside = {slot.region for slot in unit.beside}
+        places = [*reference.ahead[unit.index], reference.backward[unit.slots[0].region][0]]
+        for place in places:
+            assert beside <= {*reference.uses[place].regions}
 
 
 @pytest.mark.parametrize(

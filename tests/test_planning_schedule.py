@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -243,6 +243,26 @@ def test_nothing_is_fetched_for_a_doubtful_use() -> None:
     uses = [Use((0,)), Use((1,)), Use((2,)), Use((0,), doubtful=True), Use((2,))]
     actions = LookAhead(0.0).plan(uses, [4] * 3, 4, []).actions
     assert [one.region for one in actions if one.kind is Kind.FETCH] == [0, 1, 2, 2]
+
+
+@given(problem=problems(), window=WINDOWS, doubts=st.sets(st.integers(0, 29)), chance=st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_a_doubtful_use_hides_no_other(
+    problem: Problem, window: float, doubts: set[int], chance: bool
+) -> None:
+    """What a certain use needs is here by then, whether or not doubtful ones happen."""
+    uses = [replace(use, doubtful=n in doubts) for n, use in enumerate(problem.uses)]
+    schedule = replace(problem, uses=uses).plan(LookAhead(window))
+    here, actions = set(problem.resident), list(schedule.actions)
+    for position, use in enumerate(uses):
+        while actions and actions[0].position <= position:
+            action = actions.pop(0)
+            (here.add if action.kind is Kind.FETCH else here.discard)(action.region)
+        if use.doubtful:
+            here |= {*use.regions} if chance else set()
+        here.update(use.creates)
+        assert use.doubtful or here.issuperset(use.regions)
+        here -= {*use.frees}
 
 
 def test_what_a_doubtful_use_needs_is_kept_if_there_is_room() -> None:

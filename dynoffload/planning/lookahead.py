@@ -369,11 +369,30 @@ def _schedule(
     evict, fetch = Kind.EVICT, Kind.FETCH  # enum lookups cost more than creating an action
     drops = zip(held.drop_region, held.drop_start, kept, strict=True)
     actions = [Action(start, evict, region) for region, start, keep in drops if not keep]
+    needless = _needless(uses, actions) if any(use.doubtful for use in uses) else ()
     fetches = zip(held.fetch_region, starts, held.fetch_drop, held.fetch_due, strict=True)
     actions += [
         Action(start, fetch, region)
         for region, start, drop, due in fetches
-        if (drop < 0 or not kept[drop]) and not uses[due].doubtful
+        if (drop < 0 or not kept[drop]) and (due, region) not in needless
     ]
     actions.sort(key=itemgetter(0))
     return Schedule(tuple(actions))
+
+
+def _needless(uses: Sequence[Use], evictions: Sequence[Action]) -> set[tuple[int, int]]:
+    """Return the doubtful uses, with regions that no other use needs before they leave."""
+    leaving: dict[int, list[int]] = {}
+    for position, _, region in evictions:
+        leaving.setdefault(position, []).append(region)
+    certain: set[int] = set()  # regions with another use ahead
+    needless: set[tuple[int, int]] = set()
+    for position in reversed(range(len(uses))):
+        use = uses[position]
+        certain.difference_update(use.frees)
+        if use.doubtful:
+            needless.update((position, region) for region in use.regions if region not in certain)
+        else:
+            certain.update(use.regions)
+        certain.difference_update(leaving.get(position, ()))
+    return needless

@@ -168,6 +168,9 @@ class Reference(Generic[HeldT]):
                             if ahead or not slot.has_gradient:
                                 frees.append(gradient)  # otherwise backward adds to it
                     done.add(slot)
+                for slot in unit.beside:
+                    regions.append(slot.region)
+                    self._note(slot)
                 self._add(tuple(regions), creates, frees, doubtful=unit.index in doubtful)
                 creates = []
             for unit in visit.units:

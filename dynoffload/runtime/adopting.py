@@ -35,7 +35,7 @@ from dynoffload.runtime.counting import (
 )
 from dynoffload.runtime.interrupts import let_come
 from dynoffload.runtime.opening import Setup
-from dynoffload.runtime.sizing import asked_parameters, may_queue
+from dynoffload.runtime.sizing import may_queue
 from dynoffload.runtime.updates.kept_state import state_of
 from dynoffload.runtime.updates.update import can_split
 from dynoffload.units import MiB, format_bytes
@@ -75,7 +75,6 @@ class Adoption:
         self.store = Store(device, sizing.min_paged_bytes, left, setup.sourced)
         self.store.home = setup.target.home
         self.rows = FusedStore(device, self.store)
-        self._asked = asked_parameters(setup.model, setup.optimizer, config, sizing.budget)
         self.buffers: Buffers
 
     def begin_buffers(self) -> None:
@@ -107,7 +106,8 @@ class Adoption:
         alone = sole_owners(self._model.parameters()) if self._slices else set()
         states = States(self._optimizer)
         for name, parameter in self._model.named_parameters():
-            known = self.store.slots_of(parameter) or parameter in held or parameter in self._asked
+            asked = parameter in self._sizing.asked
+            known = self.store.slots_of(parameter) or parameter in held or asked
             stays = (
                 is_trained(parameter)
                 and states.steps(parameter)

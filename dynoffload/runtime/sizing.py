@@ -32,7 +32,7 @@ from dynoffload.errors import BudgetError
 from dynoffload.memory.local import local, local_bytes, wrapped
 from dynoffload.memory.pager import probe
 from dynoffload.profiler.routing import read_early
-from dynoffload.runtime.adoption.held import held_parameters
+from dynoffload.runtime.adoption.held import held_parameters, held_text
 from dynoffload.runtime.adoption.slicing import may_slice, slice_bytes, slices_of, sole_owners
 from dynoffload.runtime.adoption.store import can_move, moved_bytes
 from dynoffload.runtime.counting import SCALARS, States, is_trained, padded, parts_of
@@ -68,6 +68,7 @@ class Sizing:
         states_bytes: parameters, gradients and optimizer state together.
         bucket_bytes: DDP's gradient buckets, outside the pool.
         culprit: the parameter with the largest update.
+        asked: parameters of routers, which stay resident so that they can be asked early.
     """
 
     budget: int = 0
@@ -85,6 +86,7 @@ class Sizing:
     states_bytes: int = 0
     bucket_bytes: int = 0
     culprit: str = ""
+    asked: frozenset[nn.Parameter] = frozenset()
 
 
 class _Division(NamedTuple):
@@ -114,8 +116,8 @@ def sizing_of(
         BudgetError: the largest parameter's update, or the small tensors, do not fit; names need,
             have and remedy.
     """
-    staying = held_parameters(model) | asked_parameters(model, optimizer, config, budget)
-    divider = _Divider(model, optimizer, config, buckets, host, staying, sourced)
+    staying, asked = held_parameters(model), _asked(model, config)
+    divider = _Divider(model, optimizer, config, buckets, host, staying, sourced, asked)
     division = divider.divided(max(1 + buckets, budget))
     if division.sizing is not None:
         return replace(division.sizing, budget=budget)
@@ -126,22 +128,16 @@ def sizing_of(
         "(parameter, gradient and optimizer state), besides the smaller tensors that stay, "
         f"activations and reserve{_bucket_text(buckets)}: raise the budget to at least "
         f"{format_bytes(enough)}, or make "
-        f"that layer smaller{_split_advice(model, division)}{_held_text(model)}"
+        f"that layer smaller{_split_advice(model, division)}{held_text(model)}"
     )
     error.lacking = enough - budget
     raise error
 
 
-def asked_parameters(
-    model: nn.Module, optimizer: Optimizer | None, config: OffloadConfig, budget: int
-) -> set[nn.Parameter]:
-    """Return the parameters of routers, which stay resident so that they can be asked early: none
-    where they are not asked, or take more than a small share of the budget."""
+def _asked(model: nn.Module, config: OffloadConfig) -> frozenset[nn.Parameter]:
+    """Return the parameters of the routers that are asked early if these stay resident."""
     asks = config.policy not in ("repeat", "on-demand") and config.routing_probes is None
-    asked = read_early(model) if asks and not config.min_paged_bytes else set()
-    states = States(optimizer)
-    taken = sum(local_bytes(p) * (1 + is_trained(p)) + sum(states.sizes(p)) for p in asked)
-    return asked if taken <= budget // _RESIDENT else set()
+    return frozenset(read_early(model) if asks and not config.min_paged_bytes else ())
 
 
 def enough_for(
@@ -160,7 +156,8 @@ def enough_for(
         staying: parameters that stay in memory.
         nbytes: size of a region that was too large.
     """
-    divider = _Divider(model, optimizer, config, sizing.bucket_bytes, None, staying)
+    asked = _asked(model, config)
+    divider = _Divider(model, optimizer, config, sizing.bucket_bytes, None, staying, (), asked)
     return divider.enough(sizing.budget, nbytes)[0]
 
 
@@ -204,21 +201,6 @@ def _split_advice(model: nn.Module, division: _Division) -> str:
     )
 
 
-def _held_text(model: nn.Module) -> str:
-    """Return a text on parameters that cannot move, or "" if all can."""
-    held = held_parameters(model)
-    named = ((name, p) for name, p in model.named_parameters() if p in held)
-    name, first = next(named, ("", None))
-    if not name:
-        return ""
-    kind = "" if type(first) is nn.Parameter else f" ({type(first).__name__})"
-    nbytes = sum(local_bytes(parameter) for parameter in held)
-    return (
-        f"; {format_bytes(nbytes)} of parameters stay in memory because something else holds it "
-        f"too: let go of the views, arrays, state_dicts or graphs of {name!r}{kind} and others"
-    )
-
-
 def _readable(nbytes: int) -> int:
     """Return the least number of bytes, ``nbytes`` or more, that `format_bytes` writes exactly."""
     while (read := parse_bytes(format_bytes(nbytes))) < nbytes:
@@ -228,7 +210,8 @@ def _readable(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class _Divider:
-    """What a budget is divided for: see `sizing_of`. The parameters ``staying`` are not paged."""
+    """What a budget is divided for: see `sizing_of`. The parameters ``staying`` are not paged, nor
+    are those ``asked`` if they take a small share and there is room."""
 
     model: nn.Module
     optimizer: Optimizer | None
@@ -237,6 +220,7 @@ class _Divider:
     host: int | None
     staying: Collection[nn.Parameter]
     sourced: Collection[nn.Parameter] = ()
+    asked: frozenset[nn.Parameter] = frozenset()
 
     def enough(self, budget: int, nbytes: int = 0) -> tuple[int, _Division]:
         """Return a budget of ``budget`` or more that has room for two regions of ``nbytes`` in
@@ -252,6 +236,16 @@ class _Divider:
             budget += max(4 * KiB, lacking)
 
     def divided(self, budget: int) -> _Division:
+        """Divide ``budget``; routers stay if they take a small share of it and the rest fits."""
+        states = States(self.optimizer)
+        sizes = [local_bytes(p) * (1 + is_trained(p)) + sum(states.sizes(p)) for p in self.asked]
+        if self.asked and sum(sizes) <= budget // _RESIDENT:
+            division = self._divided(budget)
+            if division.sizing is not None:
+                return division
+        return replace(self, asked=frozenset())._divided(budget)
+
+    def _divided(self, budget: int) -> _Division:
         """Divide ``budget`` with the pages that suit it. If it is too small for those, use pages by
         which fused parameters are paged slice by slice."""
         division = self._divide(budget)
@@ -273,6 +267,7 @@ class _Divider:
         """Divide a budget, with pages that fit slices of ``sliced`` bytes unless that is 0; see
         [Note: the least pool]. With ``adapters``, trained parameters may stay resident."""
         model, optimizer, config = self.model, self.optimizer, self.config
+        staying = self.asked.union(self.staying)
         budget = whole_budget - self.buckets
         least = config.min_paged_bytes or _least_for(model, optimizer, budget)
         page = config.page_bytes or _page_for(model, budget, least, slices=config.slices)
@@ -298,7 +293,7 @@ class _Divider:
             if states and trained:
                 small += SCALARS
             stays = nbytes < (least_trained if trained and kept.steps(parameter) else least)
-            if stays or not can_move(parameter) or parameter in self.staying:
+            if stays or not can_move(parameter) or parameter in staying:
                 resident.append(parameter)
                 small += extra
                 continue
@@ -350,6 +345,7 @@ class _Divider:
             states_bytes=total,
             bucket_bytes=self.buckets,
             culprit=culprit,
+            asked=self.asked,
         )
         return _Division(sizing, lowest, largest, culprit)
 

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from dynoffload.distributed.sharded import aliases_of
-from dynoffload.memory.local import local
+from dynoffload.memory.local import local, local_bytes
 from dynoffload.memory.region_allocator import users_of
 from dynoffload.memory.reused import is_reused
+from dynoffload.units import format_bytes
 
 _OF_STATE = 2  # references to a state tensor: its dict, and the update's copy of it
 
@@ -92,4 +93,19 @@ def are_shared(state: dict[str, Any], besides: Container[str]) -> bool:
         )
         for key in state
         if key not in besides
+    )
+
+
+def held_text(model: nn.Module) -> str:
+    """Return a text on parameters that cannot move, or "" if all can."""
+    held = held_parameters(model)
+    named = ((name, p) for name, p in model.named_parameters() if p in held)
+    name, first = next(named, ("", None))
+    if not name:
+        return ""
+    kind = "" if type(first) is nn.Parameter else f" ({type(first).__name__})"
+    nbytes = sum(local_bytes(parameter) for parameter in held)
+    return (
+        f"; {format_bytes(nbytes)} of parameters stay in memory because something else holds it "
+        f"too: let go of the views, arrays, state_dicts or graphs of {name!r}{kind} and others"
     )
