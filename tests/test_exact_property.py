@@ -164,6 +164,12 @@ def test_no_case_changes_a_bit(family: str, data: st.DataObject, **case: Any) ->
     check(data.draw(st.sampled_from(FAMILIES[family]), label="optimizer"), **case)
 
 
+def test_a_step_aside_has_room_for_its_graph() -> None:
+    """The heap grows by nodes of the graph, too, which are many beside activations as few as here."""
+    config = {"page_bytes": 4096, "min_paged_bytes": 512, "step_aside": True}
+    check("adagrad", Loop(steps=4), config, "auto", 0.9375, None, 109)
+
+
 @pytest.mark.slow
 @settings(max_examples=5000, deadline=None, suppress_health_check=HEALTH)
 @given(optimizer=st.sampled_from(list(OPTIMIZERS)), seed=st.integers(0, 1000), **CASES)
