@@ -29,7 +29,7 @@ from dynoffload.runtime.adoption.slicing import may_slice, slices_of, sole_owner
 from dynoffload.runtime.counting import States, is_trained, whole_bytes
 from dynoffload.runtime.offload import check_parameters
 from dynoffload.runtime.opening import IO_THREADS
-from dynoffload.runtime.resident import RESIDENT_SHARE
+from dynoffload.runtime.resident import stays
 from dynoffload.runtime.sizing import Sizing, sizing_of
 from dynoffload.runtime.updates.update import innermost
 from dynoffload.simulation.fast_memory import StepResult
@@ -166,7 +166,7 @@ def _under(
         file_peak=sizing.spill_bytes,
     )
     whole = whole_bytes(model, optimizer) + measured.saved_bytes
-    if options.step_aside and whole <= RESIDENT_SHARE * known.budget:
+    if options.step_aside and stays(whole, known.budget):
         low, high = (known.plain_s * share for share in measured.spread)
         return replace(
             judged(known, known.plain_s, low, high),

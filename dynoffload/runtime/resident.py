@@ -33,12 +33,17 @@ from dynoffload.runtime.passes.activations import tensors_in
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.unseen import unseen
 from dynoffload.telemetry import StepStats
+from dynoffload.units import KiB
 
-RESIDENT_SHARE = 0.9
-"""Share of the budget: a session that needs no more than this stops paging."""
-
+_SHARE = 0.9  # of the budget
+_GRAPH = 128 * KiB  # nodes of a small forward's graph: the heap has them, and no page
 _MEASURED_STEPS = 2  # steps measured before paging stops
 _GROWTH = 1.1  # samples larger than the measured ones by this factor are paged again
+
+
+def stays(need: int, budget: int) -> bool:
+    """Return whether a session stops paging under ``budget`` if its steps take ``need`` bytes."""
+    return need + _GRAPH <= _SHARE * budget
 
 
 class Fit:
@@ -71,7 +76,7 @@ class Fit:
             return False
         self.count()
         self.need = max(self.need, self._peak + self._absent(paging))
-        return self.need <= RESIDENT_SHARE * self.budget and stats.step >= _MEASURED_STEPS
+        return stays(self.need, self.budget) and stats.step >= _MEASURED_STEPS
 
     def _absent(self, paging: Paging) -> int:
         """Return the bytes that no step has had in memory, but that would be there without paging:

@@ -1,9 +1,8 @@
 """Predicts each sample's order of blocks: the last order, a pilot's prediction, or none.
 
-It records which blocks a sample runs, trains the learner, and turns predicted blocks into units for
-the migrator. It exists as long as the session, also while nothing is paged. A pilot's prediction is
-used while it has recently been at least as accurate as the last order. Blocks that run and routing
-hints correct it within the forward (`dynoffload.runtime.migration.steps`).
+It trains the learner, and turns predicted blocks into units for the migrator. A pilot's prediction
+is used while it has recently been at least as accurate as the last order. Blocks that run and
+routing hints correct it within the forward (`dynoffload.runtime.migration.steps`).
 """
 
 from __future__ import annotations
@@ -116,9 +115,8 @@ class Forecast:
         self._foreseen = {_PILOT: 0.0, _LAST: 0.0}
         self._hinted: set[int] = set()  # blocks that routing probes are about
         self._again = 1.0  # moving average of the share of these that ran again
-        self.asks = False
+        self.asks, self._order = False, list[int]()
         self.listed: dict[str, list[int]] = {}
-        self._order: list[int] = []
         self._last: list[int] | None = None
         self.predicted: list[int] | None = None
         self.actual: list[int] = []
