@@ -269,7 +269,7 @@ def test_it_stays_where_only_what_is_touched_fits() -> None:
 class Branches(nn.Module):
     """Layers of which a sample says which it takes."""
 
-    def __init__(self, count: int = 12, width: int = 64) -> None:
+    def __init__(self, count: int = 12, width: int = 256) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
 
@@ -284,7 +284,7 @@ def train(pair: Twin, taken: list[int], step: int) -> None:
     """Make one step of both, over layers of `Branches`."""
     for model, optimizer in pair.sides:
         generator = torch.Generator().manual_seed(step)
-        out = model(torch.randn(4, 64, generator=generator), taken)
+        out = model(torch.randn(4, 256, generator=generator), taken)
         if taken:
             out.square().mean().backward()
         optimizer.step()

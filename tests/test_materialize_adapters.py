@@ -287,7 +287,7 @@ def test_saved_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     refused("adapters= names 'mine', and this PeftModel has 'default'", name="mine")
     refused("adapters= was given, and the LlamaForCausalLM has none", built(stock, config))
     plain: Any = str(tmp_path / "adapter")
-    with pytest.raises(ConfigError, match=r"adapters='/.*' is no mapping: .*\{'default': direc"):
+    with pytest.raises(ConfigError, match=r"adapters='/.* is no mapping: .*\{'default': direc"):
         materialize(loaded_by_peft(built(stock, config), plain), tmp_path / "base", adapters=plain)
     wide = peft.get_peft_model(built(stock, config), peft.LoraConfig(r=8, **ATTENTION))
     refused("cannot load the adapter 'default' from .*its r is 4, and the model's 8", wide)

@@ -75,14 +75,15 @@ class AdapterWeights(PlainWeights):
             if was_loaded and on_meta and name not in saved:
                 raise ConfigError(
                     f"the adapter {name!r} was loaded, and the meta device has lost its values: "
-                    f"pass materialize() adapters={{{name!r}: its directory}}"
+                    f"pass materialize() adapters={{{name!r}: its directory}}; for a new one, set "
+                    "its config's auto_mapping to None"
                 )
         self._saved = {name: Path(directory).absolute() for name, directory in saved.items()}
         self._given = _with_ties(model, [n for n, _ in self._saved_values(model)])
         parameters = model.named_parameters()
-        new = (n for n, p in parameters if p.is_meta and p.requires_grad and n not in self._given)
-        if next(new, ""):
-            names = [repr(name) for name in model.peft_config if name not in saved]
+        new = [n for n, p in parameters if p.is_meta and p.requires_grad and n not in self._given]
+        names = [repr(name) for name in model.peft_config if name not in saved]
+        if names and new:
             logger.warning(
                 "adapters of this %s begin anew, as the meta device holds no values: %s; to go on "
                 "with saved ones, pass materialize() adapters={%s}",

@@ -1,8 +1,7 @@
 """The CPU device: a user-space pager over userfaultfd (see ``native/pager.h``).
 
 Any thread that accesses an absent region sleeps in the kernel until the region is fetched. So an
-unannounced access may stall but never reads wrong data. This module calls the native part;
-`region_allocator` assigns regions their addresses.
+unannounced access may stall but never reads wrong data. `region_allocator` assigns addresses.
 """
 
 from __future__ import annotations
@@ -149,8 +148,10 @@ class Pager(Device):
         known = self._sources.copy() if regions is None else regions
         files = {file for region in known for file in self._sources.get(region, ())}
         changed = {file for file in files if file.has_changed()}
+        held = set(self.resident()) if changed else set()  # trained already, or read
         for region in known if changed else ():
-            if changed.intersection(self._sources.get(region, ())) and self.is_sourced(region):
+            sources = changed.intersection(self._sources.get(region, ()))
+            if sources and region not in held and self.is_sourced(region):
                 raise self._unread(errno.ESTALE, region)
 
     def spill_bytes(self) -> int:

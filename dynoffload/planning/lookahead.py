@@ -24,10 +24,11 @@ An eviction of a clean region costs a read later, that of a dirty one a write to
 absences are nested: what forward uses first, backward uses last. So all of them take room at one
 time, as backward begins, and how long each lasts does not matter: per byte of room there, a dirty
 region that stays saves twice as much as a clean one. So a dirty region with a use ahead leaves
-after all clean ones. But a clean region that is used again and again, as the weights of a recurrent
-network, would be read each time. So it leaves earlier than by Belady's rule twice in a string at
-most: between forward and backward, and between backward and the next forward. If everything is
-dirty, as in full training, that rule decides alone.
+after the clean ones that backward or a later forward uses next. But a clean region that is used
+again and again, as the weights of a recurrent network, would be read each time. So it leaves
+earlier than by Belady's rule twice in a string at most: between forward and backward, and between
+backward and the next forward. If everything is dirty, as in full training, or nothing was saved
+for backward, that rule decides alone.
 """
 
 from __future__ import annotations
@@ -146,6 +147,7 @@ def _sweep(
     # staying spares a write.
     heap: list[int] = []
     far = 3 * length
+    turn = _turn(uses, dirty)
     gone = [0] * count  # how often each has left
     used = 0
     for region in resident:
@@ -160,8 +162,8 @@ def _sweep(
         unsaved[region] = True
     for region in range(count):
         if state[region] == _HERE:
-            spares = unsaved[region] and first[region] < length
-            heappush(heap, -((first[region] + (0 if spares else far)) * count + region))
+            leaves = first[region] >= length or (not unsaved[region] and turn < length)
+            heappush(heap, -((first[region] + (far if leaves else 0)) * count + region))
     held.leaving = leaving = [0] * (length + 1)
     early = [0] * (length + 1)  # differences to subtract from `used` for early evictions
 
@@ -219,7 +221,7 @@ def _sweep(
         for region, later in zip(regions, following[position], strict=True):
             if later == length:
                 later += far + first[region]
-            elif not unsaved[region] and gone[region] < _EARLIER:
+            elif later >= turn and not unsaved[region] and gone[region] < _EARLIER:
                 later += far
             heappush(heap, -(later * count + region))
         for region in use.frees:
@@ -359,6 +361,17 @@ def _spare(
             if kept[drop] and held.drop_end[drop] > position:
                 kept[drop] = False
                 spared -= sizes[held.drop_region[drop]]
+
+
+def _turn(uses: Sequence[Use], dirty: Collection[int]) -> int:
+    """Return where backward begins: the first use of what is dirty or was created, and is freed."""
+    freed = {region for use in uses for region in use.frees}
+    saved = freed.intersection(dirty)
+    for position, use in enumerate(uses):
+        if not saved.isdisjoint(use.regions):
+            return position
+        saved.update(freed.intersection(use.creates))
+    return len(uses)
 
 
 def _schedule(

@@ -11,6 +11,7 @@ group, or the system, has left, and lowers the pool's capacity where that is too
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -83,7 +84,7 @@ class Headroom:
         self._files = file_bytes()  # at first
         self._code = min(self._files, _MOST_CODE)  # without its code it does not get ahead
         self._groups = MemoryGroups()
-        self._beyond = self._grown = 0  # at the last look, and the most between two
+        self._beyond, self._grown = math.inf, 0  # at a step's last look; the most between two
         self._next = 0.0  # time from which a look may be due
         self.lacks = ""
 
@@ -94,6 +95,10 @@ class Headroom:
             return False
         self._next = now + _LOOK_EVERY_S
         return bool(self.lacks) or self._groups.may_lack(spare + self._grown + self._code)
+
+    def end_step(self) -> None:
+        """What is taken between steps, such as a dataset, need not be free a second time."""
+        self._beyond = math.inf
 
     def excess(self, device: Device, beyond: int) -> int:
         """Return by how much the capacity of ``device`` is more than there is room for.
@@ -107,7 +112,8 @@ class Headroom:
         if not possible.spare:
             return 0
         beyond -= max(0, file_bytes() - self._files)
-        self._grown = max(beyond - self._beyond, int(self._grown * (1 - _FORGOTTEN)))
+        grown = 0 if math.isinf(self._beyond) else int(beyond - self._beyond)
+        self._grown = max(grown, int(self._grown * (1 - _FORGOTTEN)))
         self._beyond = beyond
         left = self._groups.room(self._code).left
         if beyond > possible.beyond:

@@ -210,6 +210,7 @@ class Recording:
         """Close a step and return its statistics."""
         now, device = time.perf_counter(), self._device
         self.progress += 1
+        self.headroom.end_step()
         self.phase("optimizer")
         if device is not None:
             allocated = device.allocated_bytes()

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -269,12 +269,11 @@ class WeightFiles:
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Return whether ``model`` is a `PreTrainedModel`, or a `PeftModel`, which wraps one mostly."""
-    return any(
-        base.__name__ in ("PreTrainedModel", "PeftModel")
-        and base.__module__.startswith(("transformers.", "peft."))
-        for base in type(model).__mro__
-    )
+    """Return whether ``model`` is a `PreTrainedModel`, or a `PeftModel` of one."""
+    kinds = {(base.__module__.split(".")[0], base.__name__) for base in type(model).__mro__}
+    if ("peft", "PeftModel") in kinds:
+        return is_of_transformers(cast(Any, model).get_base_model())
+    return ("transformers", "PreTrainedModel") in kinds
 
 
 def _tile_pieces(model: nn.Module) -> dict[str, Piece]:

@@ -1,8 +1,8 @@
 """Predicts each sample's order of blocks: the last order, a pilot's prediction, or none.
 
 It trains the learner, and turns predicted blocks into units for the migrator. A pilot's prediction
-is used while it has recently been at least as accurate as the last order. Blocks that run and
-routing hints correct it within the forward (`dynoffload.runtime.migration.steps`).
+is used while it was lately at least as accurate as the last order. Blocks that run and hints of
+routers correct it within the forward.
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ class Forecast:
         actual: the order that ran.
         accuracy: of `predicted` against `actual`; NaN without a prediction.
         source: of the prediction in use: ``"the pilot"`` or ``"the last order"``.
-        probing: knows its routing probes.
         asks: whether a routing probe is running; its module calls are not part of the forward.
         listed: fused layer -> the experts that its latest call listed in its arguments.
     """
