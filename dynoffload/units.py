@@ -112,3 +112,10 @@ def format_seconds(seconds: float) -> str:
     if abs(seconds) >= 1e-3:
         return f"{seconds * 1e3:.1f} ms"
     return f"{seconds * 1e6:.0f} µs"
+
+
+def readable(nbytes: int) -> int:
+    """Return the least number of bytes, ``nbytes`` or more, that `format_bytes` writes exactly."""
+    while (read := parse_bytes(format_bytes(nbytes))) < nbytes:
+        nbytes += max(1, nbytes // 2048)
+    return read

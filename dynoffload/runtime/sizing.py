@@ -37,7 +37,7 @@ from dynoffload.runtime.adoption.slicing import may_slice, slice_bytes, slices_o
 from dynoffload.runtime.adoption.store import can_move, moved_bytes
 from dynoffload.runtime.counting import SCALARS, States, is_trained, padded, parts_of
 from dynoffload.runtime.updates.update import can_split
-from dynoffload.units import KiB, MiB, Quantity, format_bytes, parse_bytes
+from dynoffload.units import KiB, MiB, Quantity, format_bytes, readable
 
 _LEAST_PAGES = 40  # of a pool, so that regions of several pages find room
 _PADDING = 1.1  # how much larger the paged parameters may become by padding
@@ -184,10 +184,7 @@ def _unit_of(budget: int) -> str:
 def _bucket_text(buckets: int) -> str:
     if not buckets:
         return ""
-    return (
-        f", and {format_bytes(buckets)} of buckets in which DistributedDataParallel reduces all "
-        "gradients"
-    )
+    return f", and {format_bytes(buckets)} of DistributedDataParallel's buckets of gradients"
 
 
 def _split_advice(model: nn.Module, division: _Division) -> str:
@@ -199,13 +196,6 @@ def _split_advice(model: nn.Module, division: _Division) -> str:
         ", or split its weight by dynoffload.tile(model, max_bytes=...) before the optimizer is "
         "made"
     )
-
-
-def _readable(nbytes: int) -> int:
-    """Return the least number of bytes, ``nbytes`` or more, that `format_bytes` writes exactly."""
-    while (read := parse_bytes(format_bytes(nbytes))) < nbytes:
-        nbytes += max(1, nbytes // 2048)
-    return read
 
 
 @dataclass(frozen=True)
@@ -226,7 +216,7 @@ class _Divider:
         """Return a budget of ``budget`` or more that has room for two regions of ``nbytes`` in
         addition to all that is pinned, and its division."""
         while True:  # the parts of a larger budget are larger too, and its pages may be
-            budget = _readable(budget)
+            budget = readable(budget)
             division = self.divided(budget)
             made, lacking = division.sizing, division.need - budget
             if made is not None:
