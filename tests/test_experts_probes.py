@@ -206,7 +206,7 @@ def test_routers_stay_in_memory_unless_they_take_an_eighth(layers: int, asked: b
         assert session.sizing is not None
         assert session.sizing.min_paged_bytes <= 1 << 14
         forecast = session._forecast
-        places = [*forecast._probing.places(forecast._units)]
+        places = [*forecast.probing.places(forecast._units)]
         assert any(one.reads for _, probes, _ in places for one in probes) is asked
 
 
@@ -374,7 +374,7 @@ def test_a_network_whose_routers_cannot_be_found_is_trained() -> None:
     twin = Twin(_Unknown(), lambda p: AdamW(p, lr=1e-2))
     own = {"min_paged_bytes": None}  # what is found decides which routers stay
     session = compare_runs(twin, Loop(steps=4), list(range(4)), _loss, 1_200_000, config=own)
-    assert session._forecast._probing._table is None
+    assert session._forecast.probing._table is None
 
 
 def test_a_module_is_no_method_that_returns_probes() -> None:
