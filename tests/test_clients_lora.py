@@ -114,4 +114,5 @@ def test_frozen_weights_leave_before_what_has_to_be_written(tmp_path: Path, kind
         steps = session.stats[2:]
         read, written = steps["bytes_in"].median(), steps["bytes_out"].median()
     assert written <= read / 100, f"{written / read:.1%}"
+    assert steps["bytes_out"].sum() <= steps["bytes_in"].sum() / 25
     assert found == losses(plain, torch.optim.AdamW(trained(plain), lr=1e-2), 6)

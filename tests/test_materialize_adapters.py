@@ -162,6 +162,39 @@ def test_several_saved_adapters(tmp_path: Path, caplog: pytest.LogCaptureFixture
             assert_same(model(input_ids=IDS).logits, loaded(input_ids=IDS).logits, name)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_saved_adapter_that_has_other_tensors_by_the_block_is_refused(
+    first: bool, tmp_path: Path
+) -> None:
+    """With embeddings at first, and without them later, or the other way round."""
+    stock, config = saved("llama", tmp_path / "base")
+    loaded = saved_adapter(stock, tmp_path / "base", ADAPTERS["lora"](), tmp_path / "adapter")
+    loaded.save_pretrained(tmp_path / "adapter", save_embedding_layers=first)
+    model = peft.PeftModel.from_pretrained(built(stock, config), tmp_path / "adapter")
+    materialize(model, tmp_path / "base", adapters={"default": tmp_path / "adapter"})
+    loaded.save_pretrained(tmp_path / "adapter", save_embedding_layers=not first)
+    words = r"other tensors than when materialize\(\) was called"
+    with pytest.raises(ConfigError, match=words):
+        dynoffload.offload(model, budget="64MB", config=CONFIG).start()
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_shared_modules_are_known_by_each_name(tmp_path: Path) -> None:
+    stock, config = saved("llama", tmp_path)
+    loaded, model = stock.from_pretrained(tmp_path), built(stock, config)
+    for one in (loaded, model):
+        one.model.layers[1].self_attn = one.model.layers[0].self_attn
+    state = {name: value.clone() for name, value in loaded.state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    model = peft.get_peft_model(model, ADAPTERS["lora"]())
+    materialize(model, tmp_path)
+    with dynoffload.offload(model, budget="64MB", config=CONFIG):
+        held = {n: p for n, p in model.named_parameters() if "lora" not in n}
+        for name, parameter in held.items():
+            plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
+            assert_same(parameter, state[plain], plain)
+
+
 def change(file: Path, how: str) -> None:
     """Change a file without other bytes, with others, or with fewer."""
     if how == "touched":
@@ -184,7 +217,7 @@ def loaded_by_peft(model: Any, path: Path, *, low: bool = True) -> Any:
 def test_adapters_can_be_saved_when_a_file_of_the_base_changes(
     when: str, how: str, tmp_path: Path
 ) -> None:
-    """The next module that reads from there is told so, by the tensor and the file."""
+    """The next module that reads from there raises an error with the tensor and the file."""
     stock, config = saved("mixtral", tmp_path / "base", shard="20KB")
     model = peft.get_peft_model(built(stock, config), ADAPTERS["lora"]()).train()
     optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)

@@ -117,7 +117,7 @@ def test_a_budget_that_cannot_hold_the_buckets_is_refused_and_the_named_one_is_e
     optimizer = adamw(ddp)
     config = options(ddp)["config"]
     buckets = bucket_bytes(replicas_of(ddp))
-    with pytest.raises(BudgetError, match="of DistributedDataParallel") as caught:
+    with pytest.raises(BudgetError, match=r"of DistributedDataParallel's buckets") as caught:
         with dynoffload.offload(ddp, optimizer, budget=buckets, config=config):
             pytest.fail("the block must not begin")
     named = re.search(r"at least ([0-9.]+ [KMG]?i?B)", str(caught.value))

@@ -104,12 +104,12 @@ class AdapterWeights(PlainWeights):
                 for name, config in model.peft_config.items():
                     if name not in self._saved:
                         self._reset(layer, name, config, around)
+        if _with_ties(model, [n for n, _ in self._saved_values(model)]) != self._given:
+            raise ConfigError(
+                f"an adapter in {', '.join(map(str, self._saved.values()))} has other tensors than "
+                "when materialize() was called: call it after the adapters are saved"
+            )
         for name, value in self._saved_values(model):
-            if name not in self._given:
-                raise ConfigError(
-                    f"{name!r} was saved with an adapter after materialize(), which knows nothing "
-                    "of it: call it after the adapters are saved"
-                )
             owner, _, key = name.rpartition(".")
             with around(model.get_submodule(owner)):
                 getattr(model.get_submodule(owner), key).copy_(value)

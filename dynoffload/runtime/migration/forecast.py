@@ -1,8 +1,7 @@
 """Predicts each sample's order of blocks: the last order, a pilot's prediction, or none.
 
 It trains the learner, and turns predicted blocks into units for the migrator. A pilot's prediction
-is used while it was lately at least as accurate as the last order. Blocks that run and hints of
-routers correct it within the forward.
+is used while it was lately at least as accurate as the last order.
 """
 
 from __future__ import annotations
@@ -114,8 +113,9 @@ class Forecast:
         self._foreseen = {_PILOT: 0.0, _LAST: 0.0}
         self._hinted: set[int] = set()  # blocks that routing probes are about
         self._again = 1.0  # moving average of the share of these that ran again
-        self.asks, self._order = False, list[int]()
+        self.asks = False
         self.listed: dict[str, list[int]] = {}
+        self._order: list[int] = []
         self._last: list[int] | None = None
         self.predicted: list[int] | None = None
         self.actual: list[int] = []
