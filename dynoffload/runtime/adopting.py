@@ -106,8 +106,8 @@ class Adoption:
         alone = sole_owners(self._model.parameters()) if self._slices else set()
         states = States(self._optimizer)
         for name, parameter in self._model.named_parameters():
-            asked = parameter in self._sizing.asked
-            known = self.store.slots_of(parameter) or parameter in held or asked
+            held_here = parameter in held or name in self._sizing.asked
+            known = self.store.slots_of(parameter) or held_here
             stays = (
                 is_trained(parameter)
                 and states.steps(parameter)

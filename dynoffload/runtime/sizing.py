@@ -68,7 +68,7 @@ class Sizing:
         states_bytes: parameters, gradients and optimizer state together.
         bucket_bytes: DDP's gradient buckets, outside the pool.
         culprit: the parameter with the largest update.
-        asked: parameters of routers, which stay resident so that they can be asked early.
+        asked: names of the parameters of routers that stay resident, to be asked early.
     """
 
     budget: int = 0
@@ -86,7 +86,7 @@ class Sizing:
     states_bytes: int = 0
     bucket_bytes: int = 0
     culprit: str = ""
-    asked: frozenset[nn.Parameter] = frozenset()
+    asked: tuple[str, ...] = ()
 
 
 class _Division(NamedTuple):
@@ -335,7 +335,7 @@ class _Divider:
             states_bytes=total,
             bucket_bytes=self.buckets,
             culprit=culprit,
-            asked=self.asked,
+            asked=tuple(name for name, p in model.named_parameters() if p in self.asked),
         )
         return _Division(sizing, lowest, largest, culprit)
 
