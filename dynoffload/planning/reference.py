@@ -106,6 +106,7 @@ class Reference(Generic[HeldT]):
     Attributes:
         uses: the string.
         forward: positions of each unit's forward uses, by unit index, in this sample.
+        again: positions of the uses by which checkpointed activations are computed again, likewise.
         backward: positions of the backward uses of each parameter, by its region.
         ahead: positions of each unit's uses in the next forward, by unit index.
         frozen: regions of parameters that are not trained, which nobody is expected to write.
@@ -113,6 +114,7 @@ class Reference(Generic[HeldT]):
 
     uses: list[Use] = field(default_factory=list)
     forward: dict[int, list[int]] = field(default_factory=dict)
+    again: dict[int, list[int]] = field(default_factory=dict)
     backward: dict[int, list[int]] = field(default_factory=dict)
     ahead: dict[int, list[int]] = field(default_factory=dict)
     frozen: set[int] = field(default_factory=set)
@@ -176,8 +178,19 @@ class Reference(Generic[HeldT]):
             for unit in visit.units:
                 index.setdefault(unit.index, []).append(len(self.uses) - 1)
 
-    def add_backward(self, visits: Sequence[Visit[HeldT]]) -> None:
-        """Add the backward of a forward over ``visits``."""
+    def _add_again(self, visits: Sequence[Visit[HeldT]]) -> None:
+        for visit in visits:
+            for unit, slots in visit.parts():
+                for slot in (*slots, *unit.beside):
+                    self._note(slot)
+                self._add(tuple(slot.region for slot in (*slots, *unit.beside)), (), ())
+            for unit in visit.units:
+                self.again.setdefault(unit.index, []).append(len(self.uses) - 1)
+
+    def add_backward(self, visits: Sequence[Visit[HeldT]], segments: Sequence[range] = ()) -> None:
+        """Add the backward of a forward over ``visits``; those in each of ``segments`` are computed
+        again before it goes back through them."""
+        ends = {segment.stop: segment for segment in segments}
         last: dict[int, int] = {}  # chunk -> the visit, in reverse, that uses it last
         final: dict[HeldT, int] = {}  # slot -> the visit after which its gradient is complete
         for number, visit in enumerate(reversed(visits)):
@@ -186,6 +199,8 @@ class Reference(Generic[HeldT]):
             for slot in visit.slots:
                 final[slot] = number
         for number, visit in enumerate(reversed(visits)):
+            segment = ends.get(len(visits) - number, range(0))
+            self._add_again(visits[segment.start : segment.stop])
             frees = [chunk for chunk in visit.chunks if last[chunk] == number]
             parts = visit.parts(backward=True)
             for left, (unit, slots) in enumerate(parts, 1 - len(parts)):
@@ -211,10 +226,11 @@ class Reference(Generic[HeldT]):
         visits: Sequence[Visit[HeldT]],
         ahead: Sequence[Visit[HeldT]],
         doubtful: Container[int] = (),
+        segments: Sequence[range] = (),
     ) -> None:
         """Add the backward over ``visits`` and the next forward, over ``ahead``; for units with
-        indices in ``doubtful`` nothing is fetched ahead."""
-        self.add_backward(visits)
+        indices in ``doubtful`` nothing is fetched ahead. See `add_backward`."""
+        self.add_backward(visits, segments)
         self.add_forward(ahead, _will_pend, ahead=True, doubtful=doubtful)
 
 

@@ -184,25 +184,45 @@ class Stepping(Mode):
 
     @uninterrupted
     @unseen
-    def _visit(self, unit: Unit, *_: object) -> None:
+    def _visit(self, unit: Unit, _: object = None, args: Sequence[Any] = (), *__: object) -> None:
         """Called as the forward of a unit begins."""
         if self.loss:
             self.loss.check()
         self._recording.sample()
         if not self._forecast.asks:
-            self.migrator.visit(unit)
+            if self.migrator.visit(unit):
+                self._recording.phase("backward")
+            self._watch_backward(unit, args)
         self._make_ready([unit])
         for slot in unit.slots:
             self.adoption.store.adopt_data(slot)
 
     @uninterrupted
-    def _end_experts(self, units: dict[int, Unit], reached: set[int], *_: object) -> None:
+    def _end_experts(
+        self, units: dict[int, Unit], reached: set[int], _: nn.Module, args: Sequence[Any], *__: Any
+    ) -> None:
         """Record visits of experts that ran without stand-ins. As operators read all of them, the
         plan keeps them until the call ends."""
         site = split_path(next(iter(units.values())).path)[0]
         listed = self._forecast.listed.get(site, ())
         self.migrator.visit_at_once([units[n] for n in listed if n not in reached])
+        if listed and not self._forecast.asks:
+            self._watch_backward(units[listed[-1]], args)
         reached.clear()
+
+    def _watch_backward(self, unit: Unit, args: Sequence[Any]) -> None:
+        """Hear when backward has gone through a unit called with ``args``, if activations are
+        computed again: what autograd saves then does not show it."""
+        if self.migrator.recomputes:
+            for one in args:
+                node = one.grad_fn if isinstance(one, torch.Tensor) else None
+                if node is not None:
+                    node.register_prehook(partial(self._leave_backward, unit))
+
+    @uninterrupted
+    def _leave_backward(self, unit: Unit, *_: object) -> None:
+        if not self._ends:
+            self.migrator.leave_backward(unit)
 
     def _parts_of(
         self, module: nn.Module, units: dict[int, Unit], reached: set[int]

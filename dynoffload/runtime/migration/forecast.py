@@ -387,7 +387,7 @@ class Forecast:
     ) -> None:
         """Record the experts that a call of a fused layer will run, before any of them does."""
         self.listed.pop(path, None)
-        hit = None if self.asks or self._step is None else experts_hit(layer, args, kwargs)
+        hit = None if self.asks else experts_hit(layer, args, kwargs)
         if hit is not None:
             self.listed[path] = hit
             self._run_experts([unit_path(path, number) for number in hit])

@@ -13,7 +13,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from enum import Enum
+from typing import cast
 
+import torch
 from torch import nn
 
 from dynoffload.errors import BudgetError
@@ -23,6 +25,7 @@ from dynoffload.planning.reference import Reference, Saved, Visit, visits_made
 from dynoffload.planning.schedule import Schedule
 from dynoffload.runtime.adoption.slots import Slot
 from dynoffload.runtime.adoption.units import Unit
+from dynoffload.runtime.migration.segments import Segments
 from dynoffload.runtime.passes.activations import Activations
 from dynoffload.runtime.passes.saved import Chunk
 from dynoffload.units import format_bytes
@@ -67,6 +70,7 @@ class Migrator:
         self._visits: list[tuple[Unit, list[int]]] = []  # of this sample's forward
         self._outstanding: list[Visit[Slot]] = []  # forwards whose backward is still to come
         self._saved = Saved(activations.chunk_bytes)
+        self._segments = Segments()
         self._at_once: set[nn.Module] = set()  # whose operators read all experts of a call
         self._mark = 0
         self._reference: Reference[Slot] = Reference()
@@ -77,6 +81,7 @@ class Migrator:
     def begin_forward(self, predicted: Sequence[Unit] | None) -> None:
         """Begin a sample; ``predicted`` is the order of its units, or None: the last order."""
         self.phase = Phase.FORWARD
+        self._segments.end_backward()
         self._visits = []
         self._mark = self._activations.taken_bytes
         order = self.last_order if predicted is None else list(predicted)
@@ -85,7 +90,8 @@ class Migrator:
             reference: Reference[Slot] = Reference()
             reference.add_forward(visits, self._pending.__contains__)
             ahead = self._joined([Visit(unit) for unit in order])
-            reference.add_return(visits, ahead, self._doubtful(order))
+            segments = self._segments.spans(visits)
+            reference.add_return(visits, ahead, self._doubtful(order), segments)
             self._follow(reference)
 
     def revise(self, rest: Sequence[Unit]) -> None:
@@ -99,7 +105,8 @@ class Migrator:
             coming = self._joined(self._with_chunks(rest))
             reference: Reference[Slot] = Reference()
             reference.add_forward([*under_way, *coming], self._pending.__contains__)
-            reference.add_backward([*self._joined(visits_made(self._visits)), *coming])
+            whole = [*self._joined(visits_made(self._visits)), *coming]
+            reference.add_backward(whole, self._segments.spans(whole))
             self._follow(reference)
             for visit in under_way:  # already visited: anchor later visits of this unit only
                 del reference.forward[visit.unit.index][0]
@@ -109,18 +116,40 @@ class Migrator:
         """Path of the unit that forward visited last; "" before the first."""
         return self._visits[-1][0].path if self._visits else ""
 
-    def visit(self, unit: Unit) -> None:
-        """Record that a unit's forward begins."""
+    @property
+    def recomputes(self) -> bool:
+        """Whether the last backward computed activations again."""
+        return bool(self._segments)
+
+    def visit(self, unit: Unit) -> bool:
+        """Record that a unit's forward begins, within a forward or as activations are computed
+        again in a backward; return whether this begins the backward."""
         if self.phase is Phase.FORWARD:
             self._close_visit()
             self._visits.append((unit, []))
             self._anchor(self._reference.forward.get(unit.index))
+            return False
+        if torch._C._current_graph_task_id() < 0:
+            return False
+        begins = self.phase is not Phase.BACKWARD
+        if begins:
+            self._begin_backward()
+        if not self._segments:
+            self.end_plan()  # which knows of no segments
+        self._segments.ran(unit)
+        self._anchor(self._reference.again.get(unit.index))
+        return begins
 
     def visit_at_once(self, units: Sequence[Unit]) -> None:
         """Record that a call has read these experts, parameter by parameter."""
         for unit in units:
             self._at_once.add(unit.module)
             self.visit(unit)
+
+    def leave_backward(self, unit: Unit) -> None:
+        """Record that backward has gone through a unit that was computed again."""
+        if self.phase is Phase.BACKWARD and unit.slots:
+            self._anchor(self._reference.backward.get(unit.slots[0].region), after=1)
 
     def open_chunk(self, chunk: Chunk) -> None:
         """Record that forward saves into another chunk."""
@@ -163,6 +192,7 @@ class Migrator:
     def forget(self) -> None:
         """Forget plans and orders, because the model's units change."""
         self._follow(Reference())
+        self._segments.forget()
         self.last_order, self._visits = [], []
         self._saved.forget()
 
@@ -177,12 +207,14 @@ class Migrator:
     def _begin_backward(self) -> None:
         self.phase = Phase.BACKWARD
         visits, self._outstanding = self._outstanding, []
+        self._segments.begin_backward([cast(Unit, visit.unit) for visit in visits])
         if self.prefetch and visits:
             visits = [replace(visit, chunks=self._alive(visit.chunks)) for visit in visits]
             reference: Reference[Slot] = Reference()
             joined = self._joined(visits)
             ahead = self._joined([Visit(unit) for unit in self.last_order])
-            reference.add_return(joined, ahead, self._doubtful(self.last_order))
+            segments = self._segments.spans(joined)
+            reference.add_return(joined, ahead, self._doubtful(self.last_order), segments)
             self._follow(reference)
             for visit in joined:
                 for slot in visit.together[0].slots if visit.together else ():
@@ -245,7 +277,7 @@ class Migrator:
         self._reference = reference
         self.position = 0
 
-    def _anchor(self, positions: list[int] | None) -> None:
+    def _anchor(self, positions: list[int] | None, after: int = 0) -> None:
         if positions is None:
             self.missed += 1
             return
@@ -254,8 +286,8 @@ class Migrator:
             self.missed += 1
             return
         self.anchored += 1
-        if positions[index] != self.position:
-            self.position = positions[index]
+        if positions[index] + after != self.position:
+            self.position = positions[index] + after
             self._device.advance(self.position)
 
     def _close_visit(self) -> None:
