@@ -24,7 +24,7 @@ from dynoffload.runtime.experts.gradients import FusedGradients
 from dynoffload.runtime.experts.parts import Parts, run_by_slices
 from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.migration.forecast import Forecast
-from dynoffload.runtime.migration.migrator import Migrator
+from dynoffload.runtime.migration.migrator import Migrator, Phase
 from dynoffload.runtime.modes import Mode
 from dynoffload.runtime.opening import Setup
 from dynoffload.runtime.passes.activations import Activations, tensors_in
@@ -75,6 +75,7 @@ class Stepping(Mode):
         # Gradients of a replicated model change when backward ends: `distributed.replicas`.
         self._replicated = bool(setup.replicas)
         self._awaits_end = False  # of the running backward
+        self._heard: set[Unit] = set()  # units of the sample through which backward is followed
         self._ends = False
         self._warned: set[str] = set()
 
@@ -150,6 +151,7 @@ class Stepping(Mode):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], order: list[Unit] | None
     ) -> None:
         self._take_back_frozen()
+        self._heard.clear()
         self.activations.begin_forward(tensors_in((args, kwargs), depth=4))
         self.migrator.set_prefetch(self._forecast.pays)
         self.migrator.begin_forward(order)
@@ -212,12 +214,15 @@ class Stepping(Mode):
 
     def _watch_backward(self, unit: Unit, args: Sequence[Any]) -> None:
         """Hear when backward has gone through a unit called with ``args``, if activations are
-        computed again: what autograd saves then does not show it."""
-        if self.migrator.recomputes:
-            for one in args:
-                node = one.grad_fn if isinstance(one, torch.Tensor) else None
-                if node is not None:
-                    node.register_prehook(partial(self._leave_backward, unit))
+        computed again: what autograd saves then does not show it. Either the forward has a graph,
+        or what is computed again."""
+        again = self.migrator.phase is not Phase.FORWARD
+        if not self.migrator.recomputes or (again and unit in self._heard):
+            return
+        nodes = (one.grad_fn for one in args if isinstance(one, torch.Tensor))
+        if (node := next(nodes, None)) is not None:
+            node.register_prehook(partial(self._leave_backward, unit))
+            self._heard.add(unit)
 
     @uninterrupted
     def _leave_backward(self, unit: Unit, *_: object) -> None:

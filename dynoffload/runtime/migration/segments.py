@@ -7,9 +7,9 @@ back through it. The units that run during a backward show where segments begin.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import takewhile
 
-from dynoffload.planning.reference import Visit
+from dynoffload.planning.reference import Visit, Visited
+from dynoffload.profiler.experts import split_path
 from dynoffload.runtime.adoption.slots import Slot
 from dynoffload.runtime.adoption.units import Unit
 
@@ -18,7 +18,7 @@ class Segments:
     """What the last backward recomputed, for the plan of the next."""
 
     def __init__(self) -> None:
-        self._known: dict[int, str] = {}  # index of a segment's first unit -> path of all its units
+        self._known: dict[int, str] = {}  # first unit of a segment, by index -> its last module
         self._found: dict[int, str] = {}  # in the running backward
         self._order: Sequence[Unit] = ()  # of the forwards whose backward runs
         self._first = self._at = self._stop = 0  # of the segment that is recomputed, in `_order`
@@ -46,34 +46,29 @@ class Segments:
         for at in range(self._at + 1, self._stop):
             if order[at] is unit:
                 self._at = at
-                start = order[first].index
-                self._found[start] = _shared(self._found[start], unit.path)
+                self._found[order[first].index] = _site(unit)
                 return
         for at in range(first - 1, -1, -1):
             if order[at] is unit:
                 self._first, self._at, self._stop = at, at, first
-                self._found.setdefault(unit.index, unit.path)
+                self._found[unit.index] = _site(unit)
                 return
 
     def spans(self, visits: Sequence[Visit[Slot]]) -> list[range]:
         """Return the segments of a forward, as ranges of ``visits``."""
-        found: list[range] = []
-        inside = None
+        stops: dict[int, int] = {}
+        first, last = 0, ""
         for number, visit in enumerate(visits):
-            prefix = self._known.get(visit.unit.index)
-            unit = visit.unit
-            assert isinstance(unit, Unit)
-            if prefix is not None:
-                found.append(range(number, number + 1))
-                inside = prefix
-            elif inside is not None and unit.path.startswith(inside):
-                found[-1] = range(found[-1].start, number + 1)
-            else:
-                inside = None
-        return found
+            if visit.unit.index in self._known:
+                first, last = number, self._known[visit.unit.index]
+            if _site(visit.unit) == last:
+                stops[first] = number + 1
+            elif first in stops:
+                last = ""
+        return [range(first, stop) for first, stop in stops.items()]
 
 
-def _shared(one: str, other: str) -> str:
-    """Return the path of the module that has both, with a dot; "" if that is the root."""
-    pairs = zip(one.split("."), other.split("."), strict=False)
-    return "".join(f"{name}." for name, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+def _site(unit: Visited[Slot]) -> str:
+    """Return the path of a unit's module: other experts may be hit in the next step."""
+    assert isinstance(unit, Unit)
+    return split_path(unit.path)[0]
