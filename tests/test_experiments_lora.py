@@ -25,9 +25,7 @@ def test_all_ways_make_the_same_steps(tmp_path: Path) -> None:
     """Table, page and figure come with them, and checkpoints are found again."""
     (tmp_path / "lora.md").write_text(f"# Adapters\n\n{BEGIN}\n{END}\n")
     sizes = {"layers": 3, "hidden": 512, "experts": 16, "tokens": 32, "steps": 1, "warmup": 1}
-    params = Params(
-        **sizes, mapped_steps=1, budget="40MB", limit="900MB", path=tmp_path, spill_dir=tmp_path
-    )
+    params = Params(**sizes, budget="40MB", limit="900MB", path=tmp_path, spill_dir=tmp_path)
     result = carry_out(Lora, params, tmp_path / "lora.json")
     rows = {row["case"]: row for row in result["rows"]}
     assert rows.keys() == WAYS.keys()
