@@ -180,11 +180,15 @@ class Reference(Generic[HeldT]):
                 index.setdefault(unit.index, []).append(len(self.uses) - 1)
 
     def _add_again(self, visits: Sequence[Visit[HeldT]]) -> None:
+        """Compute a segment again, from its input, which is saved."""
+        regions = [chunk for visit in visits[:1] for chunk in visit.chunks[:1]]
         for visit in visits:
             for unit, slots in visit.parts():
                 for slot in (*slots, *unit.beside):
+                    regions.append(slot.region)
                     self._note(slot)
-                self._add(tuple(slot.region for slot in (*slots, *unit.beside)), (), ())
+                self._add(tuple(regions), (), ())
+                regions = []
             for unit in visit.units:
                 self.again.setdefault(unit.index, []).append(len(self.uses) - 1)
 

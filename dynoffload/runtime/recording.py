@@ -166,9 +166,9 @@ class Recording:
         beyond = resident_bytes() - self.baseline - taken
         self._in_use = min(self._in_use, beyond)
         # Memory in use cannot be given back: retry only when there is more than that.
-        freed, device = beyond - self._in_use, self._device
+        most, device = self._in_use + self._slack // 8, self._device
         excess = 0 if device is None else self.headroom.excess(device, beyond)
-        if freed > (self._slack // 8 if excess else self._slack) and heap.give_back():
+        if beyond > (most if excess else max(self._slack, most)) and heap.give_back():
             # Also record the peak before giving back.
             self._note_headroom(beyond)
             beyond = self._in_use = resident_bytes() - self.baseline - taken

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -37,6 +39,8 @@ from dynoffload.runtime.updates.failure import StepFailure
 from dynoffload.telemetry import StepStats
 
 logger = logging.getLogger(__name__)
+
+_MOST_HOOKS = 1 << 14  # that are removed at a step's end
 
 
 class Stepping(Mode):
@@ -75,7 +79,10 @@ class Stepping(Mode):
         # Gradients of a replicated model change when backward ends: `distributed.replicas`.
         self._replicated = bool(setup.replicas)
         self._awaits_end = False  # of the running backward
-        self._heard: set[Unit] = set()  # units of the sample through which backward is followed
+        # Backward is followed where it computes activations again: see `_follow_backward`.
+        self._hooks: deque[Any] = deque(maxlen=_MOST_HOOKS)
+        self._followed: set[Unit] = set()  # by the graph of the forward
+        self._input: weakref.ref[torch.Tensor] | None = None  # of the unit followed last
         self._ends = False
         self._warned: set[str] = set()
 
@@ -151,7 +158,8 @@ class Stepping(Mode):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], order: list[Unit] | None
     ) -> None:
         self._take_back_frozen()
-        self._heard.clear()
+        if self.migrator.phase is Phase.BACKWARD:
+            self._end_followed()
         self.activations.begin_forward(tensors_in((args, kwargs), depth=4))
         self.migrator.set_prefetch(self._forecast.pays)
         self.migrator.begin_forward(order)
@@ -194,7 +202,7 @@ class Stepping(Mode):
         if not self._forecast.asks:
             if self.migrator.visit(unit):
                 self._recording.phase("backward")
-            self._watch_backward(unit, args)
+            self._follow_backward(unit, args)
         self._make_ready([unit])
         for slot in unit.slots:
             self.adoption.store.adopt_data(slot)
@@ -209,25 +217,41 @@ class Stepping(Mode):
         listed = self._forecast.listed.get(site, ())
         self.migrator.visit_at_once([units[n] for n in listed if n not in reached])
         if listed and not self._forecast.asks:
-            self._watch_backward(units[listed[-1]], args)
+            last = listed[0 if reached else -1]  # of backward, which goes back one by one
+            self._follow_backward(units[last], args)
         reached.clear()
 
-    def _watch_backward(self, unit: Unit, args: Sequence[Any]) -> None:
-        """Hear when backward has gone through a unit called with ``args``, if activations are
-        computed again: what autograd saves then does not show it. Either the forward has a graph,
-        or what is computed again."""
-        again = self.migrator.phase is not Phase.FORWARD
-        if not self.migrator.recomputes or (again and unit in self._heard):
+    def _follow_backward(self, unit: Unit, args: Sequence[Any]) -> None:
+        """Hear when backward has gone through a unit called with ``args``: where activations are
+        computed again, no saved tensor shows it. See `_left`."""
+        forward = self.migrator.phase is Phase.FORWARD
+        if not self.migrator.recomputes or (unit in self._followed and not forward):
             return
-        nodes = (one.grad_fn for one in args if isinstance(one, torch.Tensor))
-        if (node := next(nodes, None)) is not None:
-            node.register_prehook(partial(self._leave_backward, unit))
-            self._heard.add(unit)
+        for one in args:
+            node = None
+            if isinstance(one, torch.Tensor):
+                with contextlib.suppress(RuntimeError):  # for some views that have none
+                    node = one.grad_fn
+            if node is None:
+                continue
+            if self._input is None or self._input() is not one:  # which several units may share
+                left = partial(_left, weakref.ref(self), unit.slots[0].region)
+                self._hooks.append(node.register_prehook(left))
+                self._input = weakref.ref(one)
+            if forward:
+                self._followed.add(unit)
+            return
 
     @uninterrupted
-    def _leave_backward(self, unit: Unit, *_: object) -> None:
+    def _leave_backward(self, region: int) -> None:
         if not self._ends:
-            self.migrator.leave_backward(unit)
+            self.migrator.leave_backward(region)
+
+    def _end_followed(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._followed.clear()
 
     def _parts_of(
         self, module: nn.Module, units: dict[int, Unit], reached: set[int]
@@ -347,6 +371,7 @@ class Stepping(Mode):
         self.adoption.buffers.sweep()
         self.adoption.adopt_whole_state()
         self.migrator.end_step()
+        self._end_followed()
         self._record_step()
 
     @unseen
@@ -358,3 +383,9 @@ class Stepping(Mode):
             forecast.accuracy,
         )
         self._on_step(stats)
+
+
+def _left(stepping: weakref.ref[Stepping], region: int, *_: object) -> None:
+    """Called as backward has used a region, by a node of a graph, which keeps no session alive."""
+    if (one := stepping()) is not None:
+        one._leave_backward(region)

@@ -32,7 +32,7 @@ from dynoffload.runtime.adoption.units import Unit, vocabulary_of
 from dynoffload.runtime.migration.gates import LEAST, Trial, likely
 from dynoffload.runtime.migration.probing import Probing
 from dynoffload.runtime.migration.steps import Step
-from dynoffload.runtime.passes.hooks import Hook
+from dynoffload.runtime.passes.hooks import Hook, in_backward
 from dynoffload.runtime.unseen import unseen
 from dynoffload.telemetry import StepStats
 
@@ -387,8 +387,8 @@ class Forecast:
     ) -> None:
         """Record the experts that a call of a fused layer will run, before any of them does."""
         self.listed.pop(path, None)
-        hit = None if self.asks else experts_hit(layer, args, kwargs)
-        if hit is not None:
+        runs = self._step or in_backward()
+        if runs and not self.asks and (hit := experts_hit(layer, args, kwargs)) is not None:
             self.listed[path] = hit
             self._run_experts([unit_path(path, number) for number in hit])
 

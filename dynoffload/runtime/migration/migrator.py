@@ -1,7 +1,8 @@
 """The migrator: plans prefetches and evictions, and tracks the step's position in the plan.
 
 At the start of a sample it plans forward, backward and the next forward from a predicted order of
-units. At the start of backward it plans again from what actually ran. In between, hooks report uses
+units. At the start of backward it plans again from what actually ran, with what activation
+checkpointing computes again. In between, hooks report uses
 and the migrator finds them in the plan ("anchoring"). A use missing from the plan prefetches
 nothing; the device fetches its regions when they are touched.
 """
@@ -15,7 +16,6 @@ from dataclasses import replace
 from enum import Enum
 from typing import cast
 
-import torch
 from torch import nn
 
 from dynoffload.errors import BudgetError
@@ -27,6 +27,7 @@ from dynoffload.runtime.adoption.slots import Slot
 from dynoffload.runtime.adoption.units import Unit
 from dynoffload.runtime.migration.segments import Segments
 from dynoffload.runtime.passes.activations import Activations
+from dynoffload.runtime.passes.hooks import in_backward
 from dynoffload.runtime.passes.saved import Chunk
 from dynoffload.units import format_bytes
 
@@ -129,7 +130,7 @@ class Migrator:
             self._visits.append((unit, []))
             self._anchor(self._reference.forward.get(unit.index))
             return False
-        if torch._C._current_graph_task_id() < 0:
+        if not in_backward():
             return False
         begins = self.phase is not Phase.BACKWARD
         if begins:
@@ -146,10 +147,10 @@ class Migrator:
             self._at_once.add(unit.module)
             self.visit(unit)
 
-    def leave_backward(self, unit: Unit) -> None:
-        """Record that backward has gone through a unit that was computed again."""
-        if self.phase is Phase.BACKWARD and unit.slots:
-            self._anchor(self._reference.backward.get(unit.slots[0].region), after=1)
+    def leave_backward(self, region: int) -> None:
+        """Record that backward has used a parameter's region, or all at once with it."""
+        if self.phase is Phase.BACKWARD:
+            self._anchor(self._reference.backward.get(region), after=1)
 
     def open_chunk(self, chunk: Chunk) -> None:
         """Record that forward saves into another chunk."""

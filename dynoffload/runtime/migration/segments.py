@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dynoffload.planning.reference import Visit, Visited
+from dynoffload.planning.reference import Visit
 from dynoffload.profiler.experts import split_path
 from dynoffload.runtime.adoption.slots import Slot
 from dynoffload.runtime.adoption.units import Unit
@@ -18,8 +18,8 @@ class Segments:
     """What the last backward recomputed, for the plan of the next."""
 
     def __init__(self) -> None:
-        self._known: dict[int, str] = {}  # first unit of a segment, by index -> its last module
-        self._found: dict[int, str] = {}  # in the running backward
+        self._known: dict[str, str] = {}  # first module of a segment -> its last
+        self._found: dict[str, str] = {}  # in the running backward
         self._order: Sequence[Unit] = ()  # of the forwards whose backward runs
         self._first = self._at = self._stop = 0  # of the segment that is recomputed, in `_order`
 
@@ -46,29 +46,31 @@ class Segments:
         for at in range(self._at + 1, self._stop):
             if order[at] is unit:
                 self._at = at
-                self._found[order[first].index] = _site(unit)
+                self._found[_site(order[first])] = _site(unit)
                 return
         for at in range(first - 1, -1, -1):
             if order[at] is unit:
                 self._first, self._at, self._stop = at, at, first
-                self._found[unit.index] = _site(unit)
+                self._found[_site(unit)] = _site(unit)
                 return
 
     def spans(self, visits: Sequence[Visit[Slot]]) -> list[range]:
         """Return the segments of a forward, as ranges of ``visits``."""
         stops: dict[int, int] = {}
-        first, last = 0, ""
-        for number, visit in enumerate(visits):
-            if visit.unit.index in self._known:
-                first, last = number, self._known[visit.unit.index]
-            if _site(visit.unit) == last:
+        first, before, last = 0, "", None
+        for number, visit in enumerate(visits if self._known else ()):
+            assert isinstance(visit.unit, Unit)
+            site = _site(visit.unit)
+            if site in self._known and (site != before or visit.unit.number is None):
+                first, last = number, self._known[site]
+            if site == last:
                 stops[first] = number + 1
             elif first in stops:
-                last = ""
+                last = None
+            before = site
         return [range(first, stop) for first, stop in stops.items()]
 
 
-def _site(unit: Visited[Slot]) -> str:
+def _site(unit: Unit) -> str:
     """Return the path of a unit's module: other experts may be hit in the next step."""
-    assert isinstance(unit, Unit)
     return split_path(unit.path)[0]

@@ -71,6 +71,11 @@ def _outside(hook: Hook, args: tuple[Any, ...]) -> Any:
     return None if hook._call is None else hook._call(*args)
 
 
+def in_backward() -> bool:
+    """Return whether autograd runs a backward on this thread."""
+    return torch._C._current_graph_task_id() >= 0
+
+
 def watch_modules(
     watching: ExitStack,
     model: nn.Module,
