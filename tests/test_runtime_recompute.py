@@ -216,6 +216,37 @@ def test_a_node_that_outlives_its_step_is_not_heard_twice() -> None:
         assert 0 < len(heard) == len(set(heard))
 
 
+@needs_pager
+def test_one_input_of_all_steps_is_heard_of_in_each() -> None:
+    """As of a layer alone that is computed again from a prompt."""
+    model = nn.Sequential(nn.Linear(64, 64))
+    prompt = nn.Parameter(torch.randn(8, 64)) * 2
+    optimizer = SGD(model.parameters(), lr=1e-3)
+    with dynoffload.offload(model, optimizer, budget=120_000, config=PAGES) as session:
+        model.forward = lambda x: checkpoint(model[0], x, use_reentrant=False)  # type: ignore[method-assign]
+        migrator, heard = paging_of(session).migrator, []
+        leave = migrator.leave_backward
+        migrator.leave_backward = lambda region: leave(heard.append(region) or region)  # type: ignore[func-returns-value, method-assign]
+        for step in range(4):
+            heard.clear()
+            model(prompt).square().mean().backward(retain_graph=True)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert len(heard) == (step > 0)
+
+
+def test_segments_are_known_where_backwards_follow_each_other() -> None:
+    """Without a forward between, as where two losses are stepped for."""
+    unit = Unit(0, "a", nn.Identity(), ())
+    segments = Segments()
+    segments.begin_backward([unit])
+    segments.ran(unit)
+    segments.begin_backward([])
+    segments.ran(unit)
+    segments.end_backward()
+    assert segments.spans([Visit(unit)]) == [range(1)]
+
+
 def test_segments_are_those_of_the_last_backward() -> None:
     """Whatever expert a segment begins or ends with, and although the root has parameters, too."""
     paths = ("", "a.router", "a.mix[0]", "a.mix[1]", "b.mix[0]", "b.mix[1]", "b.out", "head")

@@ -252,6 +252,7 @@ class Stepping(Mode):
             hook.remove()
         self._hooks.clear()
         self._followed.clear()
+        self._input = None
 
     def _parts_of(
         self, module: nn.Module, units: dict[int, Unit], reached: set[int]

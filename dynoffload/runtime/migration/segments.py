@@ -27,7 +27,8 @@ class Segments:
         return bool(self._known)
 
     def begin_backward(self, order: Sequence[Unit]) -> None:
-        """Begin the backward of forwards that ran the units in ``order``."""
+        """Begin the backward of forwards that ran the units in ``order``, and end the last."""
+        self.end_backward()
         self._order, self._found = order, {}
         self._first = self._at = self._stop = len(order)
 
@@ -39,6 +40,7 @@ class Segments:
     def forget(self) -> None:
         """Forget all, because the model's units change."""
         self._known, self._order = {}, ()
+        self._first = self._at = self._stop = 0
 
     def ran(self, unit: Unit) -> None:
         """Record that a unit runs again during backward."""
