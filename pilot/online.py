@@ -3,8 +3,8 @@
 `OnlineLearner` predicts before each step and observes it after. It corrects each block's log-odds
 by how often the block ran recently, as routing drifts faster than a pilot is retrained. It keeps
 the latest steps to train a new pilot and compares its accuracy with repeating the last order. If
-its accuracy falls, it drops the older steps and a new pilot is due soon. `learn` takes seconds; the
-caller chooses when and on which thread.
+the pilot's accuracy falls, older steps are dropped and a new pilot is due soon. `learn` takes
+seconds; the caller chooses when and on which thread.
 
 The correction is online gradient descent on two numbers per optional block: a bias of its log-odds,
 with decay, and a habit, the weight of the previous step. With p the corrected probability, y
@@ -48,8 +48,7 @@ MAX_HABIT = 4.0
 FIRST = 16
 """Steps after which a first pilot can be learned."""
 GROWTH = 2.0
-"""A new pilot is due once the steps seen have grown by this factor over those that the previous
-pilot was learned from."""
+"""A new pilot is due at this multiple of the steps that the previous one was learned from."""
 WINDOW = 1024
 """The number of latest steps kept to learn from."""
 AVERAGE = 0.1
@@ -81,7 +80,7 @@ class _Correction:
     def __init__(self, pilot: Pilot) -> None:
         self.pilot = pilot
         self.standing = Standing()
-        self.level = math.nan  # its accuracy after `SETTLED` steps
+        self.level = math.nan  # accuracy after `SETTLED` steps, or at the last drift
         self.slots = [pilot.template.slots[index] for index in pilot.template.optional]
         self.bias = np.zeros(len(self.slots), dtype=np.float32)
         self.habit = np.zeros(len(self.slots), dtype=np.float32)
@@ -262,7 +261,7 @@ class OnlineLearner:
             100 * current.standing.pilot,
             "another is learned from what runs now"
             if self._grow
-            else "it steers while it does better than repeating the last order",
+            else "it is used while it does better than repeating the last order",
         )
         self.drifts += 1
         current.level = current.standing.pilot

@@ -1,4 +1,4 @@
-"""What is not a tensor comes back from a checkpoint as itself."""
+"""Values that are not tensors survive encoding to JSON and decoding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dynoffload.checkpoint.values import decode, encode
 
 
 def there_and_back(value: Any) -> Any:
-    """Return a value after it was a text."""
+    """Return a value encoded as JSON text and decoded again."""
     kept: dict[str, Tensor] = {}
 
     def put(path: str, tensor: Tensor) -> dict[str, Any]:
@@ -41,7 +41,7 @@ VALUES = st.recursive(
         st.lists(inner)
         | st.tuples(inner, inner)
         | st.dictionaries(KEYS, inner)
-        | st.dictionaries(st.sampled_from(["$", "a"]), inner)
+        | st.dictionaries(st.sampled_from(["$", "a"]), inner)  # "$" is reserved
     ),
     max_leaves=12,
 )
@@ -50,7 +50,7 @@ VALUES = st.recursive(
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(VALUES)
 def test_values_come_back_as_themselves(value: Any) -> None:
-    """Types and bits: -0.0, NaN and infinity, keys that are no texts."""
+    """Types and values survive, as of -0.0, NaN, infinity and keys that are not strings."""
     assert repr(there_and_back(value)) == repr(value)
 
 
@@ -82,4 +82,4 @@ def test_types_come_back(value: Any) -> None:
         return
     assert (found.dtype, found.shape) == (value.dtype, value.shape)
     assert np.array_equal(found, value)
-    found.flags.writeable = True
+    assert found.flags.writeable

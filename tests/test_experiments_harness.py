@@ -164,9 +164,10 @@ def test_what_was_measured_is_rendered_again(tmp_path: Path) -> None:
     assert rendered(Squares, path) == result
     assert Squares.measured == [1, 2, 3]
     assert "| 3 | 9 |" in path.with_suffix(".md").read_text()
-    path.write_text('{"rows": []}')
-    with pytest.raises(ConfigError, match="holds no result of this experiment"):
-        rendered(Squares, path)
+    for other in ('{"rows": []}', '{"params": {}, "rows": [], "summary": {}}'):
+        path.write_text(other)
+        with pytest.raises(ConfigError, match="holds no result of this experiment"):
+            rendered(Squares, path)
 
 
 def test_a_page_without_a_place_is_refused_before_anything_is_measured(tmp_path: Path) -> None:

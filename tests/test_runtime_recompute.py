@@ -38,7 +38,7 @@ class Held:
 
 
 class Attention(nn.Module):
-    """Three layers of one input, and one of what they make."""
+    """Three layers that read one input, and a fourth that reads their result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,8 +50,8 @@ class Attention(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Blocks of two layers, each computed again: one by one, twice in a row, or two at a time; or
-    none of them; or one layer alone."""
+    """Blocks of two layers. ``how`` says what is checkpointed: each block, each twice, pairs of
+    blocks, no block, or the first layer alone."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def _loss(model: nn.Module, step: int) -> Tensor:
 @needs_pager
 @pytest.mark.parametrize("how", ["", "reentrant", "twice", "two at a time", "attention"])
 def test_every_use_of_a_backward_that_recomputes_is_in_its_plan(how: str) -> None:
-    """From the second step on; after the first it is known which units run again."""
+    """From the third step on: earlier ones show which units run again."""
     torch.manual_seed(0)
     model = Checkpointed(how)
     optimizer = SGD(model.parameters(), lr=1e-3)
@@ -102,9 +102,10 @@ def test_every_use_of_a_backward_that_recomputes_is_in_its_plan(how: str) -> Non
             optimizer.zero_grad()
             if step >= 2:
                 again = {"twice": 24, "two at a time": 8, "attention": 24}.get(how, 12)
-                shared = 12 if how == "attention" else 0  # layers heard of with another
+                shared = 12 if how == "attention" else 0  # by the hook of another
                 assert missed == 0
-                assert anchored >= 2 * again - shared  # computed again, and gone through
+                # Each is visited as it is computed again, and as backward leaves it.
+                assert anchored >= 2 * again - shared
         assert session.stats["bytes_in"].iloc[-1] > 0
 
 
@@ -120,7 +121,7 @@ def test_such_plans_change_no_bit(how: str) -> None:
 @needs_pager
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 def test_experts_that_are_hit_again_are_in_the_plan(implementation: str) -> None:
-    """Those of a call are read at once, or one by one."""
+    """A call reads its experts together, as by `grouped_mm`, or one by one."""
     model: Any = mixtral(implementation, num_hidden_layers=4)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.requires_grad_(False)
@@ -206,8 +207,8 @@ def test_a_view_without_a_graph_is_no_error() -> None:
 
 @needs_pager
 @pytest.mark.parametrize("how", ["", "alone"])
-def test_a_node_that_outlives_its_step_is_heard_once_in_each(how: str) -> None:
-    """As of a prompt that is computed once, and trained by several backwards."""
+def test_the_hook_of_a_node_that_outlives_its_step_fires_once_a_backward(how: str) -> None:
+    """A prompt is computed once, and takes part in several backwards."""
     model = Checkpointed(how)
     prompt = nn.Parameter(torch.randn(8, 64)) * 2
     optimizer = SGD(model.parameters(), lr=1e-3)
@@ -225,7 +226,7 @@ def test_a_node_that_outlives_its_step_is_heard_once_in_each(how: str) -> None:
 
 
 def test_segments_are_known_where_backwards_follow_each_other() -> None:
-    """Without a forward between, as where two losses are stepped for."""
+    """Two losses make two backwards, without a forward between."""
     unit = Unit(0, "a", nn.Identity(), ())
     segments = Segments()
     segments.begin_backward([unit])
@@ -237,7 +238,7 @@ def test_segments_are_known_where_backwards_follow_each_other() -> None:
 
 
 def test_segments_are_those_of_the_last_backward() -> None:
-    """Whatever expert a segment begins or ends with, and although the root has parameters, too."""
+    """Whatever expert a segment begins or ends with, and if the root has parameters, too."""
     paths = ("", "a.router", "a.mix[0]", "a.mix[1]", "b.mix[0]", "b.mix[1]", "b.out", "head")
     root, router, one, two, three, four, out, head = (
         Unit(at, path, nn.Identity(), (), at if "[" in path else None)

@@ -1,8 +1,8 @@
 """Encodes values that are not tensors as JSON: hyperparameters, step counts, scheduler state.
 
-Decoding restores every type, and every float bit for bit. Tensors in nested values are stored
-elsewhere; their names replace them. A value that JSON cannot represent is refused, since pickle
-could run code when loaded.
+Decoding restores every type, and every float but the payload of a NaN bit for bit. Tensors in
+nested values are stored elsewhere; their names replace them. A value that JSON cannot represent is
+refused, since pickle could run code when loaded.
 
 A value of a type that JSON lacks is an object whose key ``"$"`` gives its kind.
 """

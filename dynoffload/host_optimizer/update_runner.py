@@ -40,12 +40,12 @@ def default_threads() -> int:
 
 
 def open_workers(device: torch.device, threads: int) -> Executor:
-    """Return an executor of one thread that updates parameters of ``device``, with OpenMP regions
-    of ``threads`` threads. OpenMP's limit is set for this thread alone, not for the process.
+    """Return a one-thread executor that updates parameters of ``device``. In that thread alone,
+    OpenMP uses ``threads`` threads.
     """
 
     def begin() -> None:
-        if device.index is not None:  # else it would initialise the first accelerator
+        if device.index is not None:  # a CPU: the call would open an accelerator
             torch.accelerator.set_device_index(device.index)
         torch.get_num_threads()  # applies the process's thread count, so call it before the limit
         _openmp().limit(limits=threads)
@@ -68,7 +68,7 @@ class StepUpdate:
     Attributes:
         groups: hyperparameters of each updated parameter, as they were at ``step()``.
         gradients: of these parameters.
-        transform: of the gradients.
+        transform: applied to the gradients as they are read.
         tiles: those that contain any of these parameters, in order.
         finished: tiles ready for upload; None marks the end, also after an error.
     """
@@ -82,8 +82,8 @@ class StepUpdate:
     def upload(self, tile: Tile) -> None:
         """Copy the new values of a tile to its parameters, on the compute queue.
 
-        The copies are operators of the calling thread. So they follow all reads of the old values
-        and precede all reads of the new ones, and a session fetches absent parameters.
+        The copies run in the calling thread: after its reads of the old values, before those of
+        the new. A session sees them, and fetches absent parameters.
         """
         for state, begin, end in tile.pieces:
             gradient = self.gradients.get(state)
@@ -116,14 +116,14 @@ class UpdateRunner:
         self._uploading = False  # whether some tiles of the current update left the queue
 
     def run(self, update: StepUpdate) -> None:
-        """Run a step's updates, or start delayed ones; those of the step before must have ended.
+        """Run a step's updates, or start delayed ones. Those of the previous step have ended.
 
         Raises:
             StepLostError: some updates were made, and others not.
-            BaseException: an upload was interrupted, as by Ctrl-C, then repeated: the step is done.
+            BaseException: an upload was interrupted, as by Ctrl-C, and repeated. The step is made.
         """
         self._steps += 1
-        # The transform is computed on the caller's stream, so it is read on the caller's thread.
+        # The transform is read here, as it is computed on this thread's stream.
         made = self._workers.submit(self._make, update, update.transform.to_host())
         self._under_way, self._uploading = (update, made), False
         if self._undelayed is not None and self._steps > self._undelayed:
@@ -131,7 +131,7 @@ class UpdateRunner:
                 state.lags.fill_(True)
             return
         self.end()
-        self._storage.gradients.settle()  # all have been copied; releases them
+        self._storage.gradients.settle()  # all are on the host: release the originals
 
     def wait(self) -> None:
         """Block the calling thread until the update in progress is computed.
@@ -145,7 +145,7 @@ class UpdateRunner:
         self.check()
 
     def end(self) -> None:
-        """Upload the tiles of the current update as they finish; after an interrupted upload, all.
+        """Upload tiles as they finish, or all of them again after an interrupted upload.
 
         Raises:
             BaseException: as `run`.
@@ -181,8 +181,8 @@ class UpdateRunner:
         """
         if self.lost is not None:
             raise StepLostError(
-                f"a step of HostOptimizer was cut off ({self.lost}): some masters have it and "
-                "others do not; go on from the last checkpoint, with load_state_dict()"
+                f"a step of HostOptimizer was cut off ({self.lost}): only some masters were "
+                "updated; go on from the last checkpoint, with load_state_dict()"
             ) from self.lost
 
     def drop(self) -> None:
@@ -252,16 +252,16 @@ def groups_of(
                 continue
             if lacking := [key for key in moments if key not in state.moments]:
                 raise ConfigError(
-                    f"{state.name} has no {lacking[0]}, as its group was made without: make the "
-                    "optimizer with that option, and load its state"
+                    f"{state.name} has no {lacking[0]}, as its group was made without that option: "
+                    "make the optimizer with it, and load its state"
                 )
             found[state] = values
     return found
 
 
 def take_writes(states: Iterable[ParameterState], storage: HostStorage) -> None:
-    """Copy external writes to parameters into the masters: each element that differs from its
-    rounded master."""
+    """Copy each element of a written parameter that differs from its rounded master into the
+    master."""
     changed = [s for s in states if s.parameter._version != s.version and not s.lags]
     for state in changed:
         masters, values = state.tensors[MASTER], flat(state.parameter)

@@ -1,4 +1,4 @@
-"""C library calls that Python does not expose."""
+"""C library calls on raw addresses, and others that Python does not expose."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import os
 
 @functools.cache
 def libc() -> ctypes.CDLL:
-    """Return the C library; a call releases the GIL, and `ctypes.get_errno` returns its errno."""
+    """Return the C library. Its functions run without the GIL; see `ctypes.get_errno`."""
     found = ctypes.CDLL(None, use_errno=True)
     address, size, number, offset = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
     found.mmap.restype = address
@@ -25,21 +25,21 @@ def libc() -> ctypes.CDLL:
     return found
 
 
-def check(answer: int) -> None:
-    """Raise the `OSError` for errno unless a call returned 0."""
-    if answer:
+def check(result: int) -> None:
+    """Raise `OSError` from the C library's errno if ``result`` is not 0."""
+    if result:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
 
 
-def map_memory(nbytes: int, access: int = mmap.PROT_READ | mmap.PROT_WRITE, flags: int = 0) -> int:
+def map_memory(nbytes: int, prot: int = mmap.PROT_READ | mmap.PROT_WRITE, flags: int = 0) -> int:
     """Return the address of new private, anonymous memory.
 
     Raises:
-        OSError: the system has no memory left.
+        OSError: the kernel refuses, as for lack of memory or of address space.
     """
     kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags
-    address = libc().mmap(None, nbytes, access, kind, -1, 0)
+    address = libc().mmap(None, nbytes, prot, kind, -1, 0)
     if address == ctypes.c_void_p(-1).value:
         check(-1)
     return int(address)

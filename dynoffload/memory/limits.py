@@ -52,7 +52,8 @@ def available_bytes() -> int:
 
 
 def system_room(code: int = 0) -> int:
-    """Return the bytes the system can give and keep ``code`` bytes of mapped files in memory."""
+    """Return the bytes available in the system, less up to ``code`` bytes of mapped files that
+    stay in memory."""
     found = dict.fromkeys(("MemAvailable", "Mapped"), 0)
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         name, _, rest = line.partition(":")
@@ -62,7 +63,7 @@ def system_room(code: int = 0) -> int:
 
 
 class Room(NamedTuple):
-    """The bytes that a control group has left, of its limit."""
+    """A control group's limit, and the bytes left below it."""
 
     left: int
     limit: int
@@ -79,7 +80,8 @@ class MemoryGroups:
         ]
 
     def room(self, code: int = 0) -> Room:
-        """Return what the narrowest has, and keep ``code`` bytes of mapped files in memory."""
+        """Return the room of the group with the least left, less up to ``code`` bytes of mapped
+        files that stay in memory."""
         room = Room(_UNLIMITED, _UNLIMITED)
         for directory, limit_file, usage_file in self._groups:
             limit, usage = _whole(limit_file), _whole(usage_file)
@@ -92,9 +94,9 @@ class MemoryGroups:
         return room
 
     def may_lack(self, spare: int) -> bool:
-        """Return whether one may have less than ``spare`` bytes left; takes microseconds.
+        """Return whether a group may have less than ``spare`` bytes left; takes microseconds.
 
-        File cache counts as taken here, so `room` is to confirm it.
+        File cache counts as used here, so confirm it by `room`.
         """
         return any(_whole(limit) - _whole(usage) < spare for _, limit, usage in self._groups)
 
@@ -131,7 +133,7 @@ def _read(path: str) -> bytes:
 
 
 def file_bytes() -> int:
-    """Return the bytes of it that are pages of files, such as libraries or mapped data."""
+    """Return the bytes of the resident set that are pages of files, such as libraries."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith("RssFile:"):
             return int(line.split()[1]) * 1024

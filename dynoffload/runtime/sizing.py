@@ -9,8 +9,8 @@ the reserve, for unpredicted accesses. Resident tensors are estimated here, and 
 [Note: the least pool]  Pinned regions cannot be evicted, so the pool must exceed all that is pinned
 at one time; otherwise allocation deadlocks. Pinned are: the regions of one update
 (`States.update_bytes`), as updates are made one after the other; in forward the chunk that is being
-filled; a saved tensor larger than a chunk, while it is copied. A second chunk and the reserve
-remain for the thread that makes the update, and for the running operator.
+filled; a saved tensor larger than a chunk, while it is copied. On top come a
+second chunk, for the thread that makes the update, and the reserve, for the running operator.
 
 [Note: the spill file]  Its least size is allocated before anything is changed: parameters,
 gradients and optimizer state, padded. Gradients of parameters paged by slices count twice, as those
@@ -200,8 +200,8 @@ def _split_advice(model: nn.Module, division: _Division) -> str:
 
 @dataclass(frozen=True)
 class _Divider:
-    """What a budget is divided for: see `sizing_of`. The parameters ``staying`` are not paged, nor
-    are those ``asked`` if they take a small share and there is room."""
+    """Divides budgets for a training; see `sizing_of`. Parameters in ``staying`` are never paged,
+    and those in ``asked`` are not if they are small and there is room."""
 
     model: nn.Module
     optimizer: Optimizer | None
@@ -213,9 +213,9 @@ class _Divider:
     asked: frozenset[nn.Parameter] = frozenset()
 
     def enough(self, budget: int, nbytes: int = 0) -> tuple[int, _Division]:
-        """Return a budget of ``budget`` or more that has room for two regions of ``nbytes`` in
-        addition to all that is pinned, and its division."""
-        while True:  # the parts of a larger budget are larger too, and its pages may be
+        """Return the first budget found, from ``budget`` up, that has room for all that is pinned
+        and two regions of ``nbytes``, and its division."""
+        while True:  # a larger budget has larger chunks and reserve, and perhaps larger pages
             budget = readable(budget)
             division = self.divided(budget)
             made, lacking = division.sizing, division.need - budget
@@ -236,8 +236,8 @@ class _Divider:
         return replace(self, asked=frozenset())._divided(budget)
 
     def _divided(self, budget: int) -> _Division:
-        """Divide ``budget`` with the pages that suit it. If it is too small for those, use pages by
-        which fused parameters are paged slice by slice."""
+        """Divide ``budget`` with the pages that suit it, or, if it is too small for those, with
+        smaller ones that divide the slices of fused parameters."""
         division = self._divide(budget)
         if division.sizing is not None or self.config.page_bytes or not self.config.slices:
             return division
@@ -254,7 +254,7 @@ class _Divider:
         return division
 
     def _divide(self, whole_budget: int, sliced: int = 0, *, adapters: bool = True) -> _Division:
-        """Divide a budget, with pages that fit slices of ``sliced`` bytes unless that is 0; see
+        """Divide a budget; pages divide slices of ``sliced`` bytes, if any. See
         [Note: the least pool]. With ``adapters``, trained parameters may stay resident."""
         model, optimizer, config = self.model, self.optimizer, self.config
         staying = self.asked.union(self.staying)
@@ -362,7 +362,7 @@ def _least_for(model: nn.Module, optimizer: Optimizer | None, budget: int) -> in
 
 
 def _least_trained(model: nn.Module, optimizer: Optimizer | None, budget: int) -> int:
-    """Return the size from which trained parameters are paged; 0: as all others.
+    """Return the size from which trained parameters are paged; 0 if none is special to them.
 
     Adapters on frozen weights change in each step, so paging writes them to disk each time. They
     stay if with gradients and state they take a small share of a budget that the model exceeds.
@@ -379,7 +379,7 @@ def _least_trained(model: nn.Module, optimizer: Optimizer | None, budget: int) -
 
 
 def _page_for(model: nn.Module, budget: int, least: int, *, slices: bool) -> int:
-    """Return the largest page that pads the paged parameters little and leaves the pool supple.
+    """Return the largest page that pads paged parameters little, and of which the pool has many.
 
     Larger pages move and transfer faster; those of 2 MiB are huge pages. Slices are whole pages, so
     with ``slices`` pages may become as small as `_LEAST_SLICED`.

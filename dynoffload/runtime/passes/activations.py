@@ -49,12 +49,12 @@ from dynoffload.runtime.passes.saved import (
     Entry,
     InPlace,
     Packed,
-    as_it_lies,
     cast_that_autocast_keeps,
     is_of_a_subclass,
     is_plain,
     memory_of,
     name_of_kind,
+    without_lazy_bits,
 )
 from dynoffload.runtime.unseen import unseen
 from dynoffload.units import format_bytes
@@ -170,7 +170,7 @@ class Activations:
         """Refuse to unpack from now on; saved tensors are lost."""
         self._closed = True
         for borrowed in self._borrowed.alive():
-            borrowed.let_go()
+            borrowed.release()
 
     def __len__(self) -> int:
         return len(self._regions)
@@ -342,7 +342,7 @@ class Activations:
                         begin = offset // cast.element_size() + offset_of(cast)
                         cast.data = view_of(ours, cast, begin)
                 else:
-                    packed.lying_in(ours).copy_(as_it_lies(tensor))
+                    packed.raw_in(ours).copy_(without_lazy_bits(tensor))
         finally:
             if chunk.index < 0:
                 self._shut(chunk)

@@ -1,14 +1,14 @@
-"""Stand-ins that the saved-tensor hooks give autograd in place of saved tensors.
+"""What the pack hook returns to autograd in place of saved tensors.
 
-Unpacked, they give backward the same tensor or the same error as plain PyTorch.
+Unpacking returns an equal tensor, or raises where plain PyTorch would.
 
-[Note: lazy bits]  A conjugate, or the imaginary part of one, shares the memory of its source and
-has a bit that says how to read it. The raw bytes are copied and the bits set again on unpacking,
-as kernels may take another path for a tensor without them.
+[Note: lazy bits]  A conjugate, or the imaginary part of one, shares its source's memory; its conj
+or neg bit tells kernels how to read it. Raw bytes are copied. Unpacking sets the bits again, as
+kernels may take another path without them.
 
 [Note: subclasses]  Autograd returns a saved tensor of a subclass as the same object, with its
-attributes, and so do we. With any saved-tensor hooks, it returns one that requires grad as a plain
-tensor.
+attributes, and so do we. If any saved-tensor hooks are set, it returns those that require grad as
+plain tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dynoffload.runtime.counting import parts_of
 from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.unseen import unseen
 
-ALIGNMENT = 64  # bytes; of torch's allocations, and of storages in a chunk
+ALIGNMENT = 64  # of torch's allocations and of storages in a chunk, in bytes
 
 _EMPTY = torch.empty(0)
 _SPARSE = (
@@ -43,7 +43,10 @@ _SPARSE = (
 
 @dataclass(eq=False)
 class Chunk:
-    """A region that is being filled with saved storages, or waits for backward."""
+    """A region of saved storages: open while forward fills it, then kept until backward.
+
+    Its ``index`` is -1 if it was made for one large tensor.
+    """
 
     index: int
     region: int
@@ -54,7 +57,7 @@ class Chunk:
 
 
 class Entry:
-    """One saved storage's copy in a chunk; freed with its last saved tensor."""
+    """A copy of a saved storage, or of part of one, in a chunk; freed with its last tensor."""
 
     __slots__ = (
         "__weakref__",
@@ -79,13 +82,13 @@ class Entry:
         self.witness = witness_of(tensor)
 
     def stands_for(self, tensor: torch.Tensor) -> bool:
-        """Return whether the copy also holds ``tensor``, which is in the same storage."""
+        """Return whether ``tensor``, whose bytes were copied, still has the values copied."""
         version = tensor._version
         if self.source() is None or self.version != version or self.witness._version != version:
             return False
         with _unsafe_preserve_version_counter(tensor):
             torch.autograd.graph.increment_version(tensor)
-            return bool(self.witness._version != version)  # else their version counters differ
+            return bool(self.witness._version != version)  # else they do not share one counter
 
 
 class Packed:
@@ -100,32 +103,33 @@ class Packed:
         self.conj, self.neg = tensor.is_conj(), tensor.is_neg()
 
     def check(self) -> None:
-        """Raise autograd's error if the original was modified since."""
+        """Raise an error like autograd's if the original was modified since."""
         _check(self.entry.version, self.entry.witness._version, self.size, self.dtype)
 
     def unpack(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Return the tensor as it was saved; ``storage`` is the chunk's."""
-        lying = self._spread(self.lying_in(storage))
+        """Return the saved tensor; ``storage`` is that of its chunk's region."""
+        raw = self._with_strides(self.raw_in(storage))
         if self.conj:
-            lying = torch._conj(lying)
-        return torch._neg_view(lying) if self.neg else lying
+            raw = torch._conj(raw)
+        return torch._neg_view(raw) if self.neg else raw
 
-    def lying_in(self, storage: torch.UntypedStorage) -> torch.Tensor:
+    def raw_in(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return the tensor in the chunk, without lazy bits; see [Note: lazy bits]."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         offset = self.entry.offset // empty.element_size() + self.offset
         return empty.set_(storage, offset, self.size, self.stride)
 
-    def _spread(self, lying: torch.Tensor) -> torch.Tensor:
-        """Return the tensor in the chunk with the strides that it had when saved."""
-        return lying
+    def _with_strides(self, raw: torch.Tensor) -> torch.Tensor:
+        """Return ``raw`` with the strides that the tensor had when it was saved."""
+        return raw
 
 
 class Columns(Packed):
-    """A saved tensor with gaps, such as some columns of a table, stored in a chunk without them.
+    """A saved tensor with gaps, such as some columns of a matrix; in its chunk it is contiguous.
 
-    Backward gets its strides back, because kernels depend on them. It reads the original storage if
-    that is still alive, else a temporary copy in memory that includes the gaps.
+    Unpacking returns its strides, because kernels depend on them. It uses the original storage if
+    that is alive and of the same size, else a temporary copy with gaps, ``skew`` elements past a
+    64-byte boundary like the original.
     """
 
     __slots__ = ("nbytes", "place", "skew", "strides")
@@ -136,22 +140,21 @@ class Columns(Packed):
         self.place, self.nbytes = offset_of(tensor), tensor.untyped_storage().nbytes()
         self.skew = tensor.data_ptr() % ALIGNMENT // tensor.element_size()
 
-    def _spread(self, lying: torch.Tensor) -> torch.Tensor:
+    def _with_strides(self, raw: torch.Tensor) -> torch.Tensor:
         source = self.entry.source()
         if source is not None and source.nbytes() == self.nbytes:
             return self._over(source, self.place)
         known = None if self.entry.spread is None else self.entry.spread()
-        if known is not None:  # another use's copy of the same entry
+        if known is not None:  # made by an earlier unpacking
             return self._over(known, self.skew)
         steps = list(zip(self.size, self.strides, strict=True))
         span = 1 + sum((size - 1) * stride for size, stride in steps)
-        made = torch.empty(self.skew + span, dtype=self.dtype, device=lying.device)
+        made = torch.empty(self.skew + span, dtype=self.dtype, device=raw.device)
         spread = made.untyped_storage()
-        del made  # the storage lives as long as tensors over it
         self.entry.spread = weakref.ref(spread)
         gapped = self._over(spread, self.skew)
-        once = tuple(slice(None if stride else 1) for _, stride in steps)  # expanded: one element
-        gapped[once].copy_(lying[once])
+        once = tuple(slice(None if stride else 1) for _, stride in steps)  # stride 0: one element
+        gapped[once].copy_(raw[once])
         return gapped
 
     def _over(self, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
@@ -160,7 +163,7 @@ class Columns(Packed):
 
 
 class InPlace:
-    """A saved tensor kept in place; ``region`` is that of the parameter that it views, or -1."""
+    """A saved tensor kept in place; ``region`` is that of the parameter it comes from, or -1."""
 
     __slots__ = ("__weakref__", "region", "tensor", "version")
 
@@ -169,13 +172,14 @@ class InPlace:
         self.region, self.version = region, tensor._version
 
     def check(self) -> None:
-        """Raise autograd's error if the tensor was modified since."""
+        """Raise an error like autograd's if the tensor was modified since."""
         now = self.tensor._version
-        if self.version != now:  # a nested tensor has no size for the message
+        if self.version != now:
+            # A nested tensor has no size for the message.
             size = torch.Size() if self.tensor.is_nested else self.tensor.size()
             _check(self.version, now, size, self.tensor.dtype)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release the tensor's memory; it will not be unpacked again."""
         self.tensor = _EMPTY
 
@@ -189,12 +193,12 @@ def _check(version: int, now: int, shape: torch.Size, dtype: torch.dtype) -> Non
         )
 
 
-def is_plain(tensor: torch.Tensor, kind: str = "cpu") -> bool:
-    """Return whether a tensor is plain: strided bytes in one storage on a ``kind`` device."""
+def is_plain(tensor: torch.Tensor, device_type: str) -> bool:
+    """Return whether a tensor is strided, in one storage, unwrapped, and on such a device."""
     return (
         tensor.layout == torch.strided
         and not tensor.is_nested
-        and tensor.device.type == kind
+        and tensor.device.type == device_type
         and not tensor._is_zerotensor()
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and not is_traceable_wrapper_subclass(tensor)
@@ -202,20 +206,20 @@ def is_plain(tensor: torch.Tensor, kind: str = "cpu") -> bool:
 
 
 def is_of_a_subclass(tensor: torch.Tensor) -> bool:
-    """Return whether backward must get this same object; see [Note: subclasses]."""
+    """Return whether unpacking must return this same object; see [Note: subclasses]."""
     return type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not tensor.requires_grad
 
 
 def witness_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor that shares the version counter of ``tensor`` and its views, but not
-    their memory."""
-    witness = as_it_lies(tensor).detach()
-    kin = torch._has_compatible_shallow_copy_type(witness, _EMPTY)  # of the CPU, CUDA and some more
-    witness.data = _EMPTY if kin else witness.new_empty(0)
+    """Return an empty tensor that shares only the version counter of ``tensor``."""
+    witness = without_lazy_bits(tensor).detach()
+    # True on the CPU, on CUDA and on some other devices.
+    compatible = torch._has_compatible_shallow_copy_type(witness, _EMPTY)
+    witness.data = _EMPTY if compatible else witness.new_empty(0)
     return witness
 
 
-def as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+def without_lazy_bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of ``tensor`` without its lazy bits; see [Note: lazy bits]."""
     if tensor.is_conj():
         tensor = torch._conj(tensor)
@@ -223,24 +227,24 @@ def as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cast_that_autocast_keeps(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return autocast's cached copy of a weight that ``tensor`` is or views, or None.
+    """Return autocast's cached copy of a weight, if ``tensor`` is or views one, or None.
 
-    None is also returned if the copy has other references, in Python or by its storage, which would
-    not follow a move. So a cast made by user code stays in place.
+    None is also returned if anything else refers to the copy or its storage, as user code's own
+    casts do: such references would keep the old memory.
     """
     if _references(tensor) != _references_of_autocast().get(tensor._base is not None):
         return None
     if _weight_of(tensor) is None:
         return None
     base = tensor._base
-    holders = 1 + (base is not None)  # and the storage's own object
-    if users_of(tensor.untyped_storage()) > holders + 1:
+    holders = 1 + (base is not None)
+    if users_of(tensor.untyped_storage()) > holders + 1:  # and the storage's own object
         return None
     return tensor if base is None else base
 
 
 def _weight_of(tensor: torch.Tensor) -> torch.nn.Parameter | None:
-    """Return the parameter of which ``tensor`` is a cast, or a view of a cast; else None."""
+    """Return the parameter whose cast ``tensor`` is, or views; else None."""
     base = tensor._base
     node = (tensor if base is None else base).grad_fn
     if node is None or node.name() != "ToCopyBackward0":
@@ -258,8 +262,8 @@ def _references(tensor: torch.Tensor) -> tuple[int, int]:
 
 @functools.cache
 def _references_of_autocast() -> dict[bool, tuple[int, int]]:
-    """Return `_references` of a cast held by autocast alone, by whether a view of it is saved. It
-    is measured with autocast, at the same call depth as in `cast_that_autocast_keeps`."""
+    """Return `_references` of a cast that only autocast holds, by whether a view of it is saved.
+    They are measured at the call depth of `cast_that_autocast_keeps`: each frame adds one."""
     found: dict[bool, tuple[int, int]] = {}
 
     def ask(tensor: torch.Tensor) -> None:
@@ -268,7 +272,7 @@ def _references_of_autocast() -> dict[bool, tuple[int, int]]:
             found[tensor._base is not None] = references
 
     class Hooks:
-        @uninterrupted  # as the real hook: both decorators hold references to the tensor
+        @uninterrupted  # decorated as the real hook is: each decorator adds a reference
         @unseen
         def pack(self, tensor: torch.Tensor) -> torch.Tensor:
             ask(tensor)
@@ -290,15 +294,15 @@ def _references_of_autocast() -> dict[bool, tuple[int, int]]:
     return found
 
 
-def memory_of(tensor: torch.Tensor, kind: str = "cpu") -> tuple[list[torch.UntypedStorage], int]:
-    """Return the storages on a ``kind`` device behind any tensor, including sparse and wrapped
-    ones, and its bytes that are in no storage."""
+def memory_of(tensor: torch.Tensor, device_type: str) -> tuple[list[torch.UntypedStorage], int]:
+    """Return the storages on such a device behind any tensor, including sparse and wrapped ones,
+    and its bytes that are in no storage."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     parts: Iterable[torch.Tensor]
     if flatten is not None:
         names, _ = flatten()
         parts = [getattr(tensor, name) for name in names]
-    elif tensor.device.type != kind or tensor._is_zerotensor():
+    elif tensor.device.type != device_type or tensor._is_zerotensor():
         return [], 0
     elif tensor.layout == torch.strided:
         return [tensor.untyped_storage()], 0
@@ -306,12 +310,12 @@ def memory_of(tensor: torch.Tensor, kind: str = "cpu") -> tuple[list[torch.Untyp
         parts = parts_of(tensor)
     else:
         return [], tensor.numel() * tensor.element_size()
-    each = [memory_of(part, kind) for part in parts]
+    each = [memory_of(part, device_type) for part in parts]
     return [one for storages, _ in each for one in storages], sum(others for _, others in each)
 
 
 def name_of_kind(tensor: torch.Tensor) -> str:
-    """Return the description of a kept tensor for messages."""
+    """Return what a tensor that stays in place is called in messages."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"a {type(tensor).__name__}"
     return "a sparse tensor" if tensor.layout in _SPARSE else "a tensor"
