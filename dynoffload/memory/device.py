@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from dynoffload.memory.region_allocator import RegionAllocator
 from dynoffload.planning.schedule import Schedule, Use
@@ -32,8 +33,7 @@ class EventKind(IntEnum):
     STALL = 2
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """One transfer or stall; times on `time.perf_counter`'s clock, in seconds."""
 
     start: float

@@ -380,9 +380,12 @@ class Pager(Device):
     def events(self) -> list[Event]:
         """See `Device.events`."""
         count = self._native.pager_events(self._handle, self._events)
+        form = np.dtype(native_pager.NativeEvent)
+        told = np.frombuffer(memoryview(self._events), form, count).tolist()
+        kinds, causes = tuple(EventKind), tuple(Cause)  # calling an enum costs as much as the rest
         return [
-            Event(e.start, e.end, e.nbytes, e.region, EventKind(e.kind), Cause(e.cause))
-            for e in self._events[:count]
+            Event(start, end, nbytes, region, kinds[kind], causes[cause])
+            for start, end, nbytes, region, kind, cause in told
         ]
 
     def close(self) -> None:
