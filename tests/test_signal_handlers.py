@@ -48,7 +48,7 @@ def test_handlers_are_put_back_whatever_is_raised_meanwhile() -> None:
 
 
 def test_handlers_of_the_users_are_kept() -> None:
-    """One that returns, and one that the call itself sets."""
+    """One that returns, one set between two calls, and one that the call itself sets."""
     came: list[int] = []
     with handled(lambda number, frame: came.append(number), signal.SIGTERM):
 
@@ -60,6 +60,10 @@ def test_handlers_of_the_users_are_kept() -> None:
 
         assert call() == "result"
         assert came == [signal.SIGTERM]
+        signal.signal(signal.SIGTERM, lambda number, frame: came.append(-number))
+        came.clear()
+        assert call() == "result"
+        assert came == [-signal.SIGTERM]
 
         @uninterrupted
         def sets() -> None:
