@@ -239,8 +239,8 @@ def rendered(kind: type[Experiment[Any]], json_path: Path) -> dict[str, Any]:
     try:
         result: dict[str, Any] = json.loads(json_path.read_text(encoding="utf-8"))
         one = kind(_as_made(kind.parameters, result["params"]))
-        one.parts(result)  # fails on a result of another form
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        [*one.parts(result), *_made_by(result)]  # fails on a result of another form
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         told = f"{json_path} holds no result of this experiment ({error}): run it without --render"
         raise ConfigError(told) from error
     check_page(json_path)

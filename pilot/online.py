@@ -261,7 +261,7 @@ class OnlineLearner:
             100 * current.standing.pilot,
             "another is learned from what runs now"
             if self._grow
-            else "it is used while it does better than repeating the last order",
+            else "it is used while it does no worse than repeating the last order",
         )
         self.drifts += 1
         current.level = current.standing.pilot

@@ -102,7 +102,7 @@ def test_every_use_of_a_backward_that_recomputes_is_in_its_plan(how: str) -> Non
             optimizer.zero_grad()
             if step >= 2:
                 again = {"twice": 24, "two at a time": 8, "attention": 24}.get(how, 12)
-                shared = 12 if how == "attention" else 0  # by the hook of another
+                shared = 12 if how == "attention" else 0  # told of by another's hook
                 assert missed == 0
                 # Each is visited as it is computed again, and as backward leaves it.
                 assert anchored >= 2 * again - shared

@@ -34,30 +34,21 @@ _WITHOUT_HANDLER = {getattr(signal, name, None) for name in ("SIGKILL", "SIGSTOP
 _SIGNALS = sorted(int(number) for number in signal.valid_signals() - _WITHOUT_HANDLER)
 
 
-_Handler = Callable[[int, FrameType | None], Any]
-_seen: list[Any] = []  # what handles each of `_SIGNALS`, when the outermost `hold` looked last
-_handlers: dict[int, _Handler] = {}  # those of them that are Python's
-
-
 class _Held:
     """The signals that arrived during one outermost call."""
 
     def __init__(self) -> None:
         self.came: dict[int, None] = {}  # in order of arrival
-        self.handlers: dict[int, _Handler] = {}
+        self.handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
 
     def note(self, number: int, frame: FrameType | None) -> None:
         self.came.setdefault(number)
 
     def begin(self) -> None:
-        global _seen, _handlers
-        found = list(map(_get, _SIGNALS))
-        if found != _seen:
-            pairs = zip(_SIGNALS, found, strict=True)
-            _seen, _handlers = found, {number: one for number, one in pairs if callable(one)}
-        for number, handler in _handlers.items():
-            self.handlers[number] = handler
-            _set(number, self.note)
+        for number, handler in zip(_SIGNALS, map(_get, _SIGNALS), strict=True):
+            if callable(handler):
+                self.handlers[number] = handler
+                _set(number, self.note)
 
     def end(self) -> None:
         try:

@@ -9,8 +9,8 @@ the reserve, for unpredicted accesses. Resident tensors are estimated here, and 
 [Note: the least pool]  Pinned regions cannot be evicted, so the pool must exceed all that is pinned
 at one time; otherwise allocation deadlocks. Pinned are: the regions of one update
 (`States.update_bytes`), as updates are made one after the other; in forward the chunk that is being
-filled; a saved tensor larger than a chunk, while it is copied. On top come a
-second chunk, for the thread that makes the update, and the reserve, for the running operator.
+filled; a saved tensor larger than a chunk, while it is copied. On top come a second chunk and the
+reserve, as room for the thread that makes the update and for the running operator.
 
 [Note: the spill file]  Its least size is allocated before anything is changed: parameters,
 gradients and optimizer state, padded. Gradients of parameters paged by slices count twice, as those

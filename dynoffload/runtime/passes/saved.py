@@ -127,9 +127,9 @@ class Packed:
 class Columns(Packed):
     """A saved tensor with gaps, such as some columns of a matrix; in its chunk it is contiguous.
 
-    Unpacking returns its strides, because kernels depend on them. It uses the original storage if
-    that is alive and of the same size, else a temporary copy with gaps, ``skew`` elements past a
-    64-byte boundary like the original.
+    Unpacking returns it with its strides, because kernels depend on them. It uses the original
+    storage if that is alive and of the same size, else a temporary copy with gaps, ``skew``
+    elements past a 64-byte boundary like the original.
     """
 
     __slots__ = ("nbytes", "place", "skew", "strides")
