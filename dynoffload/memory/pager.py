@@ -380,13 +380,9 @@ class Pager(Device):
     def events(self) -> list[Event]:
         """See `Device.events`."""
         count = self._native.pager_events(self._handle, self._events)
-        form = np.dtype(native_pager.NativeEvent)
+        form, kinds, causes = np.dtype(native_pager.NativeEvent), tuple(EventKind), tuple(Cause)
         told = np.frombuffer(memoryview(self._events), form, count).tolist()
-        kinds, causes = tuple(EventKind), tuple(Cause)  # calling an enum costs as much as the rest
-        return [
-            Event(start, end, nbytes, region, kinds[kind], causes[cause])
-            for start, end, nbytes, region, kind, cause in told
-        ]
+        return [Event(s, e, n, r, kinds[k], causes[c]) for s, e, n, r, k, c in told]
 
     def close(self) -> None:
         """See `Device.close`."""
