@@ -83,6 +83,19 @@ def paged(session: Session, model: Any) -> list[int]:
 
 
 @needs_pager
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_of_another_type_than_the_files_are_copied_with_a_warning(
+    dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stock, config = saved("qwen3-moe", tmp_path, torch.bfloat16)
+    model = built(stock, config, dtype).requires_grad_(False).eval()
+    materialize(model, tmp_path)
+    with torch.no_grad(), dynoffload.offload(model, budget="1MB", config=CONFIG):
+        model(input_ids=IDS)
+    assert ("are copied to the spill file" in caplog.text) is (dtype is torch.float32)
+
+
+@needs_pager
 def test_they_take_no_room_in_the_spill_file(tmp_path: Path) -> None:
     stock, config = saved("qwen3-moe", tmp_path, num_hidden_layers=6)
     model = built(stock, config).requires_grad_(False).eval()

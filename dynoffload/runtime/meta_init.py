@@ -25,6 +25,7 @@ from dynoffload.errors import ConfigError
 from dynoffload.runtime.initialising import Give, Initialiser, fill, tensors_on_meta
 from dynoffload.runtime.placing import leave_for_meta, put_in_place, zero_buffers
 from dynoffload.runtime.weight_files import Bring, Link, WeightFiles
+from dynoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ def recipe_is_noted(model: nn.Module) -> bool:
 
 def frozen_in_files(model: nn.Module) -> frozenset[nn.Parameter]:
     """Return the frozen parameters of ``model`` on the meta device whose bytes lie in the files
-    that `remember` noted.
+    that `remember` noted. Warn if these files hold an eighth or more of the bytes otherwise.
 
     Raises:
         ConfigError: the files do not fit.
@@ -116,15 +117,20 @@ def frozen_in_files(model: nn.Module) -> frozenset[nn.Parameter]:
         return frozenset()
     its.stored = stored = _checked(its.init, model, tensors_on_meta(model), its.stored)
     assert stored is not None
-    return frozenset(
-        tensor
+    frozen = {
+        tensor: tensor.is_contiguous() and stored.extents_of(value, tensor.dtype) is not None
         for tensor, value in stored.values_in(model)
-        if isinstance(tensor, nn.Parameter)
-        and tensor.is_meta
-        and not tensor.requires_grad
-        and tensor.is_contiguous()
-        and stored.extents_of(value, tensor.dtype) is not None
-    )
+        if isinstance(tensor, nn.Parameter) and tensor.is_meta and not tensor.requires_grad
+    }
+    copied = sum(tensor.nbytes for tensor, lies_there in frozen.items() if not lies_there)
+    if copied * 8 > sum(tensor.nbytes for tensor in frozen):
+        logger.warning(
+            "%s of frozen weights are copied to the spill file, as %s holds them in another dtype "
+            "or form than the model: to page them from there, build the model in the files' dtype",
+            format_bytes(copied),
+            stored.path,
+        )
+    return frozenset(tensor for tensor, lies_there in frozen.items() if lies_there)
 
 
 def check_parts(model: nn.Module) -> None:

@@ -307,7 +307,8 @@ def _file_in(path: Path) -> Path:
         if (path / name).exists():
             return path / name
     raise ConfigError(
-        f"the directory {path} has neither {INDEX} nor {WHOLE}: name the safetensors file itself"
+        f"the directory {path} has neither {INDEX} nor {WHOLE}: name the directory of the whole "
+        "model's files, or a safetensors file"
     )
 
 
