@@ -45,7 +45,7 @@ def open_workers(device: torch.device, threads: int) -> Executor:
     """
 
     def begin() -> None:
-        if device.index is not None:  # None: a CPU, where the call would open one
+        if device.index is not None:  # None on a CPU: no accelerator to set
             torch.accelerator.set_device_index(device.index)
         torch.get_num_threads()  # applies the process's thread count, so call it before the limit
         _openmp().limit(limits=threads)

@@ -107,7 +107,7 @@ def recipe_is_noted(model: nn.Module) -> bool:
 
 def frozen_in_files(model: nn.Module) -> frozenset[nn.Parameter]:
     """Return the frozen parameters of ``model`` on the meta device whose bytes lie in the files
-    that `remember` noted. Warn if these files hold an eighth or more of the bytes otherwise.
+    that `remember` noted. Warn if more than an eighth of the frozen bytes do not lie there.
 
     Raises:
         ConfigError: the files do not fit.
