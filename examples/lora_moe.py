@@ -25,20 +25,23 @@ from transformers import (
 )
 
 from dynoffload.datasets.text import batches
-from dynoffload.experiments.moe_checkpoint import on_meta, qwen3_moe, write
+from dynoffload.experiments.moe_checkpoint import qwen3_moe, write
 from dynoffload.integrations.transformers import OffloadCallback, materialize
 
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument("path", type=Path, help="directory of the checkpoint")
     parser.add_argument("--make", action="store_true", help="write it, with random weights")
-    parser.add_argument("--layers", type=int, default=27)
+    parser.add_argument("--layers", type=int, default=27, help="of the network")
     parser.add_argument("--hidden", type=int, default=1024, help="width of the network")
     parser.add_argument("--experts", type=int, default=64, help="in each layer")
     parser.add_argument("--budget", help="such as 1.5GB; without it the loop is plain")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=5, help="of training")
     parser.add_argument("--tokens", type=int, default=512, help="tokens per step")
     parser.add_argument("--adapter", type=Path, help="directory to save the adapter to")
     return parser.parse_args()
@@ -48,7 +51,7 @@ def make(args: argparse.Namespace) -> None:
     """Write a checkpoint of random weights, one file per layer."""
     config = qwen3_moe(args.layers, args.hidden, args.experts)
     for number, total in write(args.path, config):
-        print(f"{number} of {args.layers + 1} files, {total / 1e9:.2f} GB", flush=True)
+        print(f"{number} of {args.layers + 1} files, {total / 1e6:,.0f} MB", flush=True)
 
 
 def main() -> None:
@@ -60,10 +63,11 @@ def main() -> None:
     set_seed(0)
     lora = LoraConfig(r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
     if args.budget is None:
-        model = AutoModelForCausalLM.from_pretrained(args.path, dtype=torch.bfloat16)
-        model = get_peft_model(model, lora)
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(args.path), lora)
     else:
-        model = get_peft_model(on_meta(AutoConfig.from_pretrained(args.path)), lora)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.path))
+        model = get_peft_model(model, lora)
         materialize(model, args.path)
     rows = [
         {"input_ids": row.tokens[0], "labels": row.tokens[0]}

@@ -29,13 +29,14 @@ def qwen3_moe(layers: int, hidden: int, experts: int) -> Qwen3MoeConfig:
         num_experts=experts,
         num_experts_per_tok=min(8, experts),
         architectures=["Qwen3MoeForCausalLM"],
+        dtype=torch.bfloat16,
     )
 
 
 def on_meta(config: PretrainedConfig) -> torch.nn.Module:
     """Return the network without memory."""
     with torch.device("meta"):
-        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(config)
     return model
 
 

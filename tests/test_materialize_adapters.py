@@ -244,6 +244,27 @@ def test_adapters_can_be_saved_when_a_file_of_the_base_changes(
     assert_same({name.replace(".default", ""): one for name, one in expected.items()}, held, how)
 
 
+@needs_pager
+def test_the_error_that_leaves_the_block_is_shown_beside_that_of_its_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stock, config = saved("llama", tmp_path)
+    model = peft.get_peft_model(built(stock, config), ADAPTERS["lora"]()).train()
+    materialize(model, tmp_path)
+    mine = KeyError("mine")
+
+    def leave() -> None:
+        budget, _ = least_budget(model, None, 1, CONFIG)
+        with dynoffload.offload(model, budget=budget, config=CONFIG):
+            change(tmp_path / "model.safetensors", "touched")
+            raise mine
+
+    with pytest.raises(SpillError, match="what trains can still be saved") as caught:
+        leave()
+    assert caught.value.__context__ is mine
+    assert "still in use" not in caplog.text
+
+
 @pytest.mark.parametrize("backend", [pytest.param("pager", marks=needs_pager), "mapped"])
 def test_optimizer_state_is_loaded_in_the_block(backend: str, tmp_path: Path) -> None:
     """Before it, torch moves the state to the meta device, which is refused."""

@@ -62,5 +62,6 @@ def unread(files: Sequence[SourceFile], number: int, region: str) -> SpillError:
     return SpillError(
         number,
         f"cannot read {region} from {paths}, where the block found it ({why}): leave the files of "
-        "a model alone while a block reads them, and begin again",
+        "a model alone while a block reads them, and begin again; inside the block, what trains "
+        "can still be saved",
     )

@@ -138,7 +138,7 @@ class BudgetedSession(Session):
         if target.queues is None:
             slack, buckets = format_bytes(config.heap_slack_bytes), sizing.bucket_bytes
             reduced = f"{format_bytes(buckets)} of buckets of gradients and " if buckets else ""
-            where = f"beside it {reduced}up to {slack} of freed memory, {where}"
+            where = f"beside it {reduced}up to {slack} of freed heap, {where}"
         else:
             pinned = "pinned" if target.queues.pinned else "not pinned"
             taken = format_bytes(paging.device.taken_bytes())

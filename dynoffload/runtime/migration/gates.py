@@ -75,7 +75,8 @@ class Trial:
                 self.lost = True
                 logger.warning(
                     "prefetch by %s stalled %.3f s per second of work and wasted %.0f%% of its "
-                    "bytes; on demand stalls %.3f s: prefetch is off from now",
+                    "bytes; on demand stalls %.3f s: prefetch is off from now (results are "
+                    "unaffected)",
                     self._source,
                     with_prefetch,
                     100 * _waste(self._prefetched),
