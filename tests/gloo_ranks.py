@@ -43,8 +43,11 @@ def run_ranks(
             for one in ranks:
                 one.start()
             until = time.monotonic() + limit_s
-            while time.monotonic() < until and any(ranks[rank].is_alive() for rank in wanted):
-                wait([one.sentinel for one in ranks if one.is_alive()], until - time.monotonic())
+            while (left := until - time.monotonic()) > 0:
+                alive = [one for one in ranks if one.is_alive()]
+                if not any(ranks[rank] in alive for rank in wanted):
+                    break
+                wait([one.sentinel for one in alive], left)
                 if any(folder.glob("*.error")):
                     until = min(until, time.monotonic() + _GRACE_S)
         finally:
