@@ -245,9 +245,7 @@ def test_adapters_can_be_saved_when_a_file_of_the_base_changes(
 
 
 @needs_pager
-def test_the_error_that_leaves_the_block_is_shown_beside_that_of_its_end(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_error_that_leaves_the_block_is_shown_beside_that_of_its_end(tmp_path: Path) -> None:
     stock, config = saved("llama", tmp_path)
     model = peft.get_peft_model(built(stock, config), ADAPTERS["lora"]()).train()
     materialize(model, tmp_path)
@@ -262,7 +260,6 @@ def test_the_error_that_leaves_the_block_is_shown_beside_that_of_its_end(
     with pytest.raises(SpillError, match="what trains can still be saved") as caught:
         leave()
     assert caught.value.__context__ is mine
-    assert "still in use" not in caplog.text
 
 
 @pytest.mark.parametrize("backend", [pytest.param("pager", marks=needs_pager), "mapped"])

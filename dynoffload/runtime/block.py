@@ -124,21 +124,12 @@ class OffloadBlock(contextlib.AbstractContextManager[Session]):
             clear_frames(error)
             return self._planned.block.__exit__(kind, error, trace)
         except BaseException as ending:
-            _keep_context(ending, error)
+            known = error is None or ending in (error, error.__cause__, error.__context__)
+            if not known and ending.__cause__ is ending.__context__ is None:
+                ending.__context__ = error  # which `ExitStack.close` drops
             raise
         finally:
             admit()
-
-
-def _keep_context(ending: BaseException, error: BaseException | None) -> None:
-    """Show with ``ending`` the ``error`` by which the block was left; `ExitStack` drops it."""
-    last = ending
-    while last is not error:
-        earlier = last.__cause__ or last.__context__
-        if earlier is None:
-            last.__context__ = error
-            return
-        last = earlier
 
 
 _entered: list[OffloadBlock] = []  # blocks entered and not left, in order

@@ -365,7 +365,7 @@ class Paging(Stepping):
     def _end_device(self) -> None:
         """Close the device, or keep it while external references to its memory remain."""
         held = self.device.retire()
-        if held and not self.loss:  # else they are those that could not be read
+        if held:
             logger.warning(
                 "%d %s still in use that the offload() block made, such as views of parameters: "
                 "the pool of %s and its spill file stay until no variable holds them",
