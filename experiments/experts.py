@@ -346,7 +346,7 @@ _AHEAD: dict[str, Cell] = {
     "evenness of use": _number("evenness"),
     "routers ahead, recall, precision": _both("routers, ahead"),
     "with the pilot": _both("ahead"),
-    "routers on the first": _both("routers, first"),
+    "routers of the first mixture": _both("routers, first"),
     "with the pilot there": _both("first"),
 }
 _BEFORE: dict[str, Cell] = {

@@ -2,8 +2,8 @@
 
 A router is the one module beside a fused layer, without modules inside, that owns a matrix with a
 row for each expert; what it returns holds the indices that the layer is called with. It is asked
-early, on the hidden state at hand: as the experts of the mixture before begin, or, for the first
-mixture, as its decoder layer begins, through the layer's last norm. It runs as a copy without
+early, on the hidden state at hand: as the experts of the mixture before begin, or, for the first of
+a stack of layers, as its own layer begins, through the layer's last norm. It runs as a copy without
 hooks, on copies of its buffers, so that nothing of the network changes.
 
 [Note: calibration]  Tokens move while attention and experts add to them, much in the same way for
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,11 +113,11 @@ class _Mixture:
         self.blocks = tuple(unit_path(site, number) for number in range(self.count))
         self.path = site.rpartition(".")[0]
         self.decoder = self.path.rpartition(".")[0]
+        self.stack = self.decoder.rpartition(".")[0]
         self._layer = layer
         self._calibration = _Calibration()
         self._hit = 0.0  # share of the experts that the last call hit
-        self._router = ("", nn.Module())
-        self._norm: tuple[str, nn.Module] | None = None  # of its decoder layer
+        self._router = self._norm = ("", nn.Module())
         routers = [
             (_below(self.path, name), module)
             for name, module in model.get_submodule(self.path).named_children()
@@ -137,23 +138,22 @@ class _Mixture:
 
     def probes(self, before: _Mixture | None) -> list[tuple[str, tuple[str, ...], Any]]:
         """Return where it is asked, with the modules that are read and the function to call."""
-        router = self._router[0]
+        router, (name, norm) = self._router[0], self._norm
         found: list[tuple[str, tuple[str, ...], Any]] = [(self.site, (), self._learn)]
-        if before is not None:
-            self._norm = None
-            found.append((before.site, (router,), self._ask))
-        elif self._norm is not None and self.path:
-            found.append((self.decoder, (self._norm[0], router), self._ask))
+        if before is not None and before.stack == self.stack:
+            found.append((before.site, (router,), partial(self._ask, None)))
+        elif name and self.path:
+            found.append((self.decoder, (name, router), partial(self._ask, norm)))
         return found
 
-    def _ask(self, *args: Any) -> Tensor | None:
+    def _ask(self, norm: nn.Module | None, *args: Any) -> Tensor | None:
         if self._hit >= ALL:  # see [Note: all]
             return torch.ones(self.count)
         if _transformed() or not args or not isinstance(args[0], Tensor):
             return None
         if not args[0].is_floating_point():
             return None
-        x = args[0] if self._norm is None else _run(self._norm[1], args[0])
+        x = args[0] if norm is None else _run(norm, args[0])
         answers = self._answers(x.reshape(-1, x.shape[-1]))
         if answers is None:
             return None

@@ -59,26 +59,34 @@ def test_a_router_is_asked_about_its_experts(family: str) -> None:
     assert not table.keys() & set(layers[1:])
 
 
-def test_what_moves_all_tokens_alike_is_learned() -> None:
+@pytest.mark.parametrize("number", [0, 1])
+def test_what_moves_all_tokens_alike_is_learned(number: int) -> None:
     """Between the early answer and the mixture, attention adds the same to each token here."""
     model = mixtral(num_local_experts=16)
     model.requires_grad_(requires_grad=False)
     table = probes_of(model)
-    gate, norm = model.model.layers[0].mlp.gate, model.model.layers[0].post_attention_layernorm
+    layer = model.model.layers[number]
+    asked = "model.layers.0.mlp.experts" if number else "model.layers.0"
+    norm = nn.Identity() if number else layer.post_attention_layernorm
     generator = torch.Generator().manual_seed(0)
     moved = torch.randn(32, generator=generator)
     right: list[float] = []
     for _ in range(300):
         x = torch.randn(3, 32, generator=generator)
-        (hint,) = hinted(table, "model.layers.0", (x,), 0)
-        chosen = gate(norm(x + moved))[2]
+        (hint,) = hinted(table, asked, (x, torch.zeros(3, 2, dtype=torch.long)), 0)
+        chosen = layer.mlp.gate(norm(x + moved))[2]
         told = torch.tensor(hint.values) > 0.5
         hit = torch.zeros(16, dtype=torch.bool).scatter(0, chosen.flatten(), True)
         right.append(float((told & hit).sum() / (told | hit).sum()))
-        (other,) = hinted(table, "model.layers.0.mlp.experts", (x, chosen), 0)
-        assert other.blocks[0] == "model.layers.1.mlp.experts[0]"
+        hinted(table, f"model.layers.{number}.mlp.experts", (x, chosen), 0)
     assert sum(right[-50:]) / 50 > sum(right[:1]) + 0.2
     assert sum(right[-50:]) / 50 > 0.6
+
+
+def test_the_first_of_each_stack_is_asked_as_its_layer_begins() -> None:
+    model = nn.ModuleDict({"one": mixtral(), "other": mixtral(hidden_size=64)})
+    heads = [path for path in probes_of(model) if not path.endswith(".experts")]
+    assert heads == ["one.model.layers.0", "other.model.layers.0"]
 
 
 class _Restless(nn.Module):

@@ -83,21 +83,20 @@ def paged(session: Session, model: Any) -> list[int]:
 
 
 @needs_pager
-@pytest.mark.parametrize(
-    ("differ", "warned"), [("", False), ("norm", False), ("layers.1.mlp", True), (".", True)]
-)
+@pytest.mark.parametrize(("copied", "warned"), [(0, False), (2, False), (3, True), (24, True)])
 def test_weights_of_another_type_than_the_files_are_copied_with_a_warning(
-    differ: str, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    copied: int, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Unless they are at most an eighth."""
+    """Two projections are 11% of the bytes, three 16%: it comes above an eighth."""
     stock, config = saved("qwen3-moe", tmp_path, torch.bfloat16)
     model = built(stock, config, torch.bfloat16).requires_grad_(False).eval()
-    for name, parameter in model.named_parameters():
-        if differ and differ in name:
-            parameter.data = parameter.data.float()
+    named = dict(model.named_parameters())
+    for name in sorted(named, key=lambda name: "_proj.weight" not in name)[:copied]:
+        named[name].data = named[name].data.float()
     materialize(model, tmp_path)
-    with dynoffload.offload(model, budget="1MB", config=CONFIG):
-        pass
+    with torch.no_grad(), dynoffload.offload(model, budget="1MB", config=CONFIG):
+        if copied in (0, len(named)):  # of one dtype
+            model(input_ids=IDS)
     assert ("are copied to the spill file" in caplog.text) is warned
 
 

@@ -3,7 +3,7 @@
 `refusal` reports whether the kernels support a call; `fused` runs them. Triton is imported at the
 first supported call. If it is missing, experts run one by one, which is logged once.
 
-On an H200 they save memory and are slower than routed buffers (docs/moe.md).
+On an H200 they are slower than products of cuBLAS (docs/moe.md).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ backward; saved are the first product, (L·k, p·h), and the activation's result
 ``torch.use_deterministic_algorithms`` fixes the kernels' block sizes, and so the bits across
 processes. Within one process, a shape has the same bits in each run once block sizes are chosen.
 
-On an H200 they save memory and are slower than routed buffers (docs/moe.md).
+On an H200 they are slower than products of cuBLAS (docs/moe.md).
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ loads densely. A product with a matrix of 0 and 1 adds the run's results to thei
 relative to the first is (tokens of a tile) / (inner width). As 0 times infinity is NaN, non-finite
 results are left out there, and their token's columns are set to NaN at the end.
 
-Source: MoEBlaze (arXiv 2601.05296), section 3. On an H200 they are right, and slower than routed
-buffers (docs/moe.md). Sums are in float32, or float64 for float64. Block sizes are autotuned once
+Source: MoEBlaze (arXiv 2601.05296), section 3. On an H200 they are slower than products of
+cuBLAS (docs/moe.md). Sums are in float32, or float64 for float64. Block sizes are autotuned once
 for each width; they determine the order of sums, and so the bits.
 """
 
