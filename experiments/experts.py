@@ -2,9 +2,9 @@
 
 Small mixtures of 64 experts a layer are trained on text. Then their weights stay, and steps are
 recorded: a pilot learns from those on the training text, and those on other files are scored.
-*Ahead* is what a router says where the experts of the layer before begin, *at the layer* where its
-own decoder layer does. For the first seed, larger ones train under an eighth of their footprint, in
-processes that take turns.
+*Ahead* is what a router says where the experts of the layer before begin; the *first* is asked as
+its own decoder layer begins. For the first seed, larger ones train under an eighth of their
+footprint, in processes that take turns.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ def _score_hints(
             if b in always or ((b, 0) in numbers_of and chances[numbers_of[b, 0]] > 0.5)
         }
         early = trace.calls[call].path in layers
-        where = "ahead" if early else "at the layer"
+        where = "ahead" if early else "first"
         tallies[f"routers, {where}"].add(told, about)
         tallies[where].add(known, about)
 
@@ -346,8 +346,8 @@ _AHEAD: dict[str, Cell] = {
     "evenness of use": _number("evenness"),
     "routers ahead, recall, precision": _both("routers, ahead"),
     "with the pilot": _both("ahead"),
-    "routers at the layer": _both("routers, at the layer"),
-    "with the pilot there": _both("at the layer"),
+    "routers of the first mixture": _both("routers, first"),
+    "with the pilot there": _both("first"),
 }
 _BEFORE: dict[str, Cell] = {
     "mixture": lambda row: row["family"],

@@ -2,12 +2,12 @@
 
 A router is the one module beside a fused layer, without modules inside, that owns a matrix with a
 row for each expert; what it returns holds the indices that the layer is called with. It is asked
-early, on the hidden state at hand: as a decoder layer begins, through the layer's last norm, about
-the experts of that layer; and as experts begin, about those of the next mixture. It runs as a copy
-without hooks, on copies of its buffers, so that nothing of the network changes.
+early, on the hidden state at hand: as the experts of the mixture before begin, or, for the first of
+a stack of layers, as its own layer begins, through the layer's last norm. It runs as a copy without
+hooks, on copies of its buffers, so that nothing of the network changes.
 
 [Note: calibration]  Tokens move while attention and experts add to them, much in the same way for
-all. So for each place a ridge regression over the latest calls maps what the router says early to
+all. So for each router a ridge regression over the latest calls maps what the router says early to
 which experts each token went to. It is linear in the router's choice and in random
 rectified combinations of its logits, which tell more than the logits themselves: `_FEATURES` for
 each expert, so that a calibration is small beside experts, and `_MOST` at most. A chance is that
@@ -21,7 +21,8 @@ transform of `torch.func`, whose tensors must not outlive it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,8 +113,9 @@ class _Mixture:
         self.blocks = tuple(unit_path(site, number) for number in range(self.count))
         self.path = site.rpartition(".")[0]
         self.decoder = self.path.rpartition(".")[0]
+        self.stack = self.decoder.rpartition(".")[0]
         self._layer = layer
-        self._calibrations: list[_Calibration] = []
+        self._calibration = _Calibration()
         self._hit = 0.0  # share of the experts that the last call hit
         self._router = self._norm = ("", nn.Module())
         routers = [
@@ -136,34 +138,28 @@ class _Mixture:
 
     def probes(self, before: _Mixture | None) -> list[tuple[str, tuple[str, ...], Any]]:
         """Return where it is asked, with the modules that are read and the function to call."""
+        router, (name, norm) = self._router[0], self._norm
         found: list[tuple[str, tuple[str, ...], Any]] = [(self.site, (), self._learn)]
-        router = self._router[0]
-        if self._norm[0] and self.path:
-            found.append((self.decoder, (self._norm[0], router), self._asking(through_norm=True)))
-        if before is not None:
-            found.append((before.site, (router,), self._asking(through_norm=False)))
+        if before is not None and before.stack == self.stack:
+            found.append((before.site, (router,), partial(self._ask, None)))
+        elif name and self.path:
+            found.append((self.decoder, (name, router), partial(self._ask, norm)))
         return found
 
-    def _asking(self, *, through_norm: bool) -> Callable[..., Tensor | None]:
-        calibration = _Calibration()
-        self._calibrations.append(calibration)
-
-        def ask(*args: Any) -> Tensor | None:
-            if self._hit >= ALL:  # see [Note: all]
-                return torch.ones(self.count)
-            if _transformed() or not args or not isinstance(args[0], Tensor):
-                return None
-            if not args[0].is_floating_point():
-                return None
-            x = _run(self._norm[1], args[0]) if through_norm else args[0]
-            answers = self._answers(x.reshape(-1, x.shape[-1]))
-            if answers is None:
-                return None
-            chances = calibration.chances(answers)
-            chances = answers[:, : self.count] if chances is None else chances
-            return 1 - (1 - chances).prod(0)
-
-        return ask
+    def _ask(self, norm: nn.Module | None, *args: Any) -> Tensor | None:
+        if self._hit >= ALL:  # see [Note: all]
+            return torch.ones(self.count)
+        if _transformed() or not args or not isinstance(args[0], Tensor):
+            return None
+        if not args[0].is_floating_point():
+            return None
+        x = args[0] if norm is None else _run(norm, args[0])
+        answers = self._answers(x.reshape(-1, x.shape[-1]))
+        if answers is None:
+            return None
+        chances = self._calibration.chances(answers)
+        chances = answers[:, : self.count] if chances is None else chances
+        return 1 - (1 - chances).prod(0)
 
     def _answers(self, x: Tensor) -> Tensor | None:
         """Return the router's choice of each token, ones and zeros, a one, and combinations of its
@@ -190,11 +186,9 @@ class _Mixture:
         if indices is None or hit is None or _transformed():
             return
         self._hit = len(hit) / self.count
-        outcomes = self._outcomes(indices) if self._hit < ALL else None
-        for calibration in self._calibrations:
-            if outcomes is not None:
-                calibration.learn(outcomes)
-            calibration.asked = None
+        if self._hit < ALL:
+            self._calibration.learn(self._outcomes(indices))
+        self._calibration.asked = None
 
 
 def mixtures_in(model: nn.Module) -> list[_Mixture]:

@@ -27,7 +27,7 @@ def test_routers_and_pilots_are_scored(tmp_path: Path, capsys: pytest.CaptureFix
     (row,) = found["rows"]
     assert 0.1 < row["hit"] < 0.5
     assert row["uniform"]["recall"] == pytest.approx(row["hit"], rel=0.1)
-    for what in ("pilot", "last order", "ahead", "at the layer", "routers, ahead"):
+    for what in ("pilot", "last order", "ahead", "first", "routers, ahead"):
         assert row["uniform"]["f1"] < row[what]["f1"] <= 1
     assert found["summary"]["deepseek-v3"]["recall ahead"] == row["ahead"]["recall"]
     assert "deepseek-v3" in capsys.readouterr().out

@@ -50,34 +50,43 @@ def test_a_router_is_asked_about_its_experts(family: str) -> None:
         )
     model(input_ids=torch.arange(2, 5)[None])
     for before, site in pairwise(sites):
-        layer = site.rpartition(".")[0].rpartition(".")[0]
         (hint,) = hinted(table, before, (inputs[site],), 0)
         assert hint.blocks == tuple(unit_path(site, n) for n in range(len(hint.blocks)))
         assert {n for n, value in enumerate(hint.values) if value > 0.5} == ran[site]
-        (early,) = hinted(table, layer, (inputs[site],), 0)
-        assert early.blocks == hint.blocks
-    assert sites
+    layers = [site.rpartition(".")[0].rpartition(".")[0] for site in sites]
+    (hint,) = hinted(table, layers[0], (inputs[sites[0]],), 0)
+    assert hint.blocks[0] == unit_path(sites[0], 0)
+    assert not table.keys() & set(layers[1:])
 
 
-def test_what_moves_all_tokens_alike_is_learned() -> None:
+@pytest.mark.parametrize("number", [0, 1])
+def test_what_moves_all_tokens_alike_is_learned(number: int) -> None:
     """Between the early answer and the mixture, attention adds the same to each token here."""
     model = mixtral(num_local_experts=16)
     model.requires_grad_(requires_grad=False)
     table = probes_of(model)
-    gate, norm = model.model.layers[1].mlp.gate, model.model.layers[1].post_attention_layernorm
+    layer = model.model.layers[number]
+    asked = "model.layers.0.mlp.experts" if number else "model.layers.0"
+    norm = nn.Identity() if number else layer.post_attention_layernorm
     generator = torch.Generator().manual_seed(0)
     moved = torch.randn(32, generator=generator)
     right: list[float] = []
     for _ in range(300):
         x = torch.randn(3, 32, generator=generator)
-        (hint,) = hinted(table, "model.layers.1", (x,), 0)
-        chosen = gate(norm(x + moved))[2]
+        (hint,) = hinted(table, asked, (x, torch.zeros(3, 2, dtype=torch.long)), 0)
+        chosen = layer.mlp.gate(norm(x + moved))[2]
         told = torch.tensor(hint.values) > 0.5
         hit = torch.zeros(16, dtype=torch.bool).scatter(0, chosen.flatten(), True)
         right.append(float((told & hit).sum() / (told | hit).sum()))
-        assert not hinted(table, "model.layers.1.mlp.experts", (x, chosen), 0)
+        hinted(table, f"model.layers.{number}.mlp.experts", (x, chosen), 0)
     assert sum(right[-50:]) / 50 > sum(right[:1]) + 0.2
     assert sum(right[-50:]) / 50 > 0.6
+
+
+def test_the_first_of_each_stack_is_asked_as_its_layer_begins() -> None:
+    model = nn.ModuleDict({"one": mixtral(), "other": mixtral(hidden_size=64)})
+    heads = [path for path in probes_of(model) if not path.endswith(".experts")]
+    assert heads == ["one.model.layers.0", "other.model.layers.0"]
 
 
 class _Restless(nn.Module):
@@ -168,8 +177,8 @@ def test_asking_changes_nothing_of_a_router(given: bool) -> None:
         _loss(model, 3).backward()
     assert [layer.mlp.gate.runs for layer in model.layers] == [1, 1, 1]
     assert len(seen) == 3
-    assert _Restless.calls == 3 + 3 + 2  # each once early in its layer, and by the mixture before
-    assert len(traces[0].hints) == 5
+    assert _Restless.calls == 3 + 3  # each once early
+    assert len(traces[0].hints) == 3
 
 
 def test_routers_of_others_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,14 +251,14 @@ def test_where_all_experts_are_hit_none_is_computed() -> None:
         layer.mlp.gate.seen.copy_(torch.tensor([0, 1e6, 0, 0, 1e6, 0]))  # the same two, always
     table = probes_of(model)
     every = torch.arange(6).view(3, 2)
-    hinted(table, "layers.1.mlp.experts", (torch.ones(3, 32), every), 0)
+    hinted(table, "layers.0.mlp.experts", (torch.ones(3, 32), every), 0)
     _Restless.calls = 0
-    (hint,) = hinted(table, "layers.1", (torch.ones(3, 32),), 0)
+    (hint,) = hinted(table, "layers.0", (torch.ones(3, 32),), 0)
     assert hint.values == (1.0,) * 6
     assert _Restless.calls == 0
-    hinted(table, "layers.1.mlp.experts", (torch.ones(2, 32), every[:2]), 0)
+    hinted(table, "layers.0.mlp.experts", (torch.ones(2, 32), every[:2]), 0)
     _Restless.calls = 0
-    (hint,) = hinted(table, "layers.1", (torch.ones(3, 32),), 0)
+    (hint,) = hinted(table, "layers.0", (torch.ones(3, 32),), 0)
     assert _Restless.calls == 1
     assert [n for n, value in enumerate(hint.values) if value > 0.5] == [1, 4]
 

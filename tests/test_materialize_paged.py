@@ -83,16 +83,21 @@ def paged(session: Session, model: Any) -> list[int]:
 
 
 @needs_pager
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("copied", "warned"), [(0, False), (2, False), (3, True), (24, True)])
 def test_weights_of_another_type_than_the_files_are_copied_with_a_warning(
-    dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    copied: int, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Two projections are 11% of the bytes, three 16%: it comes above an eighth."""
     stock, config = saved("qwen3-moe", tmp_path, torch.bfloat16)
-    model = built(stock, config, dtype).requires_grad_(False).eval()
+    model = built(stock, config, torch.bfloat16).requires_grad_(False).eval()
+    named = dict(model.named_parameters())
+    for name in sorted(named, key=lambda name: "_proj.weight" not in name)[:copied]:
+        named[name].data = named[name].data.float()
     materialize(model, tmp_path)
     with torch.no_grad(), dynoffload.offload(model, budget="1MB", config=CONFIG):
-        model(input_ids=IDS)
-    assert ("are copied to the spill file" in caplog.text) is (dtype is torch.float32)
+        if copied in (0, len(named)):  # of one dtype
+            model(input_ids=IDS)
+    assert ("are copied to the spill file" in caplog.text) is warned
 
 
 @needs_pager

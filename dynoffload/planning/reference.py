@@ -131,8 +131,8 @@ class Reference(Generic[HeldT]):
         *,
         doubtful: bool = False,
     ) -> None:
-        frozen = self.frozen.issuperset(use)
-        writes = () if frozen else tuple(region for region in use if region not in self.frozen)
+        frozen = self.frozen
+        writes = tuple([region for region in use if region not in frozen]) if frozen else use
         self.uses.append(Use(use, tuple(creates), tuple(frees), writes=writes, doubtful=doubtful))
 
     def add_forward(

@@ -126,7 +126,8 @@ def frozen_in_files(model: nn.Module) -> frozenset[nn.Parameter]:
     if copied * 8 > sum(tensor.nbytes for tensor in frozen):
         logger.warning(
             "%s of frozen weights are copied to the spill file, as %s holds them in another dtype "
-            "or form than the model: to page them from there, build the model in the files' dtype",
+            "or form than the model; if only the dtype differs, build the model in that of the "
+            "files: then they are paged from there",
             format_bytes(copied),
             stored.path,
         )
