@@ -148,8 +148,7 @@ class Posterior:
         residual = _residual(self._ran[..., before], self._chances[..., before])
         weights = residual @ correction.inverse[before, before]
         mean = weights @ correction.factor[before, here]
-        chances = self._chances[..., here]
-        rows = blend_rows(chances, np.asarray(mean * _deviation(chances), dtype=np.float32))
+        rows = blend_rows(self._chances[..., here], mean * _deviation(self._chances[..., here]))
         _enter_hints(rows, self._hints[..., here])
         return rows
 
