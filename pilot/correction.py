@@ -3,10 +3,10 @@
 `Correction` is learned from a model's predictions for unseen steps and the steps' true blocks;
 `Posterior` holds the probabilities of one step as it runs. Two things are learned. First, how
 residuals correlate: a block that ran unexpectedly changes the probability of others by the
-covariance of residuals. The conditional mean follows from its Cholesky factor. Second, how far to
-trust each source: for each site a logistic regression blends the model's log-odds with the
-residuals. Two more blend these with a hint, given ahead (while earlier decisions are open) or at
-hand. This also calibrates the probabilities.
+covariance of residuals. The conditional mean follows from its Cholesky factor, one column per
+observed block. Second, how far to trust each source: for each site a logistic regression blends the
+model's log-odds with the residuals. Two more blend these with a hint, given ahead (while earlier
+decisions are open) or at hand. This also calibrates the probabilities.
 
 Sources: Schäfer and Strimmer, "A shrinkage approach to large-scale covariance matrix estimation",
 2005 (their target D, the diagonal); Platt, "Probabilistic outputs for support vector machines",
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -42,8 +41,9 @@ MAX_STEPS = 512
 """Steps replayed to learn how far to trust residuals."""
 _NEWTON = 12  # iterations
 _LEAST = 0.02  # lower bound of a residual's standard deviation
-_LARGEST = 1e6  # beyond the inverse of every learned factor
+_FAR = 1e6  # beyond every mean of a learned factor; one from a damaged file may grow without end
 _JITTER = 1e-3  # added to the variances of residuals
+_LEAST_FACTOR = 0.03  # below every diagonal of a learned factor, whose squares are at least _JITTER
 
 
 @dataclass(frozen=True)
@@ -84,16 +84,9 @@ class Correction:
             raise ValueError("a correction of the wrong shape")
         if blend.ndim != 3 or blend.shape[1:] != (SOURCES, COLUMNS) or sites.max() >= len(blend):
             raise ValueError("a blend of the wrong shape")
-        correction = cls(sites, factor, blend)
-        with np.errstate(all="ignore"):  # LinAlgError is a ValueError
-            if not (np.abs(correction.inverse) < _LARGEST).all():
-                raise ValueError("a factor whose inverse is too large")
-        return correction
-
-    @cached_property
-    def inverse(self) -> Floats:
-        """The inverse of ``factor``. Its first rows and columns are the inverse of the factor's."""
-        return np.asarray(np.linalg.inv(self.factor.astype(np.float64)), dtype=np.float32)
+        if (np.diagonal(factor) < _LEAST_FACTOR).any():
+            raise ValueError("a factor that is none")
+        return cls(sites, factor, blend)
 
 
 class Posterior:
@@ -107,13 +100,21 @@ class Posterior:
         self.known = 0
         self._correction = correction
         self._chances = np.clip(chances, 1e-4, 1 - 1e-4)
+        self._deviation = _deviation(self._chances)
+        self._mean = np.zeros(chances.shape, dtype=np.float32)
         self._hints = np.full(chances.shape, np.nan, dtype=np.float32)
         self._sources = np.zeros(chances.shape, dtype=np.int64)
         self._ran = np.zeros(chances.shape, dtype=np.bool_)
 
     def observe(self, ran: bool | Bools) -> None:
         """Record whether the next block, in canonical order, ran."""
-        self._ran[..., self.known] = ran
+        i, factor = self.known, self._correction.factor
+        residual = (ran - self._chances[..., i]) / self._deviation[..., i]
+        residual = np.clip(residual, -MAX_RESIDUAL, MAX_RESIDUAL)
+        weight = (residual - self._mean[..., i]) / factor[i, i]
+        rest = self._mean[..., i + 1 :]
+        np.clip(rest + weight[..., None] * factor[i, i + 1 :], -_FAR, _FAR, out=rest)
+        self._ran[..., i] = ran
         self.known += 1
 
     def hint(self, places: npt.NDArray[np.int64], values: Floats, *, at_hand: bool = False) -> None:
@@ -144,11 +145,7 @@ class Posterior:
 
     def rows(self, here: slice) -> Floats:
         """Return the blended columns of some blocks, ``[..., COLUMNS]``."""
-        before, correction = slice(self.known), self._correction
-        residual = _residual(self._ran[..., before], self._chances[..., before])
-        weights = residual @ correction.inverse[before, before]
-        mean = weights @ correction.factor[before, here]
-        rows = blend_rows(self._chances[..., here], mean * _deviation(self._chances[..., here]))
+        rows = blend_rows(self._chances[..., here], (self._mean * self._deviation)[..., here])
         _enter_hints(rows, self._hints[..., here])
         return rows
 
@@ -232,7 +229,8 @@ def _posterior_rows(
 def residual_factor(chances: Floats, ran: Bools) -> Floats:
     """Return the transposed Cholesky factor of the covariance of residuals, shrunk towards its
     diagonal."""
-    residual = _residual(ran, chances).astype(np.float64)
+    residual = (ran - chances) / _deviation(chances)
+    residual = np.clip(residual, -MAX_RESIDUAL, MAX_RESIDUAL).astype(np.float64)
     steps, blocks = residual.shape
     covariance = residual.T @ residual / max(steps, 1)
     variances = np.diag(covariance)
@@ -296,11 +294,6 @@ def _logistic(rows: Wide, truth: Bools, towards: Wide) -> Wide:
         if longest < 1e-6:
             break
     return weights
-
-
-def _residual(ran: Bools, chances: Floats) -> Floats:
-    residual = (ran - chances) / _deviation(chances)
-    return np.asarray(np.clip(residual, -MAX_RESIDUAL, MAX_RESIDUAL), dtype=np.float32)
 
 
 def _deviation(chances: Floats) -> Floats:
