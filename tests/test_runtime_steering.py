@@ -159,33 +159,6 @@ def test_a_pilot_that_comes_to_know_within_the_step_goes_on_steering(
     assert _trained(profiled, lambda probe: lambda x: None)[2] == "the last order"
 
 
-@needs_pager
-def test_a_plan_made_within_the_step_ends_where_nothing_stays_until_its_use() -> None:
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(24)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    planned: list[set[int]] = []  # regions of the planned part of a backward
-    with dynoffload.offload(model, optimizer, budget=120 * 1024, config=PAGES) as session:
-        paging = session._paging
-        assert paging is not None
-        migrator, device = paging.migrator, paging.device
-
-        def again(module: nn.Module, args: Any) -> None:
-            if migrator.last_order:
-                migrator.revise(migrator.last_order[12:])
-                planned.append(set(migrator._reference.backward))
-
-        model[12].register_forward_pre_hook(again)
-        for sample in torch.randn(4, 2, 64):
-            model(sample).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        last = {slot.region for unit in migrator.last_order[-4:] for slot in unit.slots}
-        sizes = [sum(map(device.size, regions)) for regions in planned]
-    assert len(planned) == 3
-    assert all(last <= regions for regions in planned)
-    assert all(device.capacity < size < 1.5 * device.capacity for size in sizes)
-
-
 class _Gated(nn.Module):
     """Blocks behind gates, whose probes call the gates, and draw, as none should."""
 

@@ -98,8 +98,8 @@ class Migrator:
     def revise(self, rest: Sequence[Unit]) -> None:
         """Replan the running forward, which will continue with ``rest``.
 
-        This plan ends in the sample's backward, see `_nearest`. The plan made when backward begins
-        covers all of it and the next forward.
+        This plan ends with the sample's backward. The plan made when backward begins covers the
+        next forward.
         """
         if self.phase is Phase.FORWARD and self.prefetch:
             under_way = [Visit(unit) for unit, _ in self._visits[-1:]]
@@ -107,8 +107,7 @@ class Migrator:
             reference: Reference[Slot] = Reference()
             reference.add_forward([*under_way, *coming], self._pending.__contains__)
             whole = [*self._joined(visits_made(self._visits)), *coming]
-            nearest = self._nearest(whole)
-            reference.add_backward(nearest, self._segments.spans(nearest))
+            reference.add_backward(whole, self._segments.spans(whole))
             self._follow(reference)
             for visit in under_way:  # already visited: anchor later visits of this unit only
                 del reference.forward[visit.unit.index][0]
@@ -223,18 +222,6 @@ class Migrator:
                     assert slot.fused is not None  # saved whole, and found by its first region
                     positions = reference.backward[slot.region]
                     reference.backward.setdefault(slot.fused.row[0], positions)
-
-    def _nearest(self, visits: Sequence[Visit[Slot]]) -> Sequence[Visit[Slot]]:
-        """Return the last of ``visits``, as many as have parameters of the whole capacity: what
-        backward uses after these cannot stay until then."""
-        room, known = self._device.capacity, set[int]()
-        for number in reversed(range(len(visits))):
-            regions = {slot.region for slot in visits[number].slots} - known
-            known |= regions
-            room -= sum(map(self._device.size, regions))
-            if room < 0:
-                return visits[number:]
-        return visits
 
     def _joined(self, visits: Sequence[Visit[Slot]]) -> list[Visit[Slot]]:
         """Return ``visits`` with one in place of all experts of a call that reads them at once."""
