@@ -307,6 +307,18 @@ def test_a_trainer_goes_on_with_a_saved_adapter(tmp_path: Path) -> None:
     assert_paged(calls[0].session, steps=4)
     assert_same_outcome(sides[1], sides[0])
 
+    last = tmp_path / "0" / "checkpoint-2"  # which it resumes inside a block
+    model = loaded_by_peft(built(stock, config), last)
+    materialize(model, tmp_path / "base", adapters={"default": last})
+    optimizer = trainer(model, tmp_path).create_optimizer()
+    with dynoffload.offload(model, optimizer, budget=nbytes // 2, config=CONFIG):
+        optimizers = (optimizer, None)
+        resumed = trainer(model, tmp_path / "resumed", optimizers=optimizers, **EVERYTHING)
+        resumed.train(resume_from_checkpoint=str(last))
+    for side in (resumed, sides[0]):
+        del side.state.log_history[-1]["train_loss"]  # of the steps since it was resumed
+    assert_same_outcome(resumed, sides[0])
+
 
 def test_a_head_that_is_tied_is_copied(tmp_path: Path) -> None:
     """The files have it under the name of the embedding alone."""
