@@ -107,7 +107,7 @@ def test_it_comes_back_for_a_larger_sample() -> None:
         watched = pair.model.embedding.register_forward_hook(lambda *_: seen.append(session.paging))
         steps(pair, [16])
         assert seen == [True]
-        steps(pair, [16, 4, 9, 16, 4])
+        steps(pair, [16, 4, 9, 16, 4, 9])
         assert not session.paging, "what is measured by now fits"
         steps(pair, [16, 3])
         assert seen[-2:] == [False, False]

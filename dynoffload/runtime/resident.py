@@ -35,15 +35,14 @@ from dynoffload.runtime.unseen import unseen
 from dynoffload.telemetry import StepStats
 from dynoffload.units import KiB
 
-_SHARE = 0.9  # of the budget
 _GRAPH = 128 * KiB  # nodes of a small forward's graph: the heap has them, and no page
-_MEASURED_STEPS = 2  # steps measured before paging stops
-_GROWTH = 1.1  # samples larger than the measured ones by this factor are paged again
+_MEASURED_STEPS = 3  # steps measured before paging stops; twice as many each time it has come back
+_GROWTH = 1.1  # samples larger than the measured ones by this factor are always paged again
 
 
 def stays(need: int, budget: int) -> bool:
     """Return whether a session stops paging under ``budget`` if its steps take ``need`` bytes."""
-    return need + _GRAPH <= _SHARE * budget
+    return need + _GRAPH <= budget
 
 
 class Fit:
@@ -53,17 +52,31 @@ class Fit:
         largest: the size of the largest sample so far.
         whole: bytes of a step that touches everything, without activations: the most since
             `reset`, so parameters that are thawed now and then do not end resident mode each time.
-        need: bytes that a step takes: the most since `reset`.
+        saved: bytes of activations, and on an accelerator of temporaries: the most since `reset`.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, budget: int) -> None:
         self.model, self.optimizer, self.budget = model, optimizer, budget
         self.largest = 0
-        self.reset()
+        self._wait = _MEASURED_STEPS
+        self.whole = self.saved = self._steps = 0
+
+    @property
+    def need(self) -> int:
+        """Bytes that a step takes without paging."""
+        return self.whole + self.saved
+
+    @property
+    def growth(self) -> float:
+        """How much larger than the largest measured a sample may be: activations may grow as the
+        square of its size."""
+        spare = (self.budget - self.whole) / max(1, self.saved)
+        return min(_GROWTH, math.sqrt(max(1.0, spare)))
 
     def reset(self) -> None:
         """Restart the measurement."""
-        self.whole = self.need = self._peak = 0
+        self.whole = self.saved = self._steps = 0
+        self._wait *= 2
 
     def count(self) -> None:
         """Count existing bytes, and those of gradients and state still to be made."""
@@ -71,21 +84,15 @@ class Fit:
 
     def holds(self, stats: StepStats, paging: Paging) -> bool:
         """Return whether everything fits, judging by this step of ``paging`` and earlier ones."""
-        self._peak = max(self._peak, stats.peak_fast_bytes, stats.peak_allocated_bytes)
-        if stats.bytes_in or stats.bytes_out or stats.step + 1 < _MEASURED_STEPS:
+        temporaries = max(0, stats.peak_allocated_bytes - stats.peak_fast_bytes)
+        # Without slices, backward makes whole gradients of a parameter that are then added up.
+        added = sum(p.nbytes for one in paging.rows if (p := one.parameter).requires_grad)
+        self.saved = max(self.saved, paging.activations.take_peak() + temporaries + added)
+        self._steps += 1
+        if self._steps < self._wait:
             return False
         self.count()
-        self.need = max(self.need, self._peak + self._absent(paging))
-        return stays(self.need, self.budget) and stats.step >= _MEASURED_STEPS
-
-    def _absent(self, paging: Paging) -> int:
-        """Return the bytes that no step has had in memory, but that would be there without paging:
-        tensors that no sample has touched, their gradients and state even before they exist, and
-        whole gradients of fused parameters."""
-        here = ordinary_bytes(self.model, self.optimizer, paging.device)
-        absent = max(0, self.whole - here - paging.device.resident_bytes())
-        fused = [one.parameter for one in paging.rows]
-        return absent + sum(p.nbytes for p in fused if p.requires_grad)
+        return stays(self.need, self.budget)
 
 
 class Resident(Mode):
@@ -107,7 +114,7 @@ class Resident(Mode):
 
     def outgrown(self, size: int) -> str:
         """Return why a sample of ``size`` must be paged, or "" if it fits. It reads no content."""
-        if self._too_large or size > self._fit.largest * _GROWTH:
+        if self._too_large or size > self._fit.largest * self._fit.growth:
             return "a larger sample than any measured"
         stepped, self._stepped = self._stepped, False
         if not self._changes.any() and not (stepped and self._counts() != self._seen):

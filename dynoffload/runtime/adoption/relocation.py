@@ -232,12 +232,15 @@ class Restoration:
             regions = self._row_of(first) or [first]
             return sum(self._device.size(one) for one in regions if one not in present)
 
+        regions = [one for first in adopted for one in self._row_of(first) or [first]]
+        room = max(map(self._device.size, regions), default=0)  # to fetch those that are missing
         # What is present comes first: it leaves room for the rest, also when the disk is full.
         for first in sorted(adopted, key=missing):
             for tensor in adopted[first]:
                 if self._device.owner(tensor) >= 0:
                     put(tensor, self._ordinary(tensor.data))
             self._discard_unused(first)
+            self._device.limit(self._device.resident_bytes() + room)  # it is in memory twice else
         places = [self._room.where] if self._room.where else []
         if self._inside:
             inside = f"{format_bytes(self._inside)} under the budget still ({self._refused})"

@@ -133,7 +133,8 @@ class Activations:
         self._last: int = -1
         self._waiting: list[Chunk] = []  # ended, but with external references to their memory
         self._live = 0  # entries whose saved tensors may still be unpacked
-        self._entered: Endings[Chunk] = Endings()
+        self._moved = self._peak = 0  # bytes of their storages, and the most with those in place
+        self._entered: Endings[tuple[Chunk, int]] = Endings()
         self.kept = Keeping()
         self.gathered: Gathered | None = None
         self._closed = False
@@ -151,6 +152,12 @@ class Activations:
     def kept_bytes(self) -> int:
         """Bytes kept in place, including those freed since the last `settle`."""
         return self.kept.nbytes
+
+    def take_peak(self) -> int:
+        """Return the most bytes that storages of saved tensors would have taken in memory since the
+        last call, and reset it."""
+        peak, self._peak = self._peak, self._moved + self.kept_bytes
+        return peak
 
     def region(self, index: int) -> int:
         """Return the region of the standard chunk ``index``, allocated at first use."""
@@ -259,8 +266,9 @@ class Activations:
     def _settle(self) -> None:
         self._borrowed.take()
         self.kept.settle()
-        for chunk in self._entered.take():
+        for chunk, nbytes in self._entered.take():
             self._live -= 1
+            self._moved -= nbytes
             chunk.live -= 1
             if chunk.live == 0 and not chunk.open:
                 self._drop(chunk)
@@ -329,8 +337,10 @@ class Activations:
         ours = self.device.storage(chunk.region)
         entry = Entry(chunk, offset, storage, tensor)
         self._live += 1
+        self._moved += storage.nbytes()
+        self._note_peak()
         chunk.live += 1
-        self._entered.watch(entry, chunk)
+        self._entered.watch(entry, (chunk, storage.nbytes()))
         # Made before a cast moves, because the tensor may be that cast.
         packed = form(tensor, entry, place)
         try:
@@ -358,7 +368,11 @@ class Activations:
         kept = InPlace(tensor)
         storages, others = memory_of(tensor, self.device.device.type)
         self.kept.add(kept, storages, others, name)
+        self._note_peak()
         return kept
+
+    def _note_peak(self) -> None:
+        self._peak = max(self._peak, self._moved + self.kept_bytes)
 
     @uninterrupted
     @unseen
