@@ -26,7 +26,7 @@ from dynoffload.memory.heap import live_bytes
 from dynoffload.memory.limits import resident_bytes
 from dynoffload.memory.local import local_bytes
 from dynoffload.runtime.adoption.changes import Changes
-from dynoffload.runtime.counting import ordinary_bytes, state_tensors, whole_bytes
+from dynoffload.runtime.counting import state_tensors, whole_bytes
 from dynoffload.runtime.modes import Mode
 from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.passes.activations import tensors_in
