@@ -65,6 +65,12 @@ class OffloadConfig:
             that are not hit, are made before the next step's. Resident mode is off. Pass True if a
             lost step must not need a checkpoint. Optimizers that are not of `torch.optim`,
             subclasses included, fail as in plain training.
+        optimizer_in_backward: make each update as soon as its gradient is complete. The gradient is
+            then freed and never moved: fewer bytes, and a shorter next forward. Pass True if the
+            loop calls ``backward()`` once for each ``step()``, then ``zero_grad()``, and does not
+            read, clip or scale gradients, nor change options between the two. Another loop gets a
+            `ConfigError` in its first step, before anything is changed; later, the step is lost.
+            For one process and optimizers of `torch.optim`; not with ``rollback``.
         page_bytes: bytes of one page of the pool, a power of two from 4 KiB to 2 MiB; ``None``
             takes the largest that pads the parameters little and leaves the pool 40 pages. Pass
             what a `BudgetError` names.
@@ -107,6 +113,7 @@ class OffloadConfig:
     policy: str = "auto"
     defer_updates: str = "auto"
     rollback: bool = False
+    optimizer_in_backward: bool = False
     page_bytes: int | None = None
     min_paged_bytes: int | None = None
     slices: bool = True
@@ -133,6 +140,11 @@ class OffloadConfig:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ConfigError(f"{name}={value!r} is neither True nor False: pass one of them")
+        if self.rollback and self.optimizer_in_backward:
+            raise ConfigError(
+                "rollback undoes whole steps, and optimizer_in_backward makes updates before them: "
+                "pass one of the two"
+            )
         for name in ("page_bytes", "min_paged_bytes", "heap_slack_bytes"):
             value = getattr(self, name)
             if value is not None or name == "heap_slack_bytes":

@@ -110,6 +110,7 @@ class Reference(Generic[HeldT]):
         backward: positions of the backward uses of each parameter, by its region.
         ahead: positions of each unit's uses in the next forward, by unit index.
         frozen: regions of parameters that are not trained, which nobody is expected to write.
+        in_backward: whether backward makes the updates, of gradients that never move.
     """
 
     uses: list[Use] = field(default_factory=list)
@@ -118,6 +119,7 @@ class Reference(Generic[HeldT]):
     backward: dict[int, list[int]] = field(default_factory=dict)
     ahead: dict[int, list[int]] = field(default_factory=dict)
     frozen: set[int] = field(default_factory=set)
+    in_backward: bool = False
 
     def _note(self, slot: HeldT) -> None:
         if slot.gradient is None:
@@ -220,6 +222,10 @@ class Reference(Generic[HeldT]):
                     # gradient.
                     if slot.gradient is None or final[slot] != number:
                         continue
+                    if self.in_backward:
+                        regions += slot.states.values()
+                    if self.in_backward and not slot.is_slice:
+                        continue
                     if slot.has_gradient:
                         regions.append(slot.gradient)
                     else:
@@ -236,11 +242,10 @@ class Reference(Generic[HeldT]):
         """Add the backward over ``visits`` and the next forward, over ``ahead``; for units with
         indices in ``doubtful`` nothing is fetched ahead. See `add_backward`."""
         self.add_backward(visits, segments)
-        self.add_forward(ahead, _will_pend, ahead=True, doubtful=doubtful)
+        self.add_forward(ahead, self._will_pend, ahead=True, doubtful=doubtful)
 
-
-def _will_pend(slot: Held) -> bool:
-    return slot.gradient is not None
+    def _will_pend(self, slot: HeldT) -> bool:
+        return slot.gradient is not None and not self.in_backward
 
 
 class Saved:

@@ -18,6 +18,7 @@ from dynoffload.memory.accelerator.storages import size_of
 from dynoffload.memory.device import Device
 from dynoffload.memory.local import is_spread, is_wrapper, local, local_bytes, wrapped
 from dynoffload.runtime.adoption.store import moved_bytes
+from dynoffload.runtime.consumed import gradient_of
 from dynoffload.runtime.updates.kept_state import state_of
 from dynoffload.runtime.updates.update import can_split
 
@@ -177,7 +178,7 @@ def whole_bytes(model: nn.Module, optimizer: Optimizer | None) -> int:
             continue
         if parameter.is_meta:
             total += local_bytes(parameter)
-        if parameter.requires_grad and parameter.grad is None:
+        if parameter.requires_grad and gradient_of(parameter) is None:
             total += local_bytes(parameter)
         if not states.kept(parameter) and (coming := states.coming(parameter)):
             total += SCALARS + sum(coming)
@@ -196,7 +197,7 @@ def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> Iterator[torch.
         if torch._C._functorch.is_functorch_wrapped_tensor(parameter):
             continue  # put there temporarily by a functional call
         yield from wrapped(parameter)
-        gradient = parameter.grad if parameter.is_leaf else None
+        gradient = gradient_of(parameter) if parameter.is_leaf else None
         if gradient is not None:
             yield local(gradient)
         # Plain dict access: the observed state of a session would apply pending updates first.
@@ -243,7 +244,7 @@ def _named_tensors(
 ) -> Iterator[tuple[str, torch.Tensor, str]]:
     for name, parameter in model.named_parameters():
         yield name, parameter, "parameter"
-        gradient = parameter.grad if parameter.is_leaf else None
+        gradient = gradient_of(parameter) if parameter.is_leaf else None
         if gradient is not None:
             by_graph = "gradient of backward(create_graph=True)"
             yield f"{name}.grad", gradient, by_graph if gradient.requires_grad else "gradient"

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from dynoffload.checkpoint.tensors import Memory
 from dynoffload.config import OffloadConfig
-from dynoffload.distributed.sharded import reshard
+from dynoffload.distributed.sharded import groups_of, reshard
 from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.pager import Pager
 from dynoffload.runtime.adopting import Adoption
@@ -41,6 +41,7 @@ from dynoffload.runtime.stepping import Stepping
 from dynoffload.runtime.unseen import unseen
 from dynoffload.runtime.updates.deferred_optimizer import DeferredOptimizer
 from dynoffload.runtime.updates.failure import Recovery
+from dynoffload.runtime.updates.in_backward import check_in_backward
 from dynoffload.runtime.updates.pending import PendingUpdates
 from dynoffload.runtime.updates.undo_log import UndoLog
 from dynoffload.runtime.updates.update import can_split, check_host
@@ -99,6 +100,9 @@ class Paging(Stepping):
             self._residence = Residence(self.device)
             self._undo.callback(self._residence.stop)
         check_host(self.optimizer, self.device)
+        if config.optimizer_in_backward:
+            ranks = bool(setup.replicas or groups_of(self.model))
+            check_in_backward(self.optimizer, ranks=ranks)
         self.device.reserve(sizing.reserve_bytes)
         enough = functools.partial(self._enough_for, config)
         self.adoption = Adoption(setup, self.device, enough)
@@ -134,10 +138,13 @@ class Paging(Stepping):
         self._adopt_gradients(let_come)
         self._homes.bring()
         pending = {} if self.updates is None else self.updates.pending.by_slot
-        reserve = self.sizing.reserve_bytes
-        doubts = self._forecast.doubts
         self.migrator = Migrator(
-            self.device, self.activations, pending, doubts, reserve_bytes=reserve
+            self.device,
+            self.activations,
+            pending,
+            self._forecast.doubts,
+            self._updates_in_backward,
+            reserve_bytes=self.sizing.reserve_bytes,
         )
         self._changes = Changes()
         self._undo.callback(self._watching.close)
@@ -176,6 +183,7 @@ class Paging(Stepping):
             self.device,
             self.loss,
             defer=config.defer_updates == "auto",
+            in_backward=config.optimizer_in_backward,
             log=log,
             hear=self._hear,
             check=self._check_step,
@@ -281,6 +289,8 @@ class Paging(Stepping):
     def enter(self) -> None:
         self._hear()
         self.loss.check()
+        if self.updates is not None and self.updates.in_backward is not None:
+            self.updates.in_backward.check()
         if isinstance(self.device, Pager):
             self.device.check_files()
 

@@ -26,6 +26,7 @@ from dynoffload.memory.heap import live_bytes
 from dynoffload.memory.limits import resident_bytes
 from dynoffload.memory.local import local_bytes
 from dynoffload.runtime.adoption.changes import Changes
+from dynoffload.runtime.consumed import gradient_of
 from dynoffload.runtime.counting import state_tensors, whole_bytes
 from dynoffload.runtime.modes import Mode
 from dynoffload.runtime.paging import Paging
@@ -217,9 +218,9 @@ class Growth:
 
     def _used(self) -> int:
         live = live_bytes() if self._given is None else self._given()
-        given = (p.grad for p in self._model.parameters() if p.grad is not None)
-        gradients = sum(map(local_bytes, given))
-        return (resident_bytes() if live is None else live) - gradients
+        gradients = (gradient_of(parameter) for parameter in self._model.parameters())
+        given = sum(local_bytes(one) for one in gradients if one is not None)
+        return (resident_bytes() if live is None else live) - given
 
 
 def _end_of(output: Any) -> weakref.ref[_End] | None:

@@ -309,11 +309,21 @@ class Stepping(Mode):
 
     # Gradients
 
+    def _updates_in_backward(self) -> bool:
+        """Return whether the next backward makes updates."""
+        updates = None if self.updates is None else self.updates.in_backward
+        return updates is not None and not updates.tries
+
     @uninterrupted
     def _collect(self, one: Slot | Fused, parameter: torch.Tensor) -> None:
-        """Adopt a complete gradient."""
+        """Adopt a complete gradient, or make its update."""
         self.activations.settle()
-        self._adopt_gradient(one)
+        made = None if self.updates is None else self.updates.in_backward
+        stays = isinstance(one, Slot) and self._updates_in_backward()
+        if not stays:
+            self._adopt_gradient(one)
+        if (made is None or not made.collect(one.parameter, one.name)) and stays:
+            self._adopt_gradient(one)
         self.gradient = one.name
         self._recording.sample()
         if parameter.grad is not None and parameter.grad.requires_grad:

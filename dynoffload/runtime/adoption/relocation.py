@@ -232,8 +232,9 @@ class Restoration:
             regions = self._row_of(first) or [first]
             return sum(self._device.size(one) for one in regions if one not in present)
 
-        regions = [one for first in adopted for one in self._row_of(first) or [first]]
-        room = max(map(self._device.size, regions), default=0)  # to fetch those that are missing
+        together = [self._row_of(first) or [first] for first in adopted]
+        # To fetch what is missing: a row is whole before its slices go.
+        room = max((sum(map(self._device.size, regions)) for regions in together), default=0)
         # What is present comes first: it leaves room for the rest, also when the disk is full.
         for first in sorted(adopted, key=missing):
             for tensor in adopted[first]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from dynoffload.runtime.consumed import gradient_of
+
 
 @dataclass(eq=False)
 class Slot:
@@ -44,7 +46,7 @@ class Slot:
     @property
     def has_gradient(self) -> bool:
         """Whether the parameter has a gradient now."""
-        return self.parameter.grad is not None
+        return gradient_of(self.parameter) is not None
 
     def update_regions(self) -> list[int]:
         """Return the regions that an optimizer update of the parameter reads and writes."""

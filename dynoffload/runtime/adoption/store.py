@@ -23,6 +23,7 @@ from dynoffload.memory.pieces import is_dense
 from dynoffload.memory.region_allocator import users_of
 from dynoffload.runtime.adoption.held import holders, is_torchs
 from dynoffload.runtime.adoption.slots import Fused, Slot
+from dynoffload.runtime.consumed import gradient_of
 from dynoffload.runtime.placing import put, put_in_place
 from dynoffload.runtime.unseen import unseen
 
@@ -249,7 +250,7 @@ class Store:
         References to the gradient tensor stay valid. A gradient whose memory has other references,
         such as a view of a user buffer, stays in place.
         """
-        gradient = local(slot.parameter.grad)
+        gradient = local(gradient_of(slot.parameter))
         if gradient is None or gradient.layout != torch.strided or gradient.requires_grad:
             return
         if self._device.owner(gradient.untyped_storage()) >= 0:

@@ -24,6 +24,7 @@ from dynoffload.memory.device import Device
 from dynoffload.runtime.adoption.fused import FusedStore, zero_slices
 from dynoffload.runtime.adoption.held import is_torchs
 from dynoffload.runtime.adoption.slots import Fused, Slot
+from dynoffload.runtime.consumed import gradient_of
 from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.placing import put
 from dynoffload.runtime.unseen import unseen
@@ -113,7 +114,7 @@ class FusedGradients:
     @unseen
     def adopt(self, fused: Fused) -> None:
         """Move the gradient that autograd has made into a row; zero slices become clear."""
-        gradient = fused.parameter.grad
+        gradient = gradient_of(fused.parameter)
         if (
             gradient is None
             or gradient.requires_grad

@@ -46,7 +46,7 @@ class Migrator:
     """Plans one session's samples and tracks their progress.
 
     ``pending`` holds deferred slots; ``doubts`` says of a unit of the last order whether it is
-    unlikely to run in the next forward.
+    unlikely to run in the next forward; ``in_backward``, whether updates are made in backward.
     """
 
     def __init__(
@@ -55,10 +55,11 @@ class Migrator:
         activations: Activations,
         pending: Container[Slot],
         doubts: Callable[[Unit], bool] = lambda unit: False,
+        in_backward: Callable[[], bool] = lambda: False,
         *,
         reserve_bytes: int,
     ) -> None:
-        self._doubts = doubts
+        self._doubts, self._in_backward = doubts, in_backward
         self._device, self._activations, self._pending = device, activations, pending
         self._reserve = reserve_bytes
         self.policy = LookAhead()
@@ -88,7 +89,7 @@ class Migrator:
         order = self.last_order if predicted is None else list(predicted)
         if self.prefetch and order:
             visits = self._joined(self._with_chunks(order))
-            reference: Reference[Slot] = Reference()
+            reference: Reference[Slot] = Reference(in_backward=self._in_backward())
             reference.add_forward(visits, self._pending.__contains__)
             ahead = self._joined([Visit(unit) for unit in order])
             segments = self._segments.spans(visits)
@@ -104,7 +105,7 @@ class Migrator:
         if self.phase is Phase.FORWARD and self.prefetch:
             under_way = [Visit(unit) for unit, _ in self._visits[-1:]]
             coming = self._joined(self._with_chunks(rest))
-            reference: Reference[Slot] = Reference()
+            reference: Reference[Slot] = Reference(in_backward=self._in_backward())
             reference.add_forward([*under_way, *coming], self._pending.__contains__)
             whole = [*self._joined(visits_made(self._visits)), *coming]
             reference.add_backward(whole, self._segments.spans(whole))
@@ -211,7 +212,7 @@ class Migrator:
         self._segments.begin_backward([cast(Unit, visit.unit) for visit in visits])
         if self.prefetch and visits:
             visits = [replace(visit, chunks=self._alive(visit.chunks)) for visit in visits]
-            reference: Reference[Slot] = Reference()
+            reference: Reference[Slot] = Reference(in_backward=self._in_backward())
             joined = self._joined(visits)
             ahead = self._joined([Visit(unit) for unit in self.last_order])
             segments = self._segments.spans(joined)

@@ -36,6 +36,7 @@ from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.store import Store
 from dynoffload.runtime.interrupts import admit, hold, uninterrupted
 from dynoffload.runtime.updates.failure import StepFailure
+from dynoffload.runtime.updates.in_backward import InBackward
 from dynoffload.runtime.updates.observed_state import ObservedState, Order
 from dynoffload.runtime.updates.pending import PendingUpdates
 from dynoffload.runtime.updates.step_commit import StepCommit
@@ -64,6 +65,7 @@ class DeferredOptimizer:
         device: holds their regions.
         failure: records a partially applied step.
         defer: whether updates may be deferred; needs a guarded device.
+        in_backward: whether updates are made in backward.
         log: keeps what a step overwrites, so that an interrupted step is undone; or None. With a
             log, a step's updates are all made before the next step's.
         hear: called first in each user ``step()``, outside `uninterrupted` and `unseen`.
@@ -74,6 +76,7 @@ class DeferredOptimizer:
     Attributes:
         pending: makes updates, and holds the deferred ones.
         splits: whether steps are split into updates.
+        in_backward: makes updates in backward, or None.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class DeferredOptimizer:
         failure: StepFailure,
         *,
         defer: bool,
+        in_backward: bool,
         log: UndoLog | None,
         hear: Callable[[], None],
         check: Callable[[], None],
@@ -103,6 +107,11 @@ class DeferredOptimizer:
         if log is not None:
             self.pending.undo_log, failure.undo = log, self._undo
         self._commit = StepCommit(paged, self.pending, defer=self._defer)
+        self.in_backward: InBackward | None = None
+        if in_backward:
+            self.in_backward = InBackward(
+                optimizer, device.device.type, self._commit, self.pending.failure
+            )
         self._signature = inspect.signature(self.pending.step)
         self._observe()
         before = optimizer.register_step_pre_hook(self._before)
@@ -172,7 +181,12 @@ class DeferredOptimizer:
             self.pending.flush_all()
         else:  # pending updates are of the lost step or earlier, and could fail again
             self.pending.forget()
+        self._forget_step()
+
+    def _forget_step(self) -> None:
         self.forget_undo()
+        if self.in_backward is not None:
+            self.in_backward.forget()
 
     def _loaded(self) -> None:
         self._commit.order = Order()
@@ -184,7 +198,7 @@ class DeferredOptimizer:
     def abandon(self) -> None:
         """Forget every pending update and any failure: all tensors are about to be replaced."""
         with self.pending.mutex:
-            self.forget_undo()
+            self._forget_step()
             self.pending.forget()
             self.pending.failure.forgive()
 
@@ -222,6 +236,8 @@ class DeferredOptimizer:
 
     @uninterrupted
     def _make_step(self) -> None:
+        if self.in_backward is not None:
+            self.in_backward.begin_step()
         self._commit.make()
         # Give the optimizer's own code nothing to do, and delay signals until groups are restored.
         hold()
@@ -243,6 +259,8 @@ class DeferredOptimizer:
         for fused in self._store.fused.values():
             homes = {slot.home for slot in fused.slots if slot.home is not None}
             self.pending.slices.rows.release_rows(fused, homes)
+        if self.in_backward is not None:
+            self.in_backward.end_step()
         self._on_step()
 
     def restore_groups(self) -> None:
@@ -271,6 +289,8 @@ class DeferredOptimizer:
         try:
             self.restore_groups()
             self.optimizer.__dict__.pop(_REGISTER, None)
+            if self.in_backward is not None:
+                self.in_backward.close()
             for handle in self._handles:
                 handle.remove()
             if not failure or failure.undo():

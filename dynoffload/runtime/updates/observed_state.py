@@ -25,11 +25,14 @@ class Order:
 
     def note(self, parameters: Iterable[torch.Tensor], entries: State) -> None:
         """Begin a step over ``parameters``: those without an entry may get one, now or later."""
+        self.created(one for one in parameters if not dict.__contains__(entries, one))
+
+    def created(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Rank the entries of ``parameters``, which this session creates, in this order."""
         for parameter in parameters:
-            if not dict.__contains__(entries, parameter):
-                self._ranks[id(parameter)] = self._next
-                self._next += 1
-                self._changed = True
+            self._ranks[id(parameter)] = self._next
+            self._next += 1
+            self._changed = True
 
     def restore(self, entries: State) -> None:
         """Sort the entries created since, after those that existed before."""

@@ -82,7 +82,6 @@ class StepCommit:
         self.order = Order()
         self._begun = False  # whether a running step has changed something
 
-    @uninterrupted
     def make(self) -> None:
         """Make or defer all updates of a step; a step under a `GradScaler` defers none.
 
@@ -90,28 +89,43 @@ class StepCommit:
             StepLostError: an earlier step was lost.
             Exception: from the optimizer's own code, with a note if the step was interrupted by it.
         """
+        self._make(self._optimizer.param_groups)
+
+    def make_now(self, groups: list[Group]) -> None:
+        """Make the updates of ``groups`` at once, with gradients where they are; see `make`."""
+        self._make(groups, now=True)
+
+    @uninterrupted
+    def _make(self, groups: list[Group], *, now: bool = False) -> None:
+        """See `make`.
+
+        Raises:
+            StepLostError: an earlier step was lost.
+            Exception: from the optimizer's own code, with a note if the step was interrupted by it.
+        """
         optimizer, pending, log = self._optimizer, self._pending, self._pending.undo_log
-        groups, failure = optimizer.param_groups, pending.failure
+        failure = pending.failure
         scaled = any(getattr(optimizer, name, None) is not None for name in OF_SCALER)
         with pending.mutex:
             if scaled or log is not None:
                 pending.flush_all()  # updates of earlier steps must not be scaled
             self._flush_used(groups)
             failure.check()  # an update may have failed on another thread
-            self.order.note(_with_gradients(groups), optimizer.state)
+            if not now:
+                self.order.note(_with_gradients(groups), optimizer.state)
             if log is not None:
                 log.begin(_with_gradients(groups))
             self._pending.scaled = scaled
             failure.within = True
             try:
-                split = self._split(groups)
+                split = self._split(groups, adopts=not now)
                 self._update_whole(split.whole)
                 for parameter in split.shared:
                     self._pending.adopt_state(parameter, optimizer.state)
-                self._update_paged(split.paged)
+                self._update_paged(split.paged, now=now)
                 for fused, hyper in split.sliced:
-                    self._update_slices(fused, hyper)
-                if scaled or not self._defer:
+                    self._update_slices(fused, hyper, now=now)
+                if not now and (scaled or not self._defer):
                     pending.flush_all()
                     self.order.restore(optimizer.state)
             except BaseException as error:
@@ -158,7 +172,7 @@ class StepCommit:
             for slot in fused.slots:
                 self._pending.flush(slot)
 
-    def _split(self, groups: list[Group]) -> _Split:
+    def _split(self, groups: list[Group], *, adopts: bool) -> _Split:
         split = _Split()
         for group in groups:
             hyper = snapshot(group)
@@ -175,7 +189,8 @@ class StepCommit:
                 elif fused is not None and self._slices.splits(fused, hyper):
                     split.sliced.append((fused, hyper))
                 elif slot is not None and self._is_paged(slot):
-                    self._store.adopt_gradient(slot)
+                    if adopts:
+                        self._store.adopt_gradient(slot)
                     split.paged.append((slot, hyper))
                 else:
                     whole.append(parameter)
@@ -225,7 +240,7 @@ class StepCommit:
             if isinstance(value, torch.Tensor)
         }
 
-    def _update_paged(self, paged: Iterable[tuple[Slot, Group]]) -> None:
+    def _update_paged(self, paged: Iterable[tuple[Slot, Group]], *, now: bool) -> None:
         waiting = []
         context, states = TorchContext.now(), self._optimizer.state
         self._begun = True
@@ -235,16 +250,19 @@ class StepCommit:
             copy = states.get(parameter)
             copy = None if copy is None else dict(copy)  # drops the entry: references are counted
             data, part, regions = _data_of(parameter), local(gradient), slot.update_regions()
+            if now:
+                regions = [slot.region, *slot.states.values()]
             update = Update(group, data, part, copy, regions, context, states)
             torch.autograd.graph.increment_version(parameter)
-            if self._may_wait(first=not copy) and (not self._defer or self._guards(slot, gradient)):
+            waits = not now and self._may_wait(first=not copy)
+            if waits and (not self._defer or self._guards(slot, gradient)):
                 waiting.append((slot, update))
             else:
                 self._pending.make(slot, update)
         for slot, update in waiting:
             self._pending.add(slot, update)
 
-    def _update_slices(self, fused: Fused, group: Group) -> None:
+    def _update_slices(self, fused: Fused, group: Group, *, now: bool) -> None:
         self._begun = True
         waits = self._may_wait(first=False)
         for slot, step in self._slices.steps(fused, group):
@@ -255,7 +273,7 @@ class StepCommit:
                     continue
                 self._pending.flush(slot)
             update = self._slices.begin(slot, step)
-            if self._defer and waits:
+            if self._defer and waits and not (now and update.gradient is not None):
                 self._pending.add(slot, update)
             else:
                 self._pending.make(slot, update)

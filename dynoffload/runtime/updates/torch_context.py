@@ -47,8 +47,13 @@ def flushes_denormals() -> bool:
 def may_wait(optimizer: Optimizer, kind: str) -> bool:
     """Return whether an update on a device of type ``kind`` may be deferred under the current
     settings; see [Note: what cannot wait]."""
-    cast = type(optimizer).__name__ in _CAST and torch.is_autocast_enabled(kind)
+    cast = depends_on_autocast(optimizer) and torch.is_autocast_enabled(kind)
     return not (cast or flushes_denormals() or is_watched())
+
+
+def depends_on_autocast(optimizer: Optimizer) -> bool:
+    """Return whether an update has operators that autocast casts."""
+    return type(optimizer).__name__ in _CAST
 
 
 def depends_on_dtype(optimizer: Optimizer, *, first: bool) -> bool:
@@ -93,7 +98,7 @@ class TorchContext:
         Raises:
             ConfigError: oneDNN was switched on or off since ``step()``.
         """
-        if type(optimizer).__name__ in _CAST and self.mkldnn != torch._C._get_mkldnn_enabled():
+        if depends_on_autocast(optimizer) and self.mkldnn != torch._C._get_mkldnn_enabled():
             raise ConfigError(
                 f"oneDNN was switched {'off' if self.mkldnn else 'on'} between step() and an "
                 f"access to a parameter, and {type(optimizer).__name__} multiplies matrices by it: "

@@ -1,0 +1,69 @@
+"""The stand-in for a gradient that was used in backward; see `updates.in_backward`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dynoffload.errors import ConfigError
+
+
+class ConsumedGradient(torch.Tensor):
+    """A tensor without memory; every operator on it raises, as its values no longer exist.
+
+    Args:
+        parameter: whose ``grad`` it becomes.
+        name: of the parameter, for errors.
+        on_use: called with the error that an operator raises, before it does.
+    """
+
+    whose: str
+    _on_use: Callable[[BaseException], None]
+
+    @staticmethod
+    def __new__(
+        cls, parameter: torch.Tensor, name: str, on_use: Callable[[BaseException], None]
+    ) -> ConsumedGradient:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            parameter.shape,
+            strides=parameter.stride(),
+            dtype=parameter.dtype,
+            device=parameter.device,
+        )
+        made.whose, made._on_use = name, on_use
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        found = next(one for one in _flat((args, kwargs)) if isinstance(one, cls))
+        error = ConfigError(
+            f"the gradient of {found.whose!r} was used in backward: with optimizer_in_backward it "
+            "cannot be read, clipped, scaled, kept as zeros or added to. Call zero_grad() without "
+            "set_to_none=False, and backward() once for each step(), or leave that option off"
+        )
+        found._on_use(error)
+        raise error
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ConsumedGradient({self.whose!r})"
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if not isinstance(value, tuple | list):
+        return [value]
+    return [one for item in value for one in _flat(item)]
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of a leaf, None if there is none or an update has consumed it."""
+    gradient = parameter.grad
+    return None if type(gradient) is ConsumedGradient else gradient
