@@ -198,35 +198,38 @@ def test_another_loop_is_refused_before_anything_is_changed(
         assert not pair.optimizer.state
 
 
+def in_a_fourth_step(pair: Twin, goes_on: Callable[[], None]) -> None:
+    """Make three steps, and the gradients of a fourth, in a block; then ``goes_on``."""
+    with pair.paged(120_000, loses=True, config=OPTION):
+        for seed in range(3):
+            backward(pair, seed)
+            step(pair)
+        backward(pair, 3)
+        goes_on()
+
+
 @pytest.mark.parametrize("unsuited", LOOPS)
 def test_another_loop_later_loses_the_step(
     unsuited: Callable[[nn.Module, Optimizer], None],
 ) -> None:
     """As updates were made; nobody can go on with half a step."""
     pair = twin()
-    with pytest.raises(StepLostError), pair.paged(120_000, loses=True, config=OPTION):
-        for seed in range(3):
-            backward(pair, seed)
-            step(pair)
-        backward(pair, 3)
+
+    def goes_on() -> None:
         with pytest.raises((ConfigError, StepLostError)):
             unsuited(pair.model, pair.optimizer)
         pair.optimizer.zero_grad()
         backward(pair, 4)
+
+    with pytest.raises(StepLostError):
+        in_a_fourth_step(pair, goes_on)
     with pytest.raises(StepLostError):
         pair.model(torch.tensor([1]))
 
 
 def test_a_block_that_ends_before_the_step_says_so() -> None:
-    pair = twin()
-    with (
-        pytest.raises(StepLostError),
-        pair.paged(120_000, loses=True, config=OPTION),
-    ):
-        for seed in range(3):
-            backward(pair, seed)
-            step(pair)
-        backward(pair, 3)
+    with pytest.raises(StepLostError):
+        in_a_fourth_step(twin(), lambda: None)
 
 
 def test_a_lost_step_is_recovered_by_loading() -> None:
