@@ -198,7 +198,8 @@ class Pager(Device):
 
     def touch(self, regions: Sequence[int]) -> None:
         """See `Device.touch`."""
-        self.check_files(regions)
+        if self._sources:
+            self.check_files(regions)
         self._native.pager_touch(self._handle, _ids(regions), len(regions))
 
     def lock(self, regions: Sequence[int]) -> None:

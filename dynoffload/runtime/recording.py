@@ -44,6 +44,7 @@ MOST_RECORDS = 100_000
 _NAMES_OF_A_RECORD = 16  # block names that take as much memory as one record
 _GROWN, _GROWN_BYTES = 1.25, 256 * KiB  # tolerance for other uses of the heap
 _SAMPLE_EVERY_S = 0.05
+_LOOK_EVERY_S = 0.002
 _TOTALS = (
     *("stalls", "stall_s", "bytes_in", "bytes_out"),
     *("prefetched_bytes", "used_bytes", "wasted_bytes"),
@@ -89,7 +90,7 @@ class Recording:
         self.page(None, Keeping())
         self._origin = self._step_began = time.perf_counter()
         self._phase: tuple[str, float] | None = None
-        self._sampled = 0.0
+        self._sampled = self._looked = 0.0
         self._in_use = 0  # bytes beyond the counted ones that the last attempt did not give back
         self._tables: tuple[list[Any], ...] = (
             log.transfers,
@@ -136,9 +137,11 @@ class Recording:
         self._check()
 
     def look_at_heap(self) -> None:
-        """Give freed heap back if it exceeds the slack, without the limit of `sample`: for code
+        """Give freed heap back if it exceeds the slack, at most once in two milliseconds: for code
         that allocates and frees much in a short time. Raise as `sample` does."""
-        self._taken_beyond(self._count()[1])
+        if (now := self.now()) - self._looked >= _LOOK_EVERY_S:
+            self._looked = now
+            self._taken_beyond(self._count()[1])
         self._check()
 
     def _check(self) -> None:

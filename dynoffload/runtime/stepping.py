@@ -40,6 +40,7 @@ from dynoffload.telemetry import StepStats
 
 logger = logging.getLogger(__name__)
 
+_SMALL_UNITS = 8  # parameters of modules that are one unit together: that part of the pool at most
 _MOST_HOOKS = 1 << 14  # that are removed at a step's end
 
 
@@ -107,7 +108,8 @@ class Stepping(Mode):
         model, store, rows = self.model, self.adoption.store, self.adoption.rows
         watching, gradients = self._watching, self.gradients
         groups = groups_of(model)
-        units = units_of(model, store.slots, store.fused, groups)
+        small = self.device.capacity // _SMALL_UNITS
+        units = units_of(model, store.slots, store.fused, groups, small)
         self.activations.gathered = Gathered(groups) if groups else None
         watching.callback(self._forecast.unwatch)
         self._forecast.watch(units, on_ask=self._make_ready, on_revise=self._revise)
@@ -278,9 +280,7 @@ class Stepping(Mode):
     def _make_ready(self, units: Sequence[Unit]) -> None:
         """Apply these units' pending updates, and fetch their regions."""
         if self.updates is not None and self.updates.pending.by_slot:
-            for unit in units:
-                for slot in unit.slots:
-                    self.updates.pending.flush(slot)
+            self.updates.pending.flush(*[slot for unit in units for slot in unit.slots])
         self.device.touch([region for unit in units for region in unit.regions])
 
     @uninterrupted

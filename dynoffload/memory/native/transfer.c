@@ -123,7 +123,7 @@ static void finish_move(struct pager *p, uint32_t id, int may_leave)
     else if (may_leave && !r->pins)
         leave(p, r);
     pthread_cond_broadcast(&p->done);
-    pthread_cond_broadcast(&p->work);
+    pthread_cond_signal(&p->work);
 }
 
 /* Move a region to slots, if it is at its address; 0 or an errno. */
@@ -219,6 +219,7 @@ static int scan(struct pager *p, struct region *r, int writes, int *error)
 static void evict(struct pager *p, uint32_t id, int cause)
 {
     struct region *r = &p->regions[id];
+    pthread_cond_signal(&p->work); /* see [Note: one worker] */
     if (withdraw(p, r)) {
         r->busy = 1;
         return;
@@ -283,6 +284,7 @@ void transfer_fill(struct pager *p, uint32_t id)
 static void fetch(struct pager *p, uint32_t id, int cause)
 {
     struct region *r = &p->regions[id];
+    pthread_cond_signal(&p->work); /* see [Note: one worker] */
     if (!r->has_copy) {
         transfer_fill(p, id);
     } else {
@@ -384,7 +386,7 @@ void transfer_watch(struct pager *p)
     }
     for (uint32_t i = 0; i < p->region_high; i++)
         p->regions[i].busy = 0; /* retry failed evictions */
-    pthread_cond_broadcast(&p->work);
+    pthread_cond_signal(&p->work);
 }
 
 void *transfer_worker(void *context)

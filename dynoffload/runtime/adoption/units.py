@@ -3,11 +3,15 @@
 A *unit* is a module that directly owns paged parameters; its forward is one use of its regions.
 Other modules move nothing and are not watched. Each slice of fused parameters is a unit of its own
 (`dynoffload.profiler.experts`); which slices a forward uses is known only when it reaches them.
+
+[Note: small modules]  A module with small submodules, such as the expert of a mixture or a cell, is
+one unit with all of them: they run together, and each use costs time of its own. Modules inside a
+list or a dict may run or not, so what holds one is no such unit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -33,6 +37,7 @@ class Unit:
         beside: of slices, the parameters of the module that are paged whole.
         gathers: whether a hook of the module reads its parameters before anything in it runs; see
             `dynoffload.distributed.sharded`.
+        members: paths of the modules that own its parameters.
     """
 
     index: int
@@ -42,6 +47,7 @@ class Unit:
     number: int | None = None
     beside: tuple[Slot, ...] = ()
     gathers: bool = False
+    members: tuple[str, ...] = ()
 
     @property
     def regions(self) -> list[int]:
@@ -54,12 +60,32 @@ def units_of(
     slots: Mapping[nn.Parameter, Slot],
     fused: Mapping[nn.Parameter, Fused],
     groups: Sequence[Group] = (),
+    small_bytes: int = 0,
 ) -> list[Unit]:
-    """Return the units of ``model`` in module order; each group of shards is one unit."""
+    """Return the units of ``model`` in module order; each group of shards is one unit.
+
+    Args:
+        model: the root.
+        slots: its parameters that are paged whole.
+        fused: those that are paged by slices.
+        groups: its groups of shards.
+        small_bytes: most bytes of the parameters of modules that are one unit together; see
+            [Note: small modules].
+    """
     units: list[Unit] = []
+    inside: set[nn.Module] = set()  # modules of units begun above them
     gathered = {group.module: group for group in groups}
     shards = {parameter for group in groups for parameter in group.parameters}
     for path, module in model.named_modules():
+        if module in inside:
+            continue
+        members = {} if module is model else _members(path, module, slots, fused, shards)
+        together = [slots[p] for own in members.values() for p in own]
+        if len(members) > 1 and sum(local_bytes(s.parameter) for s in together) <= small_bytes:
+            every = tuple(dict.fromkeys(together))
+            units.append(Unit(len(units), path, module, every, members=tuple(members)))
+            inside.update(module.modules())
+            continue
         group = gathered.get(module)
         if group is not None and (parts := [slots[p] for p in group.parameters if p in slots]):
             units.append(Unit(len(units), path, module, tuple(parts), gathers=True))
@@ -67,13 +93,32 @@ def units_of(
         own = [p for p in own if p not in shards]
         whole = [slots[p] for p in own if p in slots]
         if whole:
-            units.append(Unit(len(units), path, module, tuple(whole)))
+            units.append(Unit(len(units), path, module, tuple(whole), members=(path,)))
         sliced = [fused[p].slots for p in own if p in fused]
         for number in range(max(map(len, sliced), default=0)):
             each_own = tuple(each[number] for each in sliced if number < len(each))
             name, beside = unit_path(path, number), tuple(whole)
             units.append(Unit(len(units), name, module, each_own, number, beside))
     return units
+
+
+def _members(
+    path: str,
+    module: nn.Module,
+    slots: Mapping[nn.Parameter, Slot],
+    fused: Mapping[nn.Parameter, Fused],
+    shards: Container[nn.Parameter],
+) -> dict[str, list[nn.Parameter]]:
+    """Return the paged parameters of ``module`` by the path of their module; empty if it cannot be
+    one unit with its submodules."""
+    found: dict[str, list[nn.Parameter]] = {}
+    for below, inner in module.named_modules(prefix=path):
+        own = [p for p in inner._parameters.values() if p is not None]
+        if type(inner).forward is nn.Module.forward or any(p in fused or p in shards for p in own):
+            return {}  # a list, say, which is never called
+        if paged := [p for p in own if p in slots]:
+            found[below] = paged
+    return found
 
 
 def vocabulary_of(network: str, units: Sequence[Unit]) -> Vocabulary:

@@ -140,7 +140,7 @@ class Forecast:
                 prediction has changed.
         """
         self._on_ask, self._on_revise = on_ask, on_revise
-        self._units = {unit.path: unit for unit in units}
+        self._units = {path: unit for unit in units for path in (*unit.members, unit.path)}
         if not self.vocabulary.blocks:
             self.vocabulary = vocabulary_of(self._network, units)
         if self._grows and self._learner is None:
@@ -335,8 +335,13 @@ class Forecast:
         paths = (path for b in blocks if 0 <= b < len(known) for path in known[b].visits)
         found: list[Unit] = []
         module: Unit | None = None  # the last that is no expert
+        within: set[str] = set()  # members of the last that were found
         for path in paths:
             site, part = split_path(path)
+            if found and path in found[-1].members and path not in within:
+                within.add(path)
+                continue
+            within = {path}
             whole = None if part is None else units.get(site)  # what is not paged by slices
             if whole is not None and whole is not module:
                 found.append(whole)

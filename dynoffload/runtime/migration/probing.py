@@ -35,7 +35,8 @@ class Probing:
     def places(
         self, units: Mapping[str, Unit]
     ) -> Iterator[tuple[str, list[RoutingProbe], list[Unit]]]:
-        """Yield the path of each probed module, its probes, and the units that these may read."""
+        """Yield the path of each probed module, its probes, and the units that these may read;
+        ``units`` are by path and by those of their members."""
         if self._table is None:
             try:
                 self._table = probes_of(self._model, self._given)
@@ -53,8 +54,12 @@ class Probing:
             decided = {block for one in probes for block in one.blocks}
             read = [
                 unit
-                for unit in units.values()
-                if any(unit.path == head[:-1] or unit.path.startswith(head) for head in heads)
+                for unit in dict.fromkeys(units.values())
+                if any(
+                    path == head[:-1] or path.startswith(head)
+                    for head in heads
+                    for path in unit.members or (unit.path,)
+                )
                 and not any(unit.path == b or unit.path.startswith(_below(b)) for b in decided)
             ]
             self._asked |= _decided(probes)

@@ -26,6 +26,7 @@ the saved bytes, and is paged with them.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -57,8 +58,9 @@ from dynoffload.runtime.passes.saved import (
     without_lazy_bits,
 )
 from dynoffload.runtime.unseen import unseen
-from dynoffload.units import format_bytes
+from dynoffload.units import KiB, format_bytes
 
+_SHORT = 128 * KiB  # copied by one thread
 _FEW, _MANY = 8, 1024  # freed objects that may stay uncounted
 
 _alive: weakref.WeakSet[Activations] = weakref.WeakSet()
@@ -295,7 +297,6 @@ class Activations:
 
     # Hooks
 
-    @uninterrupted
     @unseen
     def pack(self, tensor: torch.Tensor) -> Packed | InPlace:
         """Return the stand-in for a tensor that autograd saves, moved to a chunk if possible."""
@@ -313,6 +314,10 @@ class Activations:
             if shard is not None:  # FSDP frees it and gathers it again
                 region = self.region_of(shard)
                 return InPlace(tensor, region)
+        return self._pack(tensor, storage)
+
+    @uninterrupted
+    def _pack(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Packed | InPlace:
         nbytes = storage.nbytes()
         self.settle()
         more = self.kept.adds(storage)
@@ -346,7 +351,11 @@ class Activations:
         try:
             with torch.no_grad():
                 if whole:
-                    bytes_of(ours, offset, nbytes).copy_(bytes_of(storage))
+                    if nbytes <= _SHORT and storage.device.type == "cpu":
+                        at = ours.data_ptr() + offset
+                        ctypes.memmove(at, storage.data_ptr(), nbytes)  # a tenth of copy_'s time
+                    else:
+                        bytes_of(ours, offset, nbytes).copy_(bytes_of(storage))
                     cast = cast_that_autocast_keeps(tensor)
                     if cast is not None:
                         begin = offset // cast.element_size() + offset_of(cast)
@@ -360,6 +369,7 @@ class Activations:
         self.saved_bytes += nbytes
         return packed
 
+    @uninterrupted
     def _keep(self, tensor: torch.Tensor) -> InPlace:
         def name() -> str:
             where = f"that autograd saves in or after module {self.site()!r}"
@@ -374,7 +384,6 @@ class Activations:
     def _note_peak(self) -> None:
         self._peak = max(self._peak, self._moved + self.kept_bytes)
 
-    @uninterrupted
     @unseen
     def unpack(self, packed: Packed | InPlace) -> torch.Tensor:
         """Return a saved tensor for backward.

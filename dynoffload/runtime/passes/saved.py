@@ -271,10 +271,13 @@ def _references_of_autocast() -> dict[bool, tuple[int, int]]:
         if _weight_of(tensor) is not None:
             found[tensor._base is not None] = references
 
-    class Hooks:
-        @uninterrupted  # decorated as the real hook is: each decorator adds a reference
+    class Hooks:  # decorated as the real ones are: each decorator adds a reference
         @unseen
         def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+            return self._pack(tensor)
+
+        @uninterrupted
+        def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
             ask(tensor)
             return tensor
 

@@ -20,7 +20,7 @@ import itertools
 import threading
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,9 @@ from dynoffload.runtime.updates.update import Group, PagedOptimizer, Update, nei
 OF_SCALER = ("grad_scale", "found_inf")
 """Attributes that a `GradScaler` sets on an optimizer for one step."""
 
+_TOGETHER = 4  # updates made by one call take this part of the pool at most
+
+_Updates = Mapping[Slot, Update | SliceUpdate]
 _Storages = Mapping[int, torch.UntypedStorage]
 """Storages at other addresses, by region; regions not in it are at their own addresses."""
 
@@ -66,7 +69,7 @@ class PendingUpdates:
     def __init__(self, paged: PagedOptimizer, *, locks: bool) -> None:
         self._optimizer, self._store, self._device = paged.optimizer, paged.store, paged.device
         self._locks = locks
-        self._making: Slot | None = None
+        self._making: frozenset[Slot] = frozenset()
         self.by_slot: dict[Slot, Update | SliceUpdate] = {}
         self.mutex = threading.RLock()
         self.failure = paged.failure
@@ -83,54 +86,73 @@ class PendingUpdates:
 
     def any(self) -> bool:
         """Return whether an update is pending or being made."""
-        return bool(self.by_slot) or self._making is not None
+        return bool(self.by_slot or self._making)
 
-    def add(self, slot: Slot, update: Update | SliceUpdate) -> None:
-        """Defer ``update``."""
+    def add(self, updates: _Updates) -> None:
+        """Defer ``updates``."""
         if self._locks:
-            self._device.lock(update.regions)
-        self.by_slot[slot] = update
+            self._device.lock([region for one in updates.values() for region in one.regions])
+        self.by_slot.update(updates)
 
     @contextlib.contextmanager
-    def _taken(self, slot: Slot) -> Iterator[Update | SliceUpdate | None]:
-        """Take the pending update of ``slot``, if any, after waiting for any update being made."""
+    def _taken(self, slots: Sequence[Slot]) -> Iterator[_Updates]:
+        """Take the pending updates of ``slots``, after waiting for any update being made."""
         if self._in_child is not None:
             raise self._in_child
         with self.mutex:
-            before, self._making = self._making, slot
+            before, self._making = self._making, self._making.union(slots)
             try:
-                yield self.by_slot.pop(slot, None)
+                yield {slot: self.by_slot.pop(slot) for slot in slots if slot in self.by_slot}
             finally:
                 self._making = before
 
-    def flush(self, slot: Slot) -> None:
-        """Make the pending update of ``slot``'s parameter now, if there is one."""
-        if not (slot in self.by_slot or self._making is slot):
-            return
+    def flush(self, *slots: Slot) -> None:
+        """Make the pending updates of ``slots``' parameters now, if there are any."""
+        waiting = [slot for slot in slots if slot in self.by_slot or slot in self._making]
         try:
-            self._flush(slot)
+            for some in self._together(waiting) if len(waiting) > 1 else [waiting]:
+                if some:
+                    self._flush(some)
         except BaseException as error:
             if self.failure.error is error and not self.failure.within:
                 self.failure.report_undone()
                 note(error, undone=False)
             raise
 
+    def _together(self, slots: Sequence[Slot]) -> Iterator[list[Slot]]:
+        """Yield ``slots`` in groups whose updates one call of the optimizer makes."""
+        alike: dict[Any, list[Slot]] = {}
+        for slot in slots:
+            update = self.by_slot.get(slot)
+            key: Any = slot
+            if isinstance(update, Update):
+                key = id(update.group), update.context
+            alike.setdefault(key, []).append(slot)
+        for some in alike.values():
+            regions = [r for slot in some if (u := self.by_slot.get(slot)) for r in u.regions]
+            if sum(map(self._device.size, regions)) <= self._device.capacity // _TOGETHER:
+                yield some
+            else:
+                yield from ([slot] for slot in some)
+
     @uninterrupted
-    def _flush(self, slot: Slot) -> None:
+    def _flush(self, slots: Sequence[Slot]) -> None:
         # Inference mode may be on, but tensors made in it cannot be trained.
-        with torch.inference_mode(False), self._taken(slot) as update:
-            if update is None:
+        with torch.inference_mode(False), self._taken(slots) as updates:
+            if not updates:
                 return
+            every = list(updates.values())
             if self._locks:
-                self._device.unlock(update.regions)
+                self._device.unlock([region for update in every for region in update.regions])
             try:
-                with update.context.again(self._device.device.type):
-                    self.make(slot, update)
+                with every[0].context.again(self._device.device.type):
+                    self.make(updates)
             except BaseException as error:
-                if update.begun:
+                begun = any(update.begun for update in every)
+                for update in every if begun else ():
                     self._lose(update, error, reported=True)
-                else:  # nothing was changed: the update stays pending
-                    self.add(slot, update)
+                if not begun:  # nothing was changed: they stay pending
+                    self.add(updates)
                 raise
 
     @uninterrupted
@@ -153,7 +175,8 @@ class PendingUpdates:
         if slot is None:
             self._device.unlock([region])
             return
-        with self._taken(slot) as update:
+        with self._taken([slot]) as updates:
+            update = updates.get(slot)
             if update is None:
                 self._device.unlock([region])
                 return
@@ -163,7 +186,7 @@ class PendingUpdates:
                 try:
                     storages = dict(zip(update.regions, shown, strict=True))
                     with update.context.again(self._device.device.type, guard=True):
-                        self._apply(slot, update, storages)
+                        self._apply(updates, storages)
                 finally:
                     storages.clear()
                     shown.clear()
@@ -183,7 +206,7 @@ class PendingUpdates:
             BaseException: what the update raised; the update is lost or stays pending.
         """
         slot = self._store.slot_of(region)
-        if slot is None or not (slot in self.by_slot or self._making is slot):
+        if slot is None or not (slot in self.by_slot or slot in self._making):
             self._device.unlock([region])
             return
         self.flush(slot)
@@ -204,8 +227,7 @@ class PendingUpdates:
         """Record an interrupted update, and release the memory that it and its error hold."""
         self.failure.set(error, reported=reported)
         if isinstance(update, Update):
-            del update.gradient, update.data
-            update.state = None
+            update.release()
         traceback.clear_frames(error.__traceback__)
 
     def settle(self) -> None:
@@ -254,31 +276,37 @@ class PendingUpdates:
         for parameter in itertools.chain(*beside):
             state.pop(parameter, None)
 
-    def make(self, slot: Slot, update: Update | SliceUpdate) -> None:
-        """Make an update whose regions are not locked."""
-        self._device.acquire(update.regions, pin=True)
+    def make(self, updates: _Updates) -> None:
+        """Make updates whose regions are not locked: one, or whole ones of the same options."""
+        regions = [region for update in updates.values() for region in update.regions]
+        self._device.acquire(regions, pin=True)
         try:
-            self._apply(slot, update, {})
+            self._apply(updates, {})
         finally:
-            self._device.unpin(update.regions)
-        self._adopt_new(slot, update)
-        self._end_gradient(slot, update)
+            self._device.unpin(regions)
+        for slot, update in updates.items():
+            self._adopt_new(slot, update)
+            self._end_gradient(slot, update)
 
-    def _apply(self, slot: Slot, update: Update | SliceUpdate, storages: _Storages) -> None:
-        """Make an update on a stand-in for its parameter; see [Note: stand-ins]."""
-        if isinstance(update, SliceUpdate):
-            self.slices.apply(slot, update, storages)
-            return
-        parameter = slot.parameter
-        given, made = self.run_on(update, storages, slot)
-        old, states = update.state or {}, update.states
-        now = states.get(parameter)
-        if now is None and update.state is None and made:
-            now = states[parameter] = {}
-        for key, value in made.items():
-            is_new = value is not given.get(key)
-            if is_new and now is not None and now.get(key) is old.get(key):
-                now[key] = spread_like(parameter, value)
+    def _apply(self, updates: _Updates, storages: _Storages) -> None:
+        """Make updates on stand-ins for their parameters; see [Note: stand-ins]."""
+        whole: dict[Slot, Update] = {}
+        for slot, update in updates.items():
+            if isinstance(update, SliceUpdate):
+                self.slices.apply(slot, update, storages)
+            else:
+                whole[slot] = update
+        found = self._run_on(list(whole.items()), storages)
+        for (slot, update), (given, made) in zip(whole.items(), found, strict=True):
+            parameter = slot.parameter
+            old, states = update.state or {}, update.states
+            now = dict.get(states, parameter)  # this thread makes the update: nothing is pending
+            if now is None and update.state is None and made:
+                now = states[parameter] = {}
+            for key, value in made.items():
+                is_new = value is not given.get(key)
+                if is_new and now is not None and now.get(key) is old.get(key):
+                    now[key] = spread_like(parameter, value)
 
     def run_on(
         self, update: Update, storages: _Storages, changed: Slot | None = None
@@ -293,6 +321,15 @@ class PendingUpdates:
         Returns:
             The state that the stand-in was given, and its state afterwards.
         """
+        return self._run_on([(changed, update)], storages)[0]
+
+    def _run_on(
+        self, updates: Sequence[tuple[Slot | None, Update]], storages: _Storages
+    ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Run the optimizer's code once for ``updates``, which have the same options; see
+        `run_on`."""
+        if not updates:
+            return []
         owner = self._device.owner
 
         def shown(value: Any) -> Any:
@@ -304,26 +341,28 @@ class PendingUpdates:
 
         @unseen
         @torch.no_grad()
-        def prepared() -> tuple[nn.Parameter, dict[str, Any]]:
+        def prepared(update: Update) -> tuple[nn.Parameter, dict[str, Any]]:
             stand_in = nn.Parameter(shown(update.data))
             stand_in.grad = shown(update.gradient)
             return stand_in, {key: shown(value) for key, value in (update.state or {}).items()}
 
-        stand_in, given = prepared()
+        ready = [prepared(update) for _, update in updates]
         own: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-        if update.state is not None:
-            own[stand_in] = dict(given)
-        if changed is not None and self.undo_log is not None:
-            self.undo_log.keep_tensor(changed, None, update.data, stand_in.detach())
-            for key, value in (update.state or {}).items():
-                self.undo_log.keep_tensor(changed, key, value, given[key])
-        update.begun = True
-        self.run([{**update.group, "params": [stand_in]}], own)
-        return given, own.get(stand_in, {})
+        for (changed, update), (stand_in, given) in zip(updates, ready, strict=True):
+            if update.state is not None:
+                own[stand_in] = dict(given)
+            if changed is not None and self.undo_log is not None:
+                self.undo_log.keep_tensor(changed, None, update.data, stand_in.detach())
+                for key, value in (update.state or {}).items():
+                    self.undo_log.keep_tensor(changed, key, value, given[key])
+        for _, update in updates:
+            update.begun = True
+        self.run([{**updates[0][1].group, "params": [one for one, _ in ready]}], own)
+        return [(given, own.get(stand_in, {})) for stand_in, given in ready]
 
-    def adopt_state(self, parameter: nn.Parameter, states: Mapping[torch.Tensor, Any]) -> None:
+    def adopt_state(self, parameter: nn.Parameter, states: dict[torch.Tensor, Any]) -> None:
         """Move the state of ``parameter`` in ``states`` into regions."""
-        state = states.get(parameter)
+        state = dict.get(states, parameter)
         if state is None or isinstance(self._optimizer, HostOptimizer):
             return  # a HostOptimizer's state stays on the host
         fused = self._store.fused.get(parameter)
@@ -336,7 +375,7 @@ class PendingUpdates:
         """After an update: move new state into regions, and release the tensors it held."""
         if isinstance(update, Update):
             self.adopt_state(slot.parameter, update.states)
-            del update.gradient, update.data
+            update.release()
 
     def _end_gradient(self, slot: Slot, update: Update | SliceUpdate) -> None:
         """Discard the gradient of an update that was made or forgotten."""

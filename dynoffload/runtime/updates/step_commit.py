@@ -241,7 +241,7 @@ class StepCommit:
         }
 
     def _update_paged(self, paged: Iterable[tuple[Slot, Group]], *, now: bool) -> None:
-        waiting = []
+        waiting: dict[Slot, Update | SliceUpdate] = {}
         context, states = TorchContext.now(), self._optimizer.state
         self._begun = True
         for slot, group in paged:
@@ -256,11 +256,10 @@ class StepCommit:
             torch.autograd.graph.increment_version(parameter)
             waits = not now and self._may_wait(first=not copy)
             if waits and (not self._defer or self._guards(slot, gradient)):
-                waiting.append((slot, update))
+                waiting[slot] = update
             else:
-                self._pending.make(slot, update)
-        for slot, update in waiting:
-            self._pending.add(slot, update)
+                self._pending.make({slot: update})
+        self._pending.add(waiting)
 
     def _update_slices(self, fused: Fused, group: Group, *, now: bool) -> None:
         self._begun = True
@@ -274,9 +273,9 @@ class StepCommit:
                 self._pending.flush(slot)
             update = self._slices.begin(slot, step)
             if self._defer and waits and not (now and update.gradient is not None):
-                self._pending.add(slot, update)
+                self._pending.add({slot: update})
             else:
-                self._pending.make(slot, update)
+                self._pending.make({slot: update})
 
     def _may_wait(self, *, first: bool) -> bool:
         """Return whether an update gives the same bits if made later. The guard's thread cannot

@@ -9,7 +9,6 @@ separate update runs together with a one-element parameter that has no momentum.
 from __future__ import annotations
 
 import logging
-from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,8 +81,14 @@ class Update:
     state: dict[str, Any] | None
     regions: list[int]
     context: TorchContext
-    states: MutableMapping[torch.Tensor, Any]
+    states: dict[torch.Tensor, Any]
     begun: bool = False
+
+    def release(self) -> None:
+        """Drop the tensors, once it was made or lost."""
+        self.state = None
+        for name in ("gradient", "data"):
+            self.__dict__.pop(name, None)
 
 
 def can_split(optimizer: Optimizer) -> bool:
