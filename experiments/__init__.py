@@ -24,6 +24,7 @@ EXPERIMENTS: dict[str, str] = {
     "pilot-accuracy": "dynoffload.experiments.pilot_accuracy:PilotAccuracy",
     "pilot-benefit": "dynoffload.experiments.pilot_benefit:PilotBenefit",
     "experts": "dynoffload.experiments.experts:Experts",
+    "overhead": "dynoffload.experiments.overhead:Overhead",
     "memory-expansion": "dynoffload.experiments.memory_expansion:MemoryExpansion",
     "cluster": "dynoffload.experiments.cluster:Clusters",
     "simulation": "dynoffload.experiments.simulation:Simulated",

@@ -62,6 +62,7 @@ VARIANTS: dict[str, Variant] = {
     "replay": Variant(mode=REPLAY, pilot=None),
     "dtr": Variant(mode=DTR, pilot=None),
     "rollback": Variant(config={"rollback": True}),
+    "in_backward": Variant(config={"optimizer_in_backward": True}),
     "foreach": Variant(optimizer="foreach"),
     "tokens_512": Variant(tokens=0.5),
     "fused": Variant(network=FUSED),

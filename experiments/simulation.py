@@ -222,7 +222,10 @@ def material(
     found = _child(simulated_run.plain, replace(task, pilot=pilot))
     network = Network(
         tuple(Parameter(**one) for one in found["network"]["parameters"]),
-        {path: tuple(numbers) for path, numbers in found["network"]["owners"].items()},
+        *(
+            {path: tuple(every) for path, every in found["network"][key].items()}
+            for key in ("owners", "nests")
+        ),
     )
     made = [recorded(load_trace(path), network) for path in trace_files(traces)]
     # A parameter's optimizer state appears with its first gradient, so late steps have most.

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from dynoffload.experiments.clock import Clock, operators_seconds
 from dynoffload.experiments.processes import NEVER_LEFT
 from dynoffload.experiments.ways import WAYS, Ready, Spec, network, place_of, samples
 from dynoffload.experiments.zoo.building import moved
@@ -36,9 +37,11 @@ class Trainer:
         self.model = network(spec)
         self.samples = samples(spec)
         self.ready: Ready
+        self._transfers = 0  # of the log, seen so far
         self.session: Any = None
         self.clairvoyant = Clairvoyant(self.model) if spec.clairvoyant else None
         self.visited = watching(self.model) if spec.watched else None
+        self.clock = Clock() if spec.timed else None
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
@@ -94,7 +97,34 @@ class Trainer:
         if self.session is not None:
             stats = dataclasses.asdict(self.session.log.steps[-1])
             reply["stats"] = {key: finite(value) for key, value in stats.items()}
+        if self.clock is not None:
+            log = [] if self.session is None else self.session.log.transfers
+            timed = self.clock.take(log[self._transfers :])
+            self._transfers = len(log)
+            reply["stats"] = reply.get("stats", {}) | timed
         return reply
+
+    def operators(self) -> dict[str, Any]:
+        """Make one step and return its result with ``operators_s``, the time of torch's operators
+        in forward and backward. A profiler would have updates made in ``step()``."""
+        sample = next(self.samples)
+        losses: list[Any] = []
+
+        def run() -> None:
+            with self.ready.around():
+                losses.append(sample.call(self.model))
+            losses[0].backward()
+
+        begin = time.perf_counter()
+        seconds = operators_seconds(run)
+        self.ready.optimizer.step()
+        self.ready.optimizer.zero_grad()
+        return {
+            "seconds": time.perf_counter() - begin,
+            **dict.fromkeys(("forward_s", "backward_s", "optimizer_s"), 0.0),
+            "loss": float(losses[0].item()).hex(),
+            "operators_s": seconds,
+        }
 
     def describe(self) -> dict[str, Any]:
         """Make one step and return its visits.

@@ -56,6 +56,7 @@ class Spec:
         device: of the accelerator; "" trains on the CPU.
         threads: compute threads; 0 for torch's default.
         watched: each step reports the modules it visited.
+        timed: each step reports the time of each part of a session's own work.
         clairvoyant: each step is given the modules it will visit, instead of a pilot.
     """
 
@@ -79,6 +80,7 @@ class Spec:
     device: str = ""
     threads: int = 0
     watched: bool = False
+    timed: bool = False
     clairvoyant: bool = False
 
 

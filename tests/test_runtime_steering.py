@@ -125,7 +125,7 @@ def _trained(profiled: tuple[int, Pilot], answer: Any = None) -> tuple[int, int,
             nonlocal missed
             before = migrator.missed
             visit(unit)
-            missed += unit.path in known and migrator.missed > before
+            missed += bool(known.intersection(unit.members)) and migrator.missed > before
 
         migrator.visit = counted  # type: ignore[method-assign]
         for sample in drawn:

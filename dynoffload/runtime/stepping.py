@@ -17,6 +17,7 @@ from dynoffload.around import after_call, choosing
 from dynoffload.distributed.replicas import as_backward_ends
 from dynoffload.distributed.sharded import Gathered, groups_of
 from dynoffload.memory.device import Device
+from dynoffload.planning import small_modules
 from dynoffload.profiler.experts import split_path
 from dynoffload.runtime.adopting import Adoption
 from dynoffload.runtime.adoption.slots import Fused, Slot
@@ -40,7 +41,6 @@ from dynoffload.telemetry import StepStats
 
 logger = logging.getLogger(__name__)
 
-_SMALL_UNITS = 8  # parameters of modules that are one unit together: that part of the pool at most
 _MOST_HOOKS = 1 << 14  # that are removed at a step's end
 
 
@@ -108,7 +108,7 @@ class Stepping(Mode):
         model, store, rows = self.model, self.adoption.store, self.adoption.rows
         watching, gradients = self._watching, self.gradients
         groups = groups_of(model)
-        small = self.device.capacity // _SMALL_UNITS
+        small = self.device.capacity // small_modules.SHARE
         units = units_of(model, store.slots, store.fused, groups, small)
         self.activations.gathered = Gathered(groups) if groups else None
         watching.callback(self._forecast.unwatch)

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from dynoffload.errors import TraceError
+from dynoffload.planning.small_modules import nests
 from dynoffload.profiler.trace import Operator, Phase, Trace
 from dynoffload.simulation.workload import spread
 from dynoffload.units import format_bytes
@@ -64,10 +65,12 @@ class Network:
     Attributes:
         parameters: parameters in the order of the model.
         owners: module path -> numbers of the parameters it owns, in the order of the modules.
+        nests: see `dynoffload.planning.small_modules`.
     """
 
     parameters: tuple[Parameter, ...]
     owners: Mapping[str, tuple[int, ...]]
+    nests: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def network_of(model: nn.Module) -> Network:
@@ -82,7 +85,7 @@ def network_of(model: nn.Module) -> Network:
         own = dict.fromkeys(p for p in module._parameters.values() if p is not None)
         if own:
             owners[path] = tuple(numbers[p] for p in own)
-    return Network(tuple(parameters), owners)
+    return Network(tuple(parameters), owners, nests(model))
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class Piece:
     Attributes:
         seconds: its duration.
         parameters: parameters that it reads or writes.
-        visits: paths of owners whose forward begins before it.
+        visits: paths of owners, and of modules around several, whose forward begins before it.
         saves: storages that autograd saves before it; in forward.
         borrows: saved parameters that backward unpacks before it.
         reads: saved storages that it reads; in backward.
@@ -151,7 +154,7 @@ class Recorded:
         return {number for piece in self.backward for number in piece.completes}
 
     def order(self) -> list[str]:
-        """Return the paths of the owners that forward visits, in order."""
+        """Return the paths of the modules that forward visits, in order."""
         return [path for piece in self.forward for path in piece.visits]
 
     def timed(self, forward_s: float, backward_s: float, update_s: float) -> Recorded:
@@ -277,8 +280,8 @@ class _Reading:
     def _forward(
         self, operators: list[tuple[int, Operator]], saves: Mapping[int, list[int]]
     ) -> tuple[Piece, ...]:
-        owners = self._network.owners
-        begins = [(call.start, call.path) for call in self._trace.calls if call.path in owners]
+        known = {*self._network.owners, *self._network.nests}
+        begins = [(call.start, call.path) for call in self._trace.calls if call.path in known]
         place, pieces = 0, []
         for number, one in operators:
             visits = []

@@ -23,6 +23,7 @@ from dynoffload.planning.reference import (
     visits_made,
 )
 from dynoffload.planning.schedule import Schedule
+from dynoffload.planning.small_modules import SHARE
 from dynoffload.simulation.chunks import Chunks
 from dynoffload.simulation.fast_memory import StepResult
 from dynoffload.simulation.machine import Machine
@@ -67,6 +68,7 @@ class Unit:
     path: str
     slots: tuple[Slot, ...]
     beside: tuple[Slot, ...] = ()
+    members: tuple[str, ...] = ()
 
 
 class Training:
@@ -120,10 +122,20 @@ class Training:
                 "nothing to simulate; lower min_paged_bytes"
             )
         self.units: dict[str, Unit] = {}
-        for path, owned in network.owners.items():
-            own = tuple(self._slots[number] for number in owned if number in self._slots)
-            if own:
-                self.units[path] = Unit(len(self.units), path, own)
+        inside: set[str] = set()  # owners in units begun above them
+        for path, owners in _in_order(network).items():
+            if inside.issuperset(owners):
+                continue
+            own = {owner: self._paged(network.owners[owner]) for owner in owners}
+            members = tuple(owner for owner, slots in own.items() if slots)
+            together = tuple(dict.fromkeys(slot for owner in members for slot in own[owner]))
+            small = sum(slot.nbytes for slot in together) <= division.pool_bytes // SHARE
+            if len(members) > 1 and small:
+                self.units[path] = Unit(len(self.units), path, together, members=members)
+                inside.update(owners)
+            elif slots := self._paged(network.owners.get(path, ())):
+                self.units[path] = Unit(len(self.units), path, tuple(slots), members=(path,))
+        self._unit_at = {p: unit for unit in self.units.values() for p in unit.members} | self.units
         self.chunks = Chunks(self.pager, division, self._open_chunk)
         self._saved = Saved(division.chunk_bytes)
         self.reference: Reference[Slot] = Reference()
@@ -144,6 +156,9 @@ class Training:
         slot = self._slots[number] = Slot(number, region, nbytes)
         if trained:
             slot.gradient = self.pager.allocate(nbytes)
+
+    def _paged(self, numbers: Sequence[int]) -> list[Slot]:
+        return [self._slots[number] for number in numbers if number in self._slots]
 
     # A step
 
@@ -188,7 +203,7 @@ class Training:
         self._visits, self._in_backward = [], False
         order = self._order
         if predicted is not None:
-            order = [self.units[path] for path in predicted if path in self.units]
+            order = self._units_of(predicted)
         if self._prefetch and order:
             regions = self.chunks.next_regions(self._saved.chunks_needed(order))
             visits = self._saved.visits(order, regions)
@@ -196,6 +211,18 @@ class Training:
             reference.add_forward(visits, lambda slot: slot in self._pending)
             reference.add_return(visits, [Visit(unit) for unit in order])
             self._follow(reference)
+
+    def _units_of(self, paths: Sequence[str]) -> list[Unit]:
+        """Return the units of modules in order, each once for all members that it runs."""
+        found: list[Unit] = []
+        within: set[str] = set()  # members of the last that were found
+        for path in paths:
+            if found and path in found[-1].members and path not in within:
+                within.add(path)
+            elif (unit := self._unit_at.get(path)) is not None:
+                found.append(unit)
+                within = {path}
+        return found
 
     def _forward(self, step: Recorded, piece: Piece) -> None:
         for path in piece.visits:
@@ -342,3 +369,17 @@ class Training:
     def _access(self, parameters: Sequence[int], chunks: Sequence[int]) -> None:
         slots = [self._slots[number] for number in parameters if number in self._slots]
         self.pager.access([*chunks, *(slot.region for slot in slots)])
+
+
+def _in_order(network: Network) -> dict[str, tuple[str, ...]]:
+    """Return the modules that may be units in the order of the network, with the owners in each."""
+    around: dict[str, list[str]] = {}
+    for nest, owners in network.nests.items():
+        for owner in owners:
+            around.setdefault(owner, []).append(nest)
+    found: dict[str, tuple[str, ...]] = {}
+    for owner in network.owners:
+        for nest in around.get(owner, ()):
+            found.setdefault(nest, network.nests[nest])
+        found.setdefault(owner, (owner,))
+    return found

@@ -3,15 +3,12 @@
 A *unit* is a module that directly owns paged parameters; its forward is one use of its regions.
 Other modules move nothing and are not watched. Each slice of fused parameters is a unit of its own
 (`dynoffload.profiler.experts`); which slices a forward uses is known only when it reaches them.
-
-[Note: small modules]  A module with small submodules, such as the expert of a mixture or a cell, is
-one unit with all of them: they run together, and each use costs time of its own. Modules inside a
-list or a dict may run or not, so what holds one is no such unit.
+Modules with small submodules are one unit with these (`dynoffload.planning.small_modules`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -19,6 +16,7 @@ from torch import nn
 from dynoffload.distributed.sharded import Group
 from dynoffload.memory.local import local_bytes
 from dynoffload.planning.blocks import Block, Vocabulary
+from dynoffload.planning.small_modules import nests
 from dynoffload.profiler.experts import unit_path
 from dynoffload.profiler.idioms import Idioms
 from dynoffload.runtime.adoption.slots import Fused, Slot
@@ -69,21 +67,26 @@ def units_of(
         slots: its parameters that are paged whole.
         fused: those that are paged by slices.
         groups: its groups of shards.
-        small_bytes: most bytes of the parameters of modules that are one unit together; see
-            [Note: small modules].
+        small_bytes: most bytes of the parameters of modules that are one unit together.
     """
     units: list[Unit] = []
+    modules, nested = dict(model.named_modules()), nests(model) if small_bytes else {}
     inside: set[nn.Module] = set()  # modules of units begun above them
     gathered = {group.module: group for group in groups}
     shards = {parameter for group in groups for parameter in group.parameters}
-    for path, module in model.named_modules():
+    for path, module in modules.items():
         if module in inside:
             continue
-        members = {} if module is model else _members(path, module, slots, fused, shards)
-        together = [slots[p] for own in members.values() for p in own]
-        if len(members) > 1 and sum(local_bytes(s.parameter) for s in together) <= small_bytes:
-            every = tuple(dict.fromkeys(together))
-            units.append(Unit(len(units), path, module, every, members=tuple(members)))
+        members = {one: modules[one]._parameters.values() for one in nested.get(path, ())}
+        every = dict.fromkeys(p for own in members.values() for p in own if p is not None)
+        together = tuple(slots[p] for p in every if p in slots)
+        if (
+            sum(any(p in slots for p in own) for own in members.values()) > 1
+            and not any(p in fused or p in shards for p in every)
+            and sum(local_bytes(slot.parameter) for slot in together) <= small_bytes
+        ):
+            paged = tuple(m for m, own in members.items() if any(p in slots for p in own))
+            units.append(Unit(len(units), path, module, together, members=paged))
             inside.update(module.modules())
             continue
         group = gathered.get(module)
@@ -100,25 +103,6 @@ def units_of(
             name, beside = unit_path(path, number), tuple(whole)
             units.append(Unit(len(units), name, module, each_own, number, beside))
     return units
-
-
-def _members(
-    path: str,
-    module: nn.Module,
-    slots: Mapping[nn.Parameter, Slot],
-    fused: Mapping[nn.Parameter, Fused],
-    shards: Container[nn.Parameter],
-) -> dict[str, list[nn.Parameter]]:
-    """Return the paged parameters of ``module`` by the path of their module; empty if it cannot be
-    one unit with its submodules."""
-    found: dict[str, list[nn.Parameter]] = {}
-    for below, inner in module.named_modules(prefix=path):
-        own = [p for p in inner._parameters.values() if p is not None]
-        if type(inner).forward is nn.Module.forward or any(p in fused or p in shards for p in own):
-            return {}  # a list, say, which is never called
-        if paged := [p for p in own if p in slots]:
-            found[below] = paged
-    return found
 
 
 def vocabulary_of(network: str, units: Sequence[Unit]) -> Vocabulary:

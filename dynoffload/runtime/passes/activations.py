@@ -351,7 +351,7 @@ class Activations:
         try:
             with torch.no_grad():
                 if whole:
-                    if nbytes <= _SHORT and storage.device.type == "cpu":
+                    if nbytes <= _SHORT and self.device.serves:
                         at = ours.data_ptr() + offset
                         ctypes.memmove(at, storage.data_ptr(), nbytes)  # a tenth of copy_'s time
                     else:

@@ -1,0 +1,291 @@
+"""Where the time of a step under a budget goes: operators, our own work, waits, and the disk's.
+
+Each network trains plainly, plainly beside a process that moves the same bytes at the same rate
+(the *interference floor*), under a budget with default options, and with the optimizer in backward.
+The ways take turns on the same samples. Parts of the session's own work are timed one by one.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+from dynoffload.doctor import measure_tiers
+from dynoffload.experiments import step_time, traffic
+from dynoffload.experiments.clock import EVENTS, KINDS, PARTS
+from dynoffload.experiments.comparing import Table
+from dynoffload.experiments.contest import Contestant, Step, Way, median_seconds
+from dynoffload.experiments.harness import Cell, Experiment, Row, check_known, option, table
+from dynoffload.experiments.pilot_benefit import networks
+from dynoffload.experiments.pilot_recording import learned
+from dynoffload.experiments.processes import Process
+from dynoffload.experiments.ways import BUDGETED, Spec
+from dynoffload.experiments.zoo import TRUNK
+from dynoffload.memory.spill import default_spill_dir
+from dynoffload.simulation.machine import Link
+from dynoffload.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_TIER_SECONDS = 0.5
+_RECORDED = 16  # steps from which a footprint is taken
+_BASE = Spec("moe", "base", shape={"rows": 4, "length": 256})
+_BASE_BUDGET = 10**9
+WAYS: dict[str, dict[str, Any]] = {
+    "budget": {},
+    "in_backward": {"optimizer_in_backward": True},
+}
+"""Ways under the budget -> their options."""
+_SHADES = ("rss", "forward", "backward", "optimizer", "fetch", "evict", "plan", "fault")
+"""Colours of plain training and of the parts."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One network under one budget: a share of its footprint, or bytes."""
+
+    spec: Spec
+    budget: float
+
+
+def cases() -> dict[str, Case]:
+    """Return the cases by name: dynamic networks at an eighth or the least share that runs, a small
+    mixture at all of its footprint, and a mixture of 328 million parameters at 1 GB."""
+    found = {
+        case.title: Case(Spec(case.network, case.preset, shape=case.shape, lr=case.lr), share)
+        for case, share in networks("small").values()
+    }
+    small = step_time.PRESETS["small"]
+    return {
+        **found,
+        "Evoformer": Case(small[TRUNK], 0.125),
+        "small mixture": Case(small["moe"], 0.125),
+        "small mixture, all": Case(small["moe"], 1.0),
+        "base mixture, 512 tokens": Case(replace(_BASE, shape={"rows": 2, "length": 256}), 1e9),
+        "base mixture, 1,024 tokens": Case(_BASE, 1e9),
+    }
+
+
+@dataclass(frozen=True)
+class Params:
+    """Options of the experiment."""
+
+    only: tuple[str, ...] = option((), "cases, by name; all by default")
+    steps: int = option(8, "of each way that count, two a turn")
+    warmup: int = option(14, "first steps, which do not count")
+    spill_dir: Path | None = option(None, "where the spill files lie", place=True)
+
+
+class Overhead(Experiment[Params]):
+    """A case is a network under a budget."""
+
+    parameters = Params
+    title = "a step, and what it takes"
+    height = 5.6
+
+    def cases(self) -> Mapping[str, Case]:
+        known = cases()
+        check_known("only", self.params.only, known)
+        return {name: known[name] for name in self.params.only or known}
+
+    def run(self, case: Case) -> Row:
+        own, directory = self.params, self.params.spill_dir or default_spill_dir()
+        budget, footprint = int(case.budget), None
+        if case.budget <= 1:
+            with tempfile.TemporaryDirectory() as folder:
+                footprint, _ = learned(
+                    case.spec, _RECORDED, self.report, Path(folder) / "unused.pilot"
+                )
+            budget = int(case.budget * footprint)
+        plain = replace(case.spec, split="held-out", timed=True, spill_dir=str(directory))
+        tiers = measure_tiers(directory, _TIER_SECONDS)
+        with ExitStack() as stack:
+            sides = {
+                "plain": Contestant("plain", Way(plain), required=True),
+                **{
+                    name: Contestant(
+                        name,
+                        Way(
+                            replace(
+                                plain, mode=BUDGETED, budget=budget, config=config, pilot="auto"
+                            )
+                        ),
+                    )
+                    for name, config in WAYS.items()
+                },
+            }
+            for side in sides.values():
+                side.start(stack)
+            beside = stack.enter_context(Process("traffic"))
+            disturbed: list[Step] = []
+            for number in range(own.warmup + own.steps // 2):
+                measured = number >= own.warmup
+                for name, side in sides.items():
+                    for _ in range(2 if measured else 1):
+                        side.step(measured=measured)
+                        self.report(name)
+                if measured and not sides["budget"].why:
+                    disturbed += self._disturbed(sides, beside, str(directory))
+            operators = {
+                name: side.step(measured=False, do="operators").get("operators_s")
+                for name, side in sides.items()
+            }
+        losses = sides["plain"].losses
+        link = Link(tiers.read_bps, tiers.write_bps, tiers.mixed_bps)
+        plain_s = median_seconds(sides["plain"].steps)
+        return {
+            "budget_bytes": budget,
+            "footprint_bytes": footprint,
+            "plain_s": plain_s,
+            "plain_operators_s": operators["plain"],
+            "floor_s": median_seconds(disturbed) if disturbed else None,
+            "link": {"read_bps": link.read_bps, "write_bps": link.write_bps},
+            "ways": {
+                name: _summary(sides[name], losses, plain_s, link, operators[name]) for name in WAYS
+            },
+        }
+
+    def _disturbed(
+        self, sides: Mapping[str, Contestant], beside: Process, directory: str
+    ) -> list[Step]:
+        """Make plain steps while another process moves what the budgeted steps move."""
+        steps, plain = sides["budget"].steps[-2:], sides["plain"]
+        seconds = sum(step.seconds for step in steps)
+        rates = [sum(s.stats[key] for s in steps) / seconds for key in ("bytes_in", "bytes_out")]
+        beside.call(traffic.begin, directory, *rates)
+        try:
+            for _ in range(2):
+                plain.step(measured=False)
+        finally:
+            beside.call(traffic.end)
+        self.report("plain, disturbed")
+        found = plain.every[-2:]
+        for side in (sides[name] for name in WAYS):  # the same samples for all
+            for _ in range(2):
+                side.step(measured=False)
+        return found
+
+    def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
+        lines = [
+            {**row, "way": name, **row["ways"][name]}
+            for row in result["rows"]
+            for name in WAYS
+            if row["ways"][name]["seconds"]
+        ]
+        return [
+            table("a step", _STEPS, lines, ["way"]),
+            table("time of a step in our own work, ms", _PARTS, lines, ["way"]),
+            table("megabytes moved in a step, by kind", _KINDS, lines, ["way"]),
+            *(
+                f"{row['case']}, {name}: {row['ways'][name]['why']}"
+                for row in result["rows"]
+                for name in WAYS
+                if row["ways"][name]["why"]
+            ),
+        ]
+
+    def draw(self, figure: Figure, color: Mapping[str, str], result: Mapping[str, Any]) -> None:
+        rows = [row for row in result["rows"] if row["ways"]["budget"]["seconds"]]
+        axes, names = figure.subplots(), [row["case"] for row in rows]
+        shares: dict[str, list[float]] = {"plain PyTorch": [1.0] * len(rows)}
+        for part in PARTS:
+            shares[part] = [row["ways"]["budget"]["parts_s"][part] / row["plain_s"] for row in rows]
+        left = [0.0] * len(rows)
+        for (title, widths), shade in zip(shares.items(), _SHADES, strict=True):
+            axes.barh(names, widths, left=left, label=title, color=color[shade])
+            left = [before + width for before, width in zip(left, widths, strict=True)]
+        for name, mark in zip(WAYS, ("|", "x"), strict=True):
+            times = [row["ways"][name]["seconds"] for row in rows]
+            known = [
+                float("nan") if time is None else time / row["plain_s"]
+                for time, row in zip(times, rows, strict=True)
+            ]
+            title = f"the whole step{'' if name == 'budget' else ', optimizer in backward'}"
+            axes.plot(known, names, mark, color=color["ink"], ms=11, label=title)
+        axes.invert_yaxis()
+        axes.set_xlabel("time, in steps of plain PyTorch")
+        figure.legend(loc="outside upper center", ncols=4, frameon=False)
+
+
+def _summary(
+    side: Contestant, losses: Sequence[str], plain_s: float, link: Link, operators_s: float | None
+) -> Row:
+    result = side.result(losses)
+    if result.seconds is None:
+        return {"why": result.why, "seconds": None}
+    moving = result.bytes_in / link.read_bps, result.bytes_out / link.write_bps
+    moving_s = sum(moving) if link.in_turns else max(moving)
+    stats = [step.stats for step in side.steps]
+
+    def mean(key: str, inner: str) -> float:
+        return fmean(one[key][inner] for one in stats)
+
+    def middle(name: str) -> float | None:
+        known = [t for one in stats if (t := one["events_s"][name]) is not None]
+        return median(known) if known else None
+
+    return {
+        "why": "",
+        "seconds": result.seconds,
+        "moving_s": moving_s,
+        "over_limit": result.seconds / max(plain_s, moving_s),
+        "operators_s": operators_s,
+        "stall_s": result.stall_s,
+        "bytes_in": result.bytes_in,
+        "bytes_out": result.bytes_out,
+        "losses_equal": result.losses_equal,
+        "note": result.note,
+        "parts_s": {part: mean("parts_s", part) for part in PARTS},
+        "kinds": {kind: mean("kinds", kind) for kind in KINDS},
+        "events_s": {name: middle(name) for name in EVENTS},
+        "main_cpu_s": fmean(one["cpu_s"][0] for one in stats),
+        "other_cpu_s": fmean(one["cpu_s"][1] for one in stats),
+    }
+
+
+def _event(name: str) -> Cell:
+    def text(row: Mapping[str, Any]) -> str:
+        value = row["events_s"][name]
+        return "–" if value is None else f"{value * 1e6:.0f} µs"
+
+    return text
+
+
+def _over_floor(row: Mapping[str, Any]) -> str:
+    return "–" if not row["floor_s"] else f"{row['seconds'] / row['floor_s']:.2f}"
+
+
+_STEPS: dict[str, Cell] = {
+    "network": lambda row: row["case"],
+    "way": lambda row: row["way"].replace("_", " "),
+    "budget": lambda row: format_bytes(row["budget_bytes"]),
+    "plain": lambda row: format_seconds(row["plain_s"]),
+    "a step": lambda row: format_seconds(row["seconds"]),
+    "over plain": lambda row: f"{row['seconds'] / row['plain_s']:.2f}",
+    "over max(plain, bytes / bandwidth)": lambda row: f"{row['over_limit']:.2f}",
+    "over floor": _over_floor,
+    "stall": lambda row: format_seconds(row["stall_s"]),
+    "MB read": lambda row: f"{row['bytes_in'] / 1e6:.0f}",
+    "written": lambda row: f"{row['bytes_out'] / 1e6:.0f}",
+    "losses equal": lambda row: {True: "yes", False: "NO", None: ""}[row["losses_equal"]],
+}
+_PARTS: dict[str, Cell] = {
+    "network": lambda row: row["case"],
+    "way": lambda row: row["way"].replace("_", " "),
+    **{part: (lambda row, p=part: f"{row['parts_s'][p] * 1e3:.1f}") for part in PARTS},  # type: ignore[misc]
+    "operators, plain": lambda row: f"{row['plain_operators_s'] * 1e3:.0f}",
+    "here": lambda row: f"{(row['operators_s'] or 0) * 1e3:.0f}",
+    "other threads": lambda row: f"{row['other_cpu_s'] * 1e3:.0f}",
+    **{f"a {name}": _event(name) for name in EVENTS},
+}
+_KINDS: dict[str, Cell] = {
+    "network": lambda row: row["case"],
+    "way": lambda row: row["way"].replace("_", " "),
+    **{kind: (lambda row, k=kind: f"{row['kinds'][k] / 1e6:.0f}") for kind in KINDS},  # type: ignore[misc]
+}
