@@ -42,7 +42,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "in_backward": {"optimizer_in_backward": True},
 }
 """Ways under the budget -> their options."""
-_SHADES = ("rss", "forward", "backward", "optimizer", "fetch", "evict", "plan", "fault")
+_SHADES = ("rss", "forward", "backward", "optimizer", "fault", "evict", "plan", "budget")
 """Colours of plain training and of the parts."""
 
 
@@ -56,17 +56,20 @@ class Case:
 
 def cases() -> dict[str, Case]:
     """Return the cases by name: dynamic networks at an eighth or the least share that runs, a small
-    mixture at all of its footprint, and a mixture of 328 million parameters at 1 GB."""
+    mixture at all of its footprint, and a mixture of 328 million parameters at 1 GB. All but the
+    last compute with one thread."""
     found = {
-        case.title: Case(Spec(case.network, case.preset, shape=case.shape, lr=case.lr), share)
+        case.title: Case(
+            Spec(case.network, case.preset, shape=case.shape, lr=case.lr, threads=1), share
+        )
         for case, share in networks("small").values()
     }
-    small = step_time.PRESETS["small"]
+    mixture, trunk = (replace(step_time.PRESETS["small"][n], threads=1) for n in ("moe", TRUNK))
     return {
         **found,
-        "Evoformer": Case(small[TRUNK], 0.125),
-        "small mixture": Case(small["moe"], 0.125),
-        "small mixture, all": Case(small["moe"], 1.0),
+        "Evoformer": Case(trunk, 0.125),
+        "small mixture": Case(mixture, 0.125),
+        "small mixture, all": Case(mixture, 1.0),
         "base mixture, 512 tokens": Case(replace(_BASE, shape={"rows": 2, "length": 256}), 1e9),
         "base mixture, 1,024 tokens": Case(_BASE, 1e9),
     }
@@ -136,9 +139,12 @@ class Overhead(Experiment[Params]):
                 name: side.step(measured=False, do="operators").get("operators_s")
                 for name, side in sides.items()
             }
-        losses = sides["plain"].losses
-        link = Link(tiers.read_bps, tiers.write_bps, tiers.mixed_bps)
-        plain_s = median_seconds(sides["plain"].steps)
+            losses = sides["plain"].losses
+            link = Link(tiers.read_bps, tiers.write_bps, tiers.mixed_bps)
+            plain_s = median_seconds(sides["plain"].steps)
+            found = {
+                name: _summary(sides[name], losses, plain_s, link, operators[name]) for name in WAYS
+            }
         return {
             "budget_bytes": budget,
             "footprint_bytes": footprint,
@@ -146,9 +152,7 @@ class Overhead(Experiment[Params]):
             "plain_operators_s": operators["plain"],
             "floor_s": median_seconds(disturbed) if disturbed else None,
             "link": {"read_bps": link.read_bps, "write_bps": link.write_bps},
-            "ways": {
-                name: _summary(sides[name], losses, plain_s, link, operators[name]) for name in WAYS
-            },
+            "ways": found,
         }
 
     def _disturbed(
