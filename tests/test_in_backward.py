@@ -7,6 +7,7 @@ of gradients is refused: in the first step before anything is changed, later as 
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -32,10 +33,12 @@ from hypothesis import strategies as st
 from test_exact_property import OPTIMIZERS, SCHEDULERS, backends, orders
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
 
 import dynoffload
 from dynoffload.errors import ConfigError, StepLostError
 from dynoffload.runtime.consumed import ConsumedGradient
+from dynoffload.runtime.updates.step_commit import StepCommit
 
 OPTION: dict[str, Any] = {"optimizer_in_backward": True}
 BUDGET = "120KB"
@@ -120,13 +123,19 @@ def test_gradients_are_not_moved() -> None:
 
 @needs_pager
 @pytest.mark.parametrize("lr", [1e-2, 0.0])
-def test_experts_that_are_paged_by_slices(lr: float) -> None:
+def test_experts_that_are_paged_by_slices(lr: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The update of an expert that was hit is made in backward; of others, it waits."""
     pair = Twin(Chosen(), lambda p: AdamW(p, lr=lr))
     samples = [(number, [number % 4, (number // 2) % 3]) for number in range(8)]
     config = {**PAGES, **OPTION}
     budget, _ = least_budget(pair.model, pair.optimizer, 1, {**SMALL_PAGES, **config})
+    made: list[Any] = []
+    make_now = StepCommit.make_now
+    monkeypatch.setattr(
+        StepCommit, "make_now", lambda self, groups: (made.append(groups), make_now(self, groups))
+    )
     compare_runs(pair, Loop(steps=8), samples, chosen_loss, budget, config=config)
+    assert len(made) == 7 * len(list(pair.model.parameters()))
 
 
 # Loops that do not suit
@@ -179,7 +188,28 @@ def fill(model: nn.Module, optimizer: Optimizer) -> None:
     optimizer.zero_grad(set_to_none=False)
 
 
-LOOPS = [clip, read, add, change, replace, skip, look, fill]
+def share(model: nn.Module, optimizer: Optimizer) -> None:
+    """Give a gradient's memory to others."""
+    gradient = model.get_parameter("head.weight").grad
+    assert gradient is not None
+    gradient.share_memory_()
+
+
+def decay(model: nn.Module, optimizer: Optimizer) -> None:
+    """Write a parameter, and step."""
+    with torch.no_grad():
+        model.get_parameter("head.weight").mul_(0.9)
+    optimizer.step()
+
+
+LOOPS = [clip, read, add, change, replace, skip, look, fill, share, decay]
+READS = {
+    "state_dict": lambda pair, session: pair.model.state_dict(),
+    "state": lambda pair, session: pair.optimizer.state_dict(),
+    "copy": lambda pair, session: copy.deepcopy(pair.model),
+    "flush": lambda pair, session: session.flush(),
+    "save": lambda pair, session: session.save("/nowhere"),
+}
 
 
 @pytest.mark.parametrize("unsuited", LOOPS)
@@ -193,19 +223,133 @@ def test_another_loop_is_refused_before_anything_is_changed(
         backward(pair, 0)
         with pytest.raises(ConfigError, match="leave that option off"):
             unsuited(pair.model, pair.optimizer)
-        for name, parameter in pair.model.named_parameters():
-            assert torch.equal(parameter, before[name])
+        if unsuited is not decay:
+            for name, parameter in pair.model.named_parameters():
+                assert torch.equal(parameter, before[name])
         assert not pair.optimizer.state
 
 
-def in_a_fourth_step(pair: Twin, goes_on: Callable[[], None]) -> None:
-    """Make three steps, and the gradients of a fourth, in a block; then ``goes_on``."""
+@pytest.mark.parametrize("read_by", READS)
+def test_half_a_step_is_not_read(read_by: str) -> None:
+    """Between backward and step; after the step all is as in plain training."""
+    pair = twin()
+    with pair.paged(120_000, config=OPTION) as session:
+        for seed in range(3):
+            backward(pair, seed)
+            with pytest.raises(ConfigError, match="read after backward"):
+                READS[read_by](pair, session)
+            step(pair)
+    pair.assert_same()
+
+
+class Twice(nn.Module):
+    """Reads the head's weight again in backward, without a gradient for it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.how = how
+
+    def _gated(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        with torch.no_grad():
+            z = self.head(y)
+        return y * z
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a number."""
+        if self.how == "detached":
+            x = nn.functional.linear(self.first(x), self.head.weight.detach())
+        else:
+            x = checkpoint(self._gated, x.requires_grad_(), use_reentrant=False)
+        return self.head(x).square().sum()
+
+
+@pytest.mark.parametrize("how", ["detached", "computed again"])
+def test_a_weight_that_backward_reads_after_its_gradient_is_refused(how: str) -> None:
+    """It would be that of the next step."""
+    torch.manual_seed(0)
+    pair = Twin(Twice(how), lambda p: SGD(p, lr=1e-2))
+
+    def fails() -> None:
+        with pytest.raises(ConfigError, match="again after its gradient"):
+            pair.model(torch.randn(4, 32)).backward()
+
+    with pair.paged(200_000, config=OPTION):
+        fails()
+        gc.collect()
+
+
+def test_parameters_that_share_memory_are_updated_in_the_step() -> None:
+    """Backward may still read the memory by another parameter."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+    model[2].weight = nn.Parameter(model[0].weight.data)
+    reference = copy.deepcopy(model)
+    reference[2].weight = nn.Parameter(reference[0].weight.data)
+    sides = [(one, SGD(one.parameters(), lr=1e-2)) for one in (model, reference)]
+    config = {**SMALL_PAGES, "step_aside": False, **OPTION}
+    with dynoffload.offload(*sides[0], budget="200KB", config=config):
+        for seed in range(4):
+            for one, optimizer in sides:
+                torch.manual_seed(seed)
+                one(torch.randn(4, 32)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_denormals_are_flushed_where_the_loop_flushes_them() -> None:
+    pair = twin(lambda p: AdamW(p, lr=1e-20, eps=1e-30))
+    torch.set_flush_denormal(True)
+    try:
+        with pair.paged(120_000, config=OPTION):
+            for seed in range(3):
+                for model, _ in pair.sides:
+                    torch.manual_seed(seed)
+                    (1e-18 * small_loss(model, small_samples(1, seed)[0])).backward()
+                step(pair)
+    finally:
+        torch.set_flush_denormal(False)
+    pair.assert_same()
+
+
+def test_an_interrupted_backward_loses_the_step() -> None:
+    """Some updates were made."""
+    pair = twin()
+
+    def goes_on() -> None:
+        pair.model.embedding.weight.register_hook(interrupt)
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()
+        loss = small_loss(pair.model, small_samples(1, 4)[0])
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+        pair.optimizer.zero_grad()
+        with pytest.raises(ConfigError):
+            small_loss(pair.model, small_samples(1, 4)[0])
+
+    with pytest.raises(StepLostError):
+        in_a_fourth_step(pair, goes_on, settles=True)
+
+
+def interrupt(gradient: Tensor) -> None:
+    """Stand for a signal."""
+    raise KeyboardInterrupt
+
+
+def in_a_fourth_step(pair: Twin, goes_on: Callable[[], None], *, settles: bool = False) -> None:
+    """Make three steps, and the gradients of a fourth, in a block; then ``goes_on``, and read the
+    model if it ``settles``."""
     with pair.paged(120_000, loses=True, config=OPTION):
         for seed in range(3):
             backward(pair, seed)
             step(pair)
         backward(pair, 3)
         goes_on()
+        if settles:
+            pair.model.state_dict()
 
 
 @pytest.mark.parametrize("unsuited", LOOPS)
@@ -270,7 +414,7 @@ def test_parameters_without_a_gradient_and_those_of_no_optimizer() -> None:
     [
         (lambda p: None, "needs the optimizer"),
         (lambda p: type("Own", (AdamW,), {})(p), "steps whole"),
-        (lambda p: SGD([one.bfloat16() for one in p], lr=1.0, momentum=0.9), "half precision"),
+        (lambda p: SGD(p, lr=1.0, momentum=0.9, foreach=True), "half precision"),
     ],
 )
 def test_what_cannot_be_updated_in_backward_is_refused(

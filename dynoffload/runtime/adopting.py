@@ -24,6 +24,7 @@ from dynoffload.runtime.adoption.relocation import Restoration, Room
 from dynoffload.runtime.adoption.slicing import may_slice, slices_of, sole_owners
 from dynoffload.runtime.adoption.slots import Fused, Slot
 from dynoffload.runtime.adoption.store import Store, can_move
+from dynoffload.runtime.consumed import gradient_of
 from dynoffload.runtime.counting import (
     SCALARS,
     States,
@@ -316,7 +317,7 @@ class Adoption:
         states = {} if self._optimizer is None else self._optimizer.state
         for parameter in (*self.store.slots, *self.store.fused):
             state = dict.get(states, parameter) or {}
-            for tensor in (parameter, parameter.grad, *state.values()):
+            for tensor in (parameter, gradient_of(parameter), *state.values()):
                 if isinstance(tensor, torch.Tensor):
                     tensors[id(local(tensor))] = local(tensor)
         found: dict[int, list[torch.Tensor]] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -11,12 +11,12 @@ from dynoffload.errors import ConfigError
 
 
 class ConsumedGradient(torch.Tensor):
-    """A tensor without memory; every operator on it raises, as its values no longer exist.
+    """A tensor without memory. Operators on it, and reads of its memory, raise.
 
     Args:
         parameter: whose ``grad`` it becomes.
         name: of the parameter, for errors.
-        on_use: called with the error that an operator raises, before it does.
+        on_use: called with the error, before it is raised.
     """
 
     whose: str
@@ -36,23 +36,38 @@ class ConsumedGradient(torch.Tensor):
         made.whose, made._on_use = name, on_use
         return made
 
+    def is_like(self, parameter: torch.Tensor) -> bool:
+        """Return whether it can stand for a gradient of ``parameter`` as it is now."""
+        same = self.shape == parameter.shape and self.dtype == parameter.dtype
+        return same and self.device == parameter.device
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        found = next(one for one in _flat((args, kwargs)) if isinstance(one, cls))
+        next(one for one in _flat((args, kwargs)) if isinstance(one, cls))._refuse()
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         error = ConfigError(
-            f"the gradient of {found.whose!r} was used in backward: with optimizer_in_backward it "
+            f"the gradient of {self.whose!r} was used in backward: with optimizer_in_backward it "
             "cannot be read, clipped, scaled, kept as zeros or added to. Call zero_grad() without "
             "set_to_none=False, and backward() once for each step(), or leave that option off"
         )
-        found._on_use(error)
+        self._on_use(error)
         raise error
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ConsumedGradient({self.whose!r})"
+
+
+for _name in (
+    *("data_ptr", "numpy", "share_memory_", "tolist", "untyped_storage"),
+    *("__array__", "__dlpack__", "__reduce_ex__"),
+):
+    setattr(ConsumedGradient, _name, ConsumedGradient._refuse)
+ConsumedGradient.data = property(ConsumedGradient._refuse, ConsumedGradient._refuse)  # type: ignore[assignment]
 
 
 def _flat(value: Any) -> list[Any]:

@@ -245,6 +245,8 @@ class Paging(Stepping):
         self.adoption.check_updates()
 
     def flush(self) -> None:
+        if self._in_backward is not None:
+            self._in_backward.check(reads=True)
         if self.updates is not None:
             self.updates.pending.flush_all()
 
@@ -289,8 +291,8 @@ class Paging(Stepping):
     def enter(self) -> None:
         self._hear()
         self.loss.check()
-        if self.updates is not None and self.updates.in_backward is not None:
-            self.updates.in_backward.check()
+        if self._in_backward is not None:
+            self._in_backward.check()
         if isinstance(self.device, Pager):
             self.device.check_files()
 

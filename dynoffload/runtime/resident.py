@@ -76,7 +76,7 @@ class Fit:
 
     def reset(self) -> None:
         """Restart the measurement."""
-        self.whole = self.saved = self._steps = 0
+        self.largest = self.whole = self.saved = self._steps = 0
         self._wait *= 2
 
     def count(self) -> None:

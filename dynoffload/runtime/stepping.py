@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dynoffload.around import after_call, choosing
+from dynoffload.around import after_call, before_call, choosing
 from dynoffload.distributed.replicas import as_backward_ends
 from dynoffload.distributed.sharded import Gathered, groups_of
 from dynoffload.memory.device import Device
@@ -37,6 +37,7 @@ from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.unseen import unseen
 from dynoffload.runtime.updates.deferred_optimizer import DeferredOptimizer
 from dynoffload.runtime.updates.failure import StepFailure
+from dynoffload.runtime.updates.in_backward import InBackward
 from dynoffload.telemetry import StepStats
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,11 @@ class Stepping(Mode):
         self._hooks: deque[Any] = deque(maxlen=_MOST_HOOKS)
         self._followed: set[Unit] = set()  # by the graph of the forward
         self._input: weakref.ref[torch.Tensor] | None = None  # of the unit followed last
+        # Small modules whose submodules run without them; see `_check_members`.
+        self._apart: set[str] = set()
+        self._visited: set[int] = set()  # units, in the first forward
+        self._checked = False
+        self._watching_members = contextlib.ExitStack()
         self._ends = False
         self._warned: set[str] = set()
 
@@ -94,6 +100,7 @@ class Stepping(Mode):
             sizing.chunk_bytes,
             sizing.min_moved_bytes,
             sizing.kept_bytes,
+            on_borrow=self._use_again,
             on_borrowed=self._backward_use,
             on_chunk=self._reach_chunk,
             on_open=self._open_chunk,
@@ -109,7 +116,8 @@ class Stepping(Mode):
         watching, gradients = self._watching, self.gradients
         groups = groups_of(model)
         small = self.device.capacity // small_modules.SHARE
-        units = units_of(model, store.slots, store.fused, groups, small)
+        units = units_of(model, store.slots, store.fused, groups, small, self._apart)
+        self._check_members(units)
         self.activations.gathered = Gathered(groups) if groups else None
         watching.callback(self._forecast.unwatch)
         self._forecast.watch(units, on_ask=self._make_ready, on_revise=self._revise)
@@ -141,10 +149,33 @@ class Stepping(Mode):
             watching.callback(end.end)
         self.activations.kept.counted_elsewhere(storages_outside(model, self.device))
 
+    def _check_members(self, units: Sequence[Unit]) -> None:
+        """Watch in one forward whether submodules of small modules run without these."""
+        modules, unseen = dict(self.model.named_modules()), choosing(self.model)
+        for unit in units if not self._checked else ():
+            for path in unit.members if len(unit.members) > 1 else ():
+                if path != unit.path:
+                    hook = Hook(partial(self._ran_within, unit))
+                    handle = before_call(modules[path], hook, unseen)
+                    self._watching_members.callback(handle.remove)
+                    self._watching_members.callback(hook.end)
+        self._watching.callback(self._watching_members.close)
+
+    def _ran_within(self, unit: Unit, *_: object) -> None:
+        if unit.index not in self._visited:
+            self._apart.add(unit.path)
+
+    def _end_check(self) -> None:
+        """End the watch of `_check_members`; units that it found are units no more."""
+        if not self._checked:
+            self._checked = True
+            self._watching_members.close()
+            self.adoption.changed |= bool(self._apart)
+
     def settle(self) -> None:
         self.loss.check()
         if self.updates is not None:
-            self.updates.pending.settle()
+            self.updates.settle()
 
     # A forward
 
@@ -185,6 +216,7 @@ class Stepping(Mode):
         self.activations.end_forward()
         self.migrator.end_forward()
         self._forecast.end(whole=whole)
+        self._end_check()
         if self.updates is not None:
             self.updates.restore_groups()
 
@@ -201,10 +233,15 @@ class Stepping(Mode):
         if self.loss:
             self.loss.check()
         self._recording.sample()
+        if (made := self._in_backward) is not None:
+            for slot in unit.slots:
+                made.check_use(slot.parameter, slot.name)
         if not self._forecast.asks:
             if self.migrator.visit(unit):
                 self._recording.phase("backward")
             self._follow_backward(unit, args)
+        if not self._checked:
+            self._visited.add(unit.index)
         self._make_ready([unit])
         for slot in unit.slots:
             self.adoption.store.adopt_data(slot)
@@ -301,8 +338,18 @@ class Stepping(Mode):
         slot = self.adoption.store.slots.get(parameter)
         return -1 if slot is None else slot.region
 
+    def _use_again(self, region: int) -> None:
+        """Called as a parameter's region is saved or read for backward."""
+        if self._in_backward is not None and (slot := self.adoption.store.slot_of(region)):
+            self._in_backward.check_use(slot.parameter, slot.name)
+
+    @property
+    def _in_backward(self) -> InBackward | None:
+        return None if self.updates is None else self.updates.in_backward
+
     @uninterrupted
     def _backward_use(self, region: int) -> None:
+        self._use_again(region)
         if self.migrator.backward_use(region):
             self._recording.phase("backward")
         self._recording.sample()
@@ -311,15 +358,16 @@ class Stepping(Mode):
 
     def _updates_in_backward(self) -> bool:
         """Return whether the next backward makes updates."""
-        updates = None if self.updates is None else self.updates.in_backward
-        return updates is not None and not updates.tries
+        return self._in_backward is not None and not self._in_backward.tries
 
     @uninterrupted
     def _collect(self, one: Slot | Fused, parameter: torch.Tensor) -> None:
         """Adopt a complete gradient, or make its update."""
         self.activations.settle()
-        made = None if self.updates is None else self.updates.in_backward
-        stays = isinstance(one, Slot) and self._updates_in_backward()
+        made = self._in_backward
+        if isinstance(one, Slot) and one.shared:
+            made = None  # backward may still read the memory through another parameter
+        stays = made is not None and isinstance(one, Slot) and not made.tries
         if not stays:
             self._adopt_gradient(one)
         if (made is None or not made.collect(one.parameter, one.name)) and stays:

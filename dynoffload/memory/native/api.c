@@ -266,6 +266,7 @@ API int pager_lock(struct pager *p, const uint32_t *ids, uint32_t count, struct 
         r->reported = 0;
         r->told = 0;
     }
+    pthread_cond_signal(&p->work);
     return error != 0;
 }
 

@@ -64,8 +64,8 @@
  * thread that sleeps on an access cannot get one, so the process ends after `patience`, with a
  * message.
  *
- * [Note: one worker]  What may be work for the workers wakes one of them. It wakes the next as it
- * begins a transfer. So no core is taken from the computation to find that there is nothing to do.
+ * [Note: one worker]  What may be work for the workers wakes one of them, which wakes the next as it
+ * begins a transfer. So few of them take a core from the computation to find that there is no work.
  *
  * [Note: moves]  Pages that the kernel has split, swapped out, or holds for a moment move in parts,
  * with EAGAIN and EBUSY in between. Linux 6.18 also moves pages whose first attempt met a busy lock

@@ -362,8 +362,10 @@ void transfer_watch(struct pager *p)
         return;
     }
     struct region *first = &p->regions[p->urgent[p->urgent_head % p->region_capacity]];
-    if (p->moving || pager_room(p) >= first->pages || plan_victim(p, -1) != NO_REGION)
-        return; /* the workers can make progress */
+    if (p->moving || pager_room(p) >= first->pages || plan_victim(p, -1) != NO_REGION) {
+        pthread_cond_broadcast(&p->work); /* the workers can make progress */
+        return;
+    }
     p->stuck++;
     int out_of_patience = p->stuck > p->patience;
     for (uint32_t i = p->urgent_head; i != p->urgent_tail;) {

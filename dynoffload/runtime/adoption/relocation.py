@@ -31,6 +31,7 @@ from dynoffload.runtime.placing import put
 from dynoffload.runtime.target import Target
 from dynoffload.units import MiB, format_bytes
 
+_AT_ONCE = 32 * MiB  # of the pool, which it gives back
 _KEEP_FREE = 0.1  # share of available memory that stays unused
 _LEAST_FREE = 64 * MiB  # and for the file cache through which the rest leaves
 # A storage and its copy. The first is kept alive so that its address is not reused.
@@ -241,7 +242,9 @@ class Restoration:
                 if self._device.owner(tensor) >= 0:
                     put(tensor, self._ordinary(tensor.data))
             self._discard_unused(first)
-            self._device.limit(self._device.resident_bytes() + room)  # it is in memory twice else
+            left = self._device.resident_bytes() + room
+            if left + _AT_ONCE <= self._device.capacity:  # else it is in memory twice
+                self._device.limit(left)
         places = [self._room.where] if self._room.where else []
         if self._inside:
             inside = f"{format_bytes(self._inside)} under the budget still ({self._refused})"

@@ -8,7 +8,7 @@ Modules with small submodules are one unit with these (`dynoffload.planning.smal
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -59,6 +59,7 @@ def units_of(
     fused: Mapping[nn.Parameter, Fused],
     groups: Sequence[Group] = (),
     small_bytes: int = 0,
+    apart: Container[str] = (),
 ) -> list[Unit]:
     """Return the units of ``model`` in module order; each group of shards is one unit.
 
@@ -68,6 +69,7 @@ def units_of(
         fused: those that are paged by slices.
         groups: its groups of shards.
         small_bytes: most bytes of the parameters of modules that are one unit together.
+        apart: paths of modules whose submodules run without them.
     """
     units: list[Unit] = []
     modules, nested = dict(model.named_modules()), nests(model) if small_bytes else {}
@@ -81,7 +83,8 @@ def units_of(
         every = dict.fromkeys(p for own in members.values() for p in own if p is not None)
         together = tuple(slots[p] for p in every if p in slots)
         if (
-            sum(any(p in slots for p in own) for own in members.values()) > 1
+            path not in apart
+            and sum(any(p in slots for p in own) for own in members.values()) > 1
             and not any(p in fused or p in shards for p in every)
             and sum(local_bytes(slot.parameter) for slot in together) <= small_bytes
         ):

@@ -101,6 +101,7 @@ class Activations:
         chunk_bytes: size of a chunk; a larger storage gets its own chunk.
         min_moved_bytes: smaller storages are kept in place while `allowance` lasts.
         allowance: most bytes of tensors kept in place.
+        on_borrow: called with the region of a parameter that autograd saves.
         on_borrowed: called in backward with the region of a saved parameter, before its use.
         on_chunk: called in backward with the region of each chunk that is reached.
         on_open: called in forward when a chunk is opened.
@@ -116,6 +117,7 @@ class Activations:
     chunk_bytes: int
     min_moved_bytes: int
     allowance: int
+    on_borrow: Callable[[int], None]
     on_borrowed: Callable[[int], None]
     on_chunk: Callable[[int], None]
     on_open: Callable[[Chunk], None]
@@ -306,6 +308,7 @@ class Activations:
         # In a row this is the region of the first byte used; others are fetched when touched.
         region = self.device.owner(tensor if tensor.numel() else storage)
         if region >= 0:
+            self.on_borrow(region)
             borrowed = InPlace(tensor, region)
             self._borrowed.watch(borrowed, None)
             return borrowed

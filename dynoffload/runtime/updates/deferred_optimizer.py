@@ -123,7 +123,7 @@ class DeferredOptimizer:
         self._handles = [
             before,
             after,
-            optimizer.register_state_dict_pre_hook(lambda _: self.pending.settle()),
+            optimizer.register_state_dict_pre_hook(lambda _: self.settle()),
             optimizer.register_load_state_dict_pre_hook(lambda _, __: self.begin_load()),
             optimizer.register_load_state_dict_post_hook(lambda _: self._loaded()),
             warn_of_others(optimizer, lambda parameter: parameter in store.slots),
@@ -149,6 +149,18 @@ class DeferredOptimizer:
         slot = self._store.slots.get(parameter)  # type: ignore[call-overload]
         if slot is not None:  # a fused parameter's unguarded state is always up to date
             self.pending.flush(slot)
+
+    def settle(self) -> None:
+        """Make every pending update, so that all tensors are those of a finished step.
+
+        Raises:
+            StepLostError: a step or load was interrupted, and not all was reloaded since.
+            ConfigError: backward has made updates of a step that is not finished.
+        """
+        self.pending.failure.check()
+        if self.in_backward is not None:
+            self.in_backward.check(reads=True)
+        self.pending.settle()
 
     # Undoing and loading
 
@@ -236,9 +248,11 @@ class DeferredOptimizer:
 
     @uninterrupted
     def _make_step(self) -> None:
-        if self.in_backward is not None:
+        if self.in_backward is None:
+            self._commit.make()
+        else:
             self.in_backward.begin_step()
-        self._commit.make()
+            self.in_backward.make_step()
         # Give the optimizer's own code nothing to do, and delay signals until groups are restored.
         hold()
         self._groups = self.optimizer.param_groups

@@ -23,12 +23,8 @@ class Order:
         self._next = 0
         self._changed = False
 
-    def note(self, parameters: Iterable[torch.Tensor], entries: State) -> None:
-        """Begin a step over ``parameters``: those without an entry may get one, now or later."""
-        self.created(one for one in parameters if not dict.__contains__(entries, one))
-
     def created(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Rank the entries of ``parameters``, which this session creates, in this order."""
+        """Rank ``parameters``, whose entries a step has created or may create, now or later."""
         for parameter in parameters:
             self._ranks[id(parameter)] = self._next
             self._next += 1

@@ -7,7 +7,7 @@ its code runs inside ``step()``, on the user's tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -82,21 +82,28 @@ class StepCommit:
         self.order = Order()
         self._begun = False  # whether a running step has changed something
 
-    def make(self) -> None:
+    def make(self, made: Collection[nn.Parameter] = ()) -> None:
         """Make or defer all updates of a step; a step under a `GradScaler` defers none.
+
+        Args:
+            made: parameters whose first update this step has made already.
 
         Raises:
             StepLostError: an earlier step was lost.
             Exception: from the optimizer's own code, with a note if the step was interrupted by it.
         """
-        self._make(self._optimizer.param_groups)
+        self._make(self._optimizer.param_groups, made)
+        if made:
+            self.order.restore(self._optimizer.state)
 
     def make_now(self, groups: list[Group]) -> None:
         """Make the updates of ``groups`` at once, with gradients where they are; see `make`."""
         self._make(groups, now=True)
 
     @uninterrupted
-    def _make(self, groups: list[Group], *, now: bool = False) -> None:
+    def _make(
+        self, groups: list[Group], made: Collection[nn.Parameter] = (), *, now: bool = False
+    ) -> None:
         """See `make`.
 
         Raises:
@@ -112,7 +119,13 @@ class StepCommit:
             self._flush_used(groups)
             failure.check()  # an update may have failed on another thread
             if not now:
-                self.order.note(_with_gradients(groups), optimizer.state)
+                self.order.created(
+                    one
+                    for group in groups
+                    for one in group["params"]
+                    if one in made
+                    or (one.grad is not None and not dict.__contains__(optimizer.state, one))
+                )
             if log is not None:
                 log.begin(_with_gradients(groups))
             self._pending.scaled = scaled

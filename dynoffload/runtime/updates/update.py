@@ -178,7 +178,7 @@ def snapshot(group: Group) -> Group:
 def first_timers(optimizer: Optimizer, group: Group) -> tuple[torch.dtype, ...]:
     """Return the dtypes for which ``group`` has parameters both with and without momentum, if that
     affects results; see [Note: neighbours]."""
-    if type(optimizer).__name__ != "SGD" or not group.get("momentum") or not _is_foreach(group):
+    if type(optimizer).__name__ != "SGD" or not group.get("momentum") or not is_foreach(group):
         return ()
     found: dict[torch.dtype, set[bool]] = {}
     for parameter in group["params"]:
@@ -189,7 +189,7 @@ def first_timers(optimizer: Optimizer, group: Group) -> tuple[torch.dtype, ...]:
     return tuple(dtype for dtype, has in found.items() if len(has) > 1)
 
 
-def _is_foreach(group: Group) -> bool:
+def is_foreach(group: Group) -> bool:
     """Return whether torch updates a group by foreach operators, its default on accelerators."""
     if group.get("fused"):
         return False
