@@ -73,11 +73,13 @@ def cases() -> dict[str, Case]:
         "Evoformer": Case(trunk, 0.125),
         "small mixture": Case(mixture, 0.125),
         "small mixture, all": Case(mixture, 1.0),
-        "base mixture, 512 tokens": Case(
-            replace(_BASE, shape={"rows": 2, "length": 256}), _BASE_BUDGET, 4
-        ),
-        "base mixture, 1,024 tokens": Case(_BASE, _BASE_BUDGET, 4),
+        "base mixture, 512 tokens": Case(_base(rows=2), _BASE_BUDGET, 4),
+        "base mixture, 1,024 tokens": Case(_base(rows=4), _BASE_BUDGET, 4),
     }
+
+
+def _base(rows: int) -> Spec:
+    return Spec("moe", "base", shape={"rows": rows, "length": 256})
 
 
 @dataclass(frozen=True)
