@@ -67,9 +67,10 @@ class OffloadConfig:
             subclasses included, fail as in plain training.
         optimizer_in_backward: make each update as soon as its gradient is complete. The gradient is
             then freed and never moved: fewer bytes, and a shorter next forward. Pass True if the
-            loop calls ``backward()`` once for each ``step()``, then ``zero_grad()``, and does not
-            read, clip or scale gradients, nor change options between the two. Another loop gets a
-            `ConfigError` in its first step, before anything is changed; later, the step is lost.
+            loop calls ``backward()`` once for each ``step()``, then ``zero_grad()``, does not read,
+            clip or scale gradients, and between the two neither uses the model nor changes options.
+            Another loop gets a `ConfigError` in its first step, before anything is changed; later,
+            the step is lost. What goes unnoticed is in the guide.
             For one process and optimizers of `torch.optim`; not with ``rollback``.
         page_bytes: bytes of one page of the pool, a power of two from 4 KiB to 2 MiB; ``None``
             takes the largest that pads the parameters little and leaves the pool 40 pages. Pass
