@@ -31,13 +31,14 @@ from dynoffload.memory.spill import default_spill_dir
 from dynoffload.units import format_bytes, format_seconds, parse_bytes
 
 LINK, CAPACITY = "link", "capacity"
-OURS, FILES = "ours", "ours-file"
-COUNTED = (OURS, FILES, DTR)
+OURS, FILES, IN_BACKWARD = "ours", "ours-file", "ours-in-backward"
+COUNTED = (OURS, FILES, IN_BACKWARD, DTR)
 """Ways that take a budget in bytes; the second has a spill file below host memory."""
 WAYS = {
     PLAIN: PLAIN,
     OURS: BUDGETED,
     FILES: BUDGETED,
+    IN_BACKWARD: BUDGETED,
     **{name: name for name in (DTR, "save-on-cpu", CHECKPOINT, "fsdp2", "host-optimizer")},
 }
 """Way by its name in ``--ways`` -> mode of its `Spec`."""
@@ -145,6 +146,7 @@ class Gpu(Experiment[Params]):
             shape={"rows": 1, "length": int(tokens)} if tokens else spec.shape,
             device=str(accelerator()),
             pilot="auto",
+            config={"optimizer_in_backward": True} if case.way == IN_BACKWARD else {},
             spill_dir=str(self.params.spill_dir or default_spill_dir()),
         )
         if case.part == CAPACITY:
@@ -196,7 +198,7 @@ class Gpu(Experiment[Params]):
     def _largest(self, way: str, spec: Spec) -> Row:
         """Return the row of the most layers that fit, among powers of two."""
         host = parse_bytes(self.params.host) if way == FILES else 0
-        spec = replace(spec, host_budget=host, meta=way in (OURS, FILES))
+        spec = replace(spec, host_budget=host, meta=way in (OURS, FILES, IN_BACKWARD))
         best: Row = {"state": NO_ROOM, "why": "one layer does not fit"}
         layers = 1
         while layers <= _MOST_LAYERS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import product
 from typing import Any
 
 from dynoffload.experiments.loops import Loop
@@ -16,6 +17,7 @@ class Kind(Enum):
     FILE = "a file below host memory"
     RACES = "no race"
     TILES = "tiles"
+    IN_BACKWARD = "the optimizer in backward"
     COUNTED = "the allocator's peak within the budget"
     HOST_OPTIMIZER = "the optimizer on the host"
 
@@ -29,7 +31,8 @@ class Case:
             `dynoffload.experiments.architectures`.
         loop: how it is trained.
         kind: what it demonstrates. `Kind.COUNTED` takes a larger network and compares only losses
-            until the end, as copies for comparing would count.
+            until the end, as copies for comparing would count. So does `Kind.IN_BACKWARD`, whose
+            gradients are gone.
         files: half of the training state is in a spill file below host memory.
         seed: of the stream delays, for `Kind.RACES`.
         lies: seed of a pilot that predicts wrongly, or None for none.
@@ -69,6 +72,7 @@ _CHECKPOINTED = (
     Loop("AdamW foreach", checkpointing="not reentrant"),
     Loop("AdamW fused", checkpointing="reentrant", accumulate=2),
 )
+_IN_BACKWARD = ("moe", "transformers:qwen3-moe", "evoformer")
 _LATE = ("moe", "evoformer", "transformers:mixtral", "early-lstm")
 
 
@@ -97,6 +101,10 @@ def cases(steps: int = 4) -> list[Case]:
     found += [
         below("moe", loop, number % 2 == 1, starts_there=number % 2 == 0)
         for number, loop in enumerate(_LOOPS)
+    ]
+    found += [
+        Case(name, loop, Kind.IN_BACKWARD, number % 2 == 1, starts_there=number % 2 == 0)
+        for number, (name, loop) in enumerate(product(_IN_BACKWARD, (plain, fused)))
     ]
     found += [Case("transformers:llama", loop) for loop in _CHECKPOINTED]
     found += [below("moe", fused, seed % 2 == 1, lies=seed) for seed in range(4)]

@@ -167,7 +167,7 @@ class _Training:
             torch.manual_seed(number)
             return self._loss(network, number)
 
-        looks = self.case.kind is not Kind.COUNTED
+        looks = self.case.kind not in (Kind.COUNTED, Kind.IN_BACKWARD)
         for losses in self.case.loop.train(model, optimizer, loss_of):
             state = state_of(model, optimizer) if looks else {}
             yield {"losses": moved(losses, _CPU), **moved(state, _CPU)}
@@ -198,6 +198,8 @@ class _Training:
         config = dict(CONFIG)
         if case.kind is Kind.COUNTED:
             config |= {"page_bytes": None, "min_paged_bytes": None}
+        if case.kind is Kind.IN_BACKWARD:
+            config |= {"optimizer_in_backward": True}
         allowed = budget_of(model, optimizer, ACCELERATOR, config)
         beside = held + max(0, expected.took - allowed.whole)  # see [Note: beside]
         beside += Late.taken_bytes(SCRATCH) if case.kind is Kind.RACES else 0

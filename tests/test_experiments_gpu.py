@@ -45,7 +45,7 @@ def plain() -> dict[str, Any]:
     return row
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way not in (OURS, FILES)])
+@pytest.mark.parametrize("way", [way for way in WAYS if WAYS[way] != BUDGETED])
 def test_each_peer_trains_the_same(way: str, plain: dict[str, Any]) -> None:
     """On the CPU all have the same bits, those that update on the CPU too."""
     row = row_of(replace(SMALL, mode=WAYS[way], budget=4 * MiB))
