@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
+from emulated import DEVICE, accelerated
 from exactness import Loop, Twin, compare_runs, needs_pager
 from torch import Tensor, nn
 from torch.optim import AdamW
 
 from dynoffload.planning.small_modules import nests
 from dynoffload.runtime.session import Session
+from dynoffload.runtime.updates.pending import PendingUpdates
 
 
 class Pair(nn.Module):
@@ -38,13 +43,12 @@ class Net(nn.Module):
         return self.chosen[0](x)
 
 
-def trained(model: nn.Module) -> Session:
+def trained(model: nn.Module, budget: int = 120_000, **options: Any) -> Session:
     """Train a model in two copies, and compare."""
     pair = Twin(model, lambda p: AdamW(p, lr=1e-2))
     samples = [torch.randn(4, 32) for _ in range(5)]
-    budget = 120_000
     return compare_runs(
-        pair, Loop(steps=5), samples, lambda m, x: m(x).square().sum(), budget, pilot=None
+        pair, Loop(steps=5), samples, lambda m, x: m(x).square().sum(), budget, pilot=None, **options
     )
 
 
@@ -79,3 +83,22 @@ def test_layers_that_run_without_their_module_are_units_of_their_own() -> None:
         assert found[0] == ["one", "chosen.0"]
         assert found[2] == ["one", "two.first", "two.second", "chosen.0"]
     pair.assert_same()
+
+
+def test_updates_of_a_unit_are_one_call_once_they_have_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """New state is in no region until its update is made: that of one parameter at a time."""
+    calls: list[tuple[int, int]] = []  # weights, and those without state
+    run = PendingUpdates.run
+
+    def seen(self: PendingUpdates, groups: Any, state: Any) -> None:
+        weights = [p for group in groups for p in group["params"] if p.dim() > 1]
+        calls.append((len(weights), sum(not state.get(p) for p in weights)))
+        run(self, groups, state)
+
+    monkeypatch.setattr(PendingUpdates, "run", seen)
+    with accelerated():
+        trained(nn.Sequential(*(Pair() for _ in range(8))), 200_000, device=DEVICE)
+    assert (2, 0) in calls
+    assert {count for count, new in calls if new} == {1}

@@ -120,12 +120,15 @@ class PendingUpdates:
             raise
 
     def _together(self, slots: Sequence[Slot]) -> Iterator[list[Slot]]:
-        """Yield ``slots`` in groups whose updates one call of the optimizer makes."""
+        """Yield ``slots`` in groups whose updates one call of the optimizer makes.
+
+        A first update makes state, which is in no region before it ends: that is one of its own.
+        """
         alike: dict[Any, list[Slot]] = {}
         for slot in slots:
             update = self.by_slot.get(slot)
             key: Any = slot
-            if isinstance(update, Update):
+            if isinstance(update, Update) and update.state:
                 key = id(update.group), update.context
             alike.setdefault(key, []).append(slot)
         for some in alike.values():
