@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(60)
 
 def on_row(device: Any, values: Tensor) -> Tensor:
     """Return a tensor over a new row with the bytes of ``values``, ``[slices, …]``."""
-    row = device.allocate_row(len(values), values[0].nbytes)
+    row = device.allocate_row(sum(one.nbytes for one in values), values[0].nbytes)
     device.names.update({region: f"experts.up[{n}]" for n, region in enumerate(row)})
     made = torch.empty(0, dtype=values.dtype).set_(
         device.row_storage(row), 0, values.size(), values.stride()

@@ -315,12 +315,15 @@ def refusal(model: nn.Module, budget: int, **config: Any) -> str:
 
 
 def test_the_culprit_is_that_of_the_budget_that_is_named() -> None:
-    """Pages that the user wants keep experts whole: then these are."""
+    """Pages that the user wants keep experts whole: then these are. Their update goes by ranges
+    of elements, if it may."""
     model = Experts(width=96)  # slices of nine pages
+    pages = {"page_bytes": 16384}
     for budget in (10_000, 1_000_000):
-        assert "experts needs 1.12 MiB at once" in refusal(model, budget, page_bytes=16384)
+        assert "experts needs 1.12 MiB at once" in refusal(model, budget, slices=False, **pages)
+    assert "experts needs 288.00 KiB at once (all of it)" in refusal(model, 10_000, **pages)
     for config in ({"page_bytes": 4096}, {}):
-        assert "words.weight needs" in refusal(model, 10_000, **config)
+        assert "words.weight needs" in refusal(model, 10_000, rollback=True, **config)
 
 
 @pytest.mark.parametrize("shape", [(64, 96, 96), (16, 128, 64), (8, 160, 128), (4, 300, 300)])
@@ -346,7 +349,8 @@ def test_what_is_enough_is_enough_with_more(shape: tuple[int, ...]) -> None:
 def test_what_the_optimizer_does_not_update_has_no_state() -> None:
     """It is not to be blamed for one: its gradient is all that comes to it."""
     model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 4))
+    config = OffloadConfig.of({"slices": False})
     with pytest.raises(BudgetError, match=r"0\.weight needs 2\.00 MiB at once"):
-        sizing_of(model, AdamW(model[1].parameters()), 2_300_000, OffloadConfig.of({}))
+        sizing_of(model, AdamW(model[1].parameters()), 2_300_000, config)
     with pytest.raises(BudgetError, match=r"0\.weight needs 4\.00 MiB at once"):
-        sizing_of(model, AdamW(model.parameters()), 2_300_000, OffloadConfig.of({}))
+        sizing_of(model, AdamW(model.parameters()), 2_300_000, config)

@@ -51,7 +51,7 @@ def pushed_out(device: Device) -> None:
 
 def test_a_row_is_one_tensor_whose_slices_move_alone(device: Device) -> None:
     """A row larger than the pool; each slice has an owner, and only what is touched comes."""
-    row = device.allocate_row(16, SLICE)
+    row = device.allocate_row(16 * SLICE, SLICE)
     assert len(set(row)) == 16
     tensor = whole(device, row)
     for number, region in enumerate(row):
@@ -81,14 +81,14 @@ def test_a_row_is_one_tensor_whose_slices_move_alone(device: Device) -> None:
 def test_regions_of_a_row_are_whole_pages(device: Device) -> None:
     """Padding would tear the tensor apart."""
     with pytest.raises(ValueError, match="multiple of 4096"):
-        device.allocate_row(4, SLICE + 64)
+        device.allocate_row(4 * SLICE, SLICE + 64)
 
 
 def test_a_slice_must_fit_the_pool_the_row_need_not(device: Device) -> None:
     """What moves as one is the slice."""
-    device.allocate_row(3, POOL)
+    device.allocate_row(3 * POOL, POOL)
     with pytest.raises(BudgetError, match="does not fit the pool"):
-        device.allocate_row(2, POOL + PAGE)
+        device.allocate_row(2 * POOL, POOL + PAGE)
 
 
 def test_a_row_that_cannot_be_had_leaves_nothing_behind(device: Device) -> None:
@@ -96,13 +96,13 @@ def test_a_row_that_cannot_be_had_leaves_nothing_behind(device: Device) -> None:
     first = device.allocate(SLICE)
     device.release(first)
     with pytest.raises(BudgetError, match="regions are alive"):
-        device.allocate_row(70_000, SLICE)
+        device.allocate_row(70_000 * SLICE, SLICE)
     assert device.allocate(SLICE) == first
 
 
 def test_clear_slices_read_as_zeros_and_move_nothing(device: Device) -> None:
     """Cleared after they held something else, in memory and in the file, and read by nobody."""
-    row = device.allocate_row(16, SLICE)
+    row = device.allocate_row(16 * SLICE, SLICE)
     filled(device, row)
     before = device.counters()
     device.clear(row)
@@ -116,7 +116,7 @@ def test_clear_slices_read_as_zeros_and_move_nothing(device: Device) -> None:
 
 def test_what_somebody_may_have_written_is_not_clear(device: Device) -> None:
     """Announced or not, in memory still or gone to the file."""
-    row = device.allocate_row(4, SLICE)
+    row = device.allocate_row(4 * SLICE, SLICE)
     device.clear(row)
     tensor = whole(device, row)
     tensor[1, 7] = 3
@@ -136,7 +136,7 @@ def test_zeros_written_over_zeros_are_clear_again(tmp_path: Path) -> None:
     """As clipping does it: in memory still, or on the way out, where nothing is written. Any other
     byte ends that, be it the sign of a zero at the very end."""
     device: Any = Pager(POOL, PAGE, tmp_path, threads=2)
-    row = device.allocate_row(16, SLICE)
+    row = device.allocate_row(16 * SLICE, SLICE)
     device.clear(row)
     numbers = whole(device, row).view(torch.float32)
     before = device.counters()
@@ -161,7 +161,7 @@ def test_zeros_written_over_zeros_are_clear_again(tmp_path: Path) -> None:
 
 def test_discarded_is_not_clear(device: Device) -> None:
     """Without content is not zeros."""
-    row = device.allocate_row(2, SLICE)
+    row = device.allocate_row(2 * SLICE, SLICE)
     device.clear(row)
     device.discard(row[0])
     assert device.is_clear(row) == [False, True]
@@ -169,7 +169,7 @@ def test_discarded_is_not_clear(device: Device) -> None:
 
 def test_a_clear_slice_comes_by_plan_without_a_read(device: Device) -> None:
     """A plan may name it; it is zeros in memory then, and goes as it came."""
-    row = device.allocate_row(2, SLICE)
+    row = device.allocate_row(2 * SLICE, SLICE)
     filled(device, row)
     device.clear(row)
     before = device.counters()

@@ -47,8 +47,9 @@ def trained(model: nn.Module, budget: int = 120_000, **options: Any) -> Session:
     """Train a model in two copies, and compare."""
     pair = Twin(model, lambda p: AdamW(p, lr=1e-2))
     samples = [torch.randn(4, 32) for _ in range(5)]
+    options = {"pilot": None, **options}
     return compare_runs(
-        pair, Loop(steps=5), samples, lambda m, x: m(x).square().sum(), budget, pilot=None, **options
+        pair, Loop(steps=5), samples, lambda m, x: m(x).square().sum(), budget, **options
     )
 
 

@@ -230,7 +230,7 @@ def _sliced(
     names = [
         name
         for name, one in model.named_parameters()
-        if id(one) in alone and slices_of(one, page, least) > 1
+        if name in sizing.flat or (id(one) in alone and slices_of(one, page, least) > 1)
     ]
     return f"{names[0]} and {len(names) - 1} more" if names else ""
 

@@ -121,34 +121,34 @@ class RegionAllocator(ABC):
         """
         if nbytes < 1:
             raise ValueError(f"a region has at least one byte, not {nbytes}")
-        return self._allocate(1, nbytes, extra=extra, backed=backed)[0]
+        return self._allocate(nbytes, nbytes, extra=extra, backed=backed)[0]
 
     def allocate_row(
-        self, count: int, nbytes: int, *, extra: bool = False, backed: bool = True
+        self, nbytes: int, each: int, *, extra: bool = False, backed: bool = True
     ) -> list[int]:
-        """Return ``count`` new regions of ``nbytes`` that form a row, which one storage spans.
+        """Return new regions of ``nbytes`` that form a row, which one storage spans.
 
         Args:
-            count: at least one.
-            nbytes: of each, a multiple of `page_bytes`.
+            nbytes: of all, at least one.
+            each: bytes of each, a multiple of `page_bytes`; the last has what is left.
             extra, backed: as for `allocate`.
 
         Raises:
             BudgetError: a region alone is larger than the pool.
             SpillError: the spill file cannot grow.
         """
-        if count < 1 or nbytes < 1 or nbytes % self.page_bytes:
+        if nbytes < 1 or each < 1 or each % self.page_bytes:
             raise ValueError(
-                f"a row has regions of a multiple of {self.page_bytes} bytes, not {count} of "
-                f"{nbytes}"
+                f"a row of {nbytes} bytes has regions of a multiple of {self.page_bytes} bytes, "
+                f"not {each}"
             )
-        return self._allocate(count, nbytes, extra=extra, backed=backed)
+        return self._allocate(nbytes, each, extra=extra, backed=backed)
 
-    def _allocate(self, count: int, nbytes: int, *, extra: bool, backed: bool) -> list[int]:
-        pages = self.padded(nbytes) // self.page_bytes
+    def _allocate(self, nbytes: int, each: int, *, extra: bool, backed: bool) -> list[int]:
+        count, pages = -(-nbytes // each), self.padded(each) // self.page_bytes
         if pages * self.page_bytes > self.capacity:
             raise BudgetError(
-                f"a region of {format_bytes(nbytes)} does not fit the pool of "
+                f"a region of {format_bytes(each)} does not fit the pool of "
                 f"{format_bytes(self.capacity)}: raise the budget"
             )
         with self._placing:
@@ -165,7 +165,8 @@ class RegionAllocator(ABC):
                     beyond = count * pages * self.page_bytes
                     self._spill.grow(self._spill.need + self._extra_bytes + beyond)
                 for number, region in enumerate(regions):
-                    self._places[region] = place = Place(first + number * pages, pages, nbytes)
+                    own = min(each, nbytes - number * each)
+                    self._places[region] = place = Place(first + number * pages, pages, own)
                     self._admit(region, place)
                     admitted.append(region)
             except (SpillError, BudgetError, MemoryError):

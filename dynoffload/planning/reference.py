@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, cast
 
 from dynoffload.planning.schedule import Use
 
@@ -34,6 +34,11 @@ class Held(Protocol):
     @property
     def is_slice(self) -> bool:
         """Whether it is a slice; a pending update then reads its gradient from `owed`."""
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether it is a slice of a parameter that operators read whole, and that is updated slice
+        by slice."""
 
     @property
     def owed(self) -> int | None:
@@ -109,6 +114,7 @@ class Reference(Generic[HeldT]):
         again: positions of the uses by which checkpointed activations are computed again, likewise.
         backward: positions of the backward uses of each parameter, by its region.
         ahead: positions of each unit's uses in the next forward, by unit index.
+        updates: positions of the updates of flat parameters' slices, by region.
         frozen: regions of parameters that are not trained, which nobody is expected to write.
         in_backward: whether backward makes the updates, of gradients that never move.
     """
@@ -118,6 +124,7 @@ class Reference(Generic[HeldT]):
     again: dict[int, list[int]] = field(default_factory=dict)
     backward: dict[int, list[int]] = field(default_factory=dict)
     ahead: dict[int, list[int]] = field(default_factory=dict)
+    updates: dict[int, list[int]] = field(default_factory=dict)
     frozen: set[int] = field(default_factory=set)
     in_backward: bool = False
 
@@ -155,31 +162,46 @@ class Reference(Generic[HeldT]):
         """
         index = self.ahead if ahead else self.forward
         done: set[HeldT] = set()
+        frees: list[int]
+
+        def update(slot: HeldT) -> list[int]:
+            """Return what the update of ``slot`` uses beside its parameter."""
+            gradient = slot.owed if slot.is_slice and not ahead else slot.gradient
+            if gradient is None:
+                return [*slot.states.values()]
+            if ahead or not slot.has_gradient:
+                frees.append(gradient)  # otherwise backward adds to it
+            return [*slot.states.values(), gradient]
+
         born: set[int] = set()
         for visit in visits:
             creates = [chunk for chunk in visit.chunks if chunk not in born]
             born.update(creates)
+            begin = len(self.uses)
             for unit, slots in visit.parts():
+                for slot in slots:
+                    if slot.is_flat and slot not in done and pending(slot):
+                        done.add(slot)
+                        frees = []
+                        use = (slot.region, *update(slot))
+                        self.updates.setdefault(slot.region, []).append(len(self.uses))
+                        self._add(use, (), frees, doubtful=unit.index in doubtful)
                 regions: list[int] = []
-                frees: list[int] = []
+                frees = []
                 for slot in slots:
                     regions.append(slot.region)
                     self._note(slot)
                     if slot not in done and pending(slot):
-                        regions += slot.states.values()
-                        gradient = slot.owed if slot.is_slice and not ahead else slot.gradient
-                        if gradient is not None:
-                            regions.append(gradient)
-                            if ahead or not slot.has_gradient:
-                                frees.append(gradient)  # otherwise backward adds to it
+                        regions += update(slot)
                     done.add(slot)
                 for slot in unit.beside:
                     regions.append(slot.region)
                     self._note(slot)
                 self._add(tuple(regions), creates, frees, doubtful=unit.index in doubtful)
                 creates = []
+            at = len(self.uses) - 1 if visit.together else begin
             for unit in visit.units:
-                index.setdefault(unit.index, []).append(len(self.uses) - 1)
+                index.setdefault(unit.index, []).append(at)
 
     def _add_again(self, visits: Sequence[Visit[HeldT]]) -> None:
         """Compute a segment again, from its input, which is saved."""
@@ -213,6 +235,7 @@ class Reference(Generic[HeldT]):
             for left, (unit, slots) in enumerate(parts, 1 - len(parts)):
                 regions = list(visit.chunks)
                 creates: list[int] = []
+                flat: list[HeldT] = []
                 for slot in (*slots, *unit.beside):
                     regions.append(slot.region)
                     self._note(slot)
@@ -221,6 +244,9 @@ class Reference(Generic[HeldT]):
                     # Autograd sums the contributions of all visits before it accumulates the
                     # gradient.
                     if slot.gradient is None or final[slot] != number:
+                        continue
+                    if slot.is_flat:
+                        flat.append(slot)
                         continue
                     if self.in_backward:
                         regions += slot.states.values()
@@ -231,6 +257,13 @@ class Reference(Generic[HeldT]):
                     else:
                         creates.append(slot.gradient)
                 self._add(tuple(dict.fromkeys(regions)), creates, () if left else frees)
+                for slot in flat:
+                    update = (slot.region, *slot.states.values()) if self.in_backward else ()
+                    gradient = (cast(int, slot.gradient),)
+                    if slot.has_gradient:
+                        self._add((*update, *gradient), (), ())
+                    else:
+                        self._add(update, gradient, ())
 
     def add_return(
         self,

@@ -21,7 +21,12 @@ from dynoffload.runtime.adoption.buffers import Buffers
 from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.held import held_parameters
 from dynoffload.runtime.adoption.relocation import Restoration, Room
-from dynoffload.runtime.adoption.slicing import may_slice, slices_of, sole_owners
+from dynoffload.runtime.adoption.slicing import (
+    flat_bytes,
+    may_slice,
+    slices_of,
+    sole_owners,
+)
 from dynoffload.runtime.adoption.slots import Fused, Slot
 from dynoffload.runtime.adoption.store import Store, can_move
 from dynoffload.runtime.consumed import gradient_of
@@ -117,7 +122,7 @@ class Adoption:
             empty = self._begun and parameter.is_meta
             if known or stays or empty or not self.store.pages(parameter):
                 continue
-            count = self._slices_of(parameter) if id(parameter) in alone else 1
+            count = self._slices_of(name, parameter) if id(parameter) in alone else 1
             late = "added to the model" if self._begun else "added or thawed since the block began"
             self._check_room(f"{name}, which was {late},", parameter, count, states)
             new.append((name, parameter, count))
@@ -128,14 +133,17 @@ class Adoption:
             if not self._begun:
                 let_come()
             if count > 1:
-                self.rows.adopt_parameter(name, parameter)
+                self.rows.adopt_parameter(name, parameter, flat=name in self._sizing.flat)
             else:
                 others = aliases.get(parameter, ())
                 self.store.adopt_parameter(name, parameter, regions, others)
         self.changed = False
 
-    def _slices_of(self, parameter: nn.Parameter) -> int:
-        return slices_of(parameter, self._device.page_bytes, self._sizing.min_paged_bytes)
+    def _slices_of(self, name: str, parameter: nn.Parameter) -> int:
+        page, nbytes = self._device.page_bytes, local_bytes(parameter)
+        if name in self._sizing.flat:
+            return -(-nbytes // flat_bytes(nbytes, page))
+        return slices_of(parameter, page, self._sizing.min_paged_bytes)
 
     def _make_room(
         self, new: Sequence[tuple[str, nn.Parameter, int]], kept: int

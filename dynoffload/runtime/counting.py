@@ -45,6 +45,10 @@ class States:
         """Return whether the optimizer updates ``parameter``."""
         return parameter in self._groups
 
+    def group(self, parameter: torch.Tensor) -> Mapping[str, Any] | None:
+        """Return the hyperparameters of ``parameter``, None if it is not updated."""
+        return self._groups.get(parameter)
+
     def sizes(self, parameter: torch.Tensor) -> list[int]:
         """Return the bytes of each state tensor that exists, or else will exist if it is trained;
         step counts and the like are left out."""
@@ -103,7 +107,7 @@ class States:
         nbytes, paged = local_bytes(parameter), self.paged(parameter, least, slices)
         if slices > 1:
             regions = 2 + len(paged) + queues if is_trained(parameter) else 1
-            return nbytes // slices * regions
+            return padded(-(-nbytes // slices), page) * regions
         sizes = [moved_bytes(parameter), *([nbytes, *paged] if is_trained(parameter) else [])]
         return sum(padded(size, page) for size in sizes)
 

@@ -335,6 +335,8 @@ class Paging(Stepping):
         slots = self.store.slots_of(tensor)
         if not isinstance(self.device, Pager) or not slots or not tensor.is_contiguous():
             return False
+        if slots[0].is_flat:
+            return False
         sliced = len(slots) > 1 or slots[0].is_slice
         values = value.rows() if sliced else [value]
         found = [extents_of(one, tensor.dtype) for one in values]

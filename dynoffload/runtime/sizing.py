@@ -33,7 +33,14 @@ from dynoffload.memory.local import local, local_bytes, wrapped
 from dynoffload.memory.pager import probe
 from dynoffload.profiler.routing import read_early
 from dynoffload.runtime.adoption.held import held_parameters, held_text
-from dynoffload.runtime.adoption.slicing import may_slice, slice_bytes, slices_of, sole_owners
+from dynoffload.runtime.adoption.slicing import (
+    flat_bytes,
+    may_be_flat,
+    may_slice,
+    slice_bytes,
+    slices_of,
+    sole_owners,
+)
 from dynoffload.runtime.adoption.store import can_move, moved_bytes
 from dynoffload.runtime.counting import SCALARS, States, is_trained, padded, parts_of
 from dynoffload.runtime.updates.update import can_split
@@ -69,6 +76,7 @@ class Sizing:
         bucket_bytes: DDP's gradient buckets, outside the pool.
         culprit: the parameter with the largest update.
         asked: names of the parameters of routers that stay resident, to be asked early.
+        flat: names of the parameters that are paged by ranges of their elements.
     """
 
     budget: int = 0
@@ -87,6 +95,7 @@ class Sizing:
     bucket_bytes: int = 0
     culprit: str = ""
     asked: tuple[str, ...] = ()
+    flat: tuple[str, ...] = ()
 
 
 class _Division(NamedTuple):
@@ -122,10 +131,13 @@ def sizing_of(
     if division.sizing is not None:
         return replace(division.sizing, budget=budget)
     enough, division = divider.enough(division.need)
+    flat = division.sizing is not None and division.culprit in division.sizing.flat
     error = BudgetError(
-        f"a budget of {format_bytes(budget)}{_unit_of(budget)} cannot hold the largest update: "
-        f"{division.culprit or 'the model'} needs {format_bytes(division.largest)} at once "
-        "(parameter, gradient and optimizer state), besides the smaller tensors that stay, "
+        f"a budget of {format_bytes(budget)}{_unit_of(budget)} cannot hold the largest "
+        f"{'parameter' if flat else 'update'}: {division.culprit or 'the model'} needs "
+        f"{format_bytes(division.largest)} at once "
+        f"({'all of it' if flat else 'parameter, gradient and optimizer state'}), besides the "
+        "smaller tensors that stay, "
         f"activations and reserve{_bucket_text(buckets)}: raise the budget to at least "
         f"{format_bytes(enough)}, or make "
         f"that layer smaller{_split_advice(model, division)}{held_text(model)}"
@@ -236,26 +248,36 @@ class _Divider:
         return replace(self, asked=frozenset())._divided(budget)
 
     def _divided(self, budget: int) -> _Division:
-        """Divide ``budget`` with the pages that suit it, or, if it is too small for those, with
-        smaller ones that divide the slices of fused parameters."""
-        division = self._divide(budget)
-        if division.sizing is not None or self.config.page_bytes or not self.config.slices:
+        """Divide ``budget`` with the pages that suit it; if it is too small for those, with smaller
+        ones that divide the slices of fused parameters; or else with flat parameters."""
+        division, config = self._divide(budget), self.config
+        if division.sizing is not None or not config.slices or not may_slice(self.optimizer):
             return division
         fitting = set()
-        if may_slice(self.optimizer):
+        if not config.page_bytes:
             parts = map(slice_bytes, self.model.parameters())
             fitting = {nbytes for nbytes in parts if nbytes and nbytes % LEAST_PAGE == 0}
-        for nbytes in sorted(fitting, reverse=True):
-            other = self._divide(budget, nbytes)
+        flattens = config.backend != ACCELERATOR and not config.rollback
+        tries = [(nbytes, False) for nbytes in sorted(fitting, reverse=True)]
+        for sliced, flat in tries + [(0, True)] * flattens:
+            other = self._divide(budget, sliced, flat=flat)
             if other.need < division.need:
                 division = other
             if division.sizing is not None:
                 break
         return division
 
-    def _divide(self, whole_budget: int, sliced: int = 0, *, adapters: bool = True) -> _Division:
-        """Divide a budget; pages divide slices of ``sliced`` bytes, if any. See
-        [Note: the least pool]. With ``adapters``, trained parameters may stay resident."""
+    def _divide(
+        self, whole_budget: int, sliced: int = 0, *, adapters: bool = True, flat: bool = False
+    ) -> _Division:
+        """Divide a budget; see [Note: the least pool].
+
+        Args:
+            whole_budget: the budget.
+            sliced: bytes of slices that pages divide, if any.
+            adapters: trained parameters may stay resident.
+            flat: parameters may be flat, if their updates take most of the budget.
+        """
         model, optimizer, config = self.model, self.optimizer, self.config
         staying = self.asked.union(self.staying)
         budget = whole_budget - self.buckets
@@ -272,7 +294,7 @@ class _Divider:
         total = spilled = biggest = 0
         moved: set[int] = set()  # storages that are counted
         kept = States(optimizer)
-        largest, culprit = 0, ""
+        largest, culprit, flattened = 0, "", list[str]()
         resident = list(model.buffers())
         small = 0
         for name, parameter in model.named_parameters():
@@ -288,6 +310,12 @@ class _Divider:
                 small += extra
                 continue
             slices = slices_of(parameter, page, least) if id(parameter) in alone else 1
+            update = kept.update_bytes(parameter, page, least, slices=slices, queues=queues)
+            too_large = flat and slices == 1 and 2 * update > budget and id(parameter) in alone
+            operand = 0  # bytes that operators read at once
+            if too_large and may_be_flat(parameter, kept.group(parameter)):
+                flattened.append(name)
+                slices, operand = -(-nbytes // flat_bytes(nbytes, page)), padded(nbytes, page)
             paged = kept.paged(parameter, least, slices)
             small += sum(states) - sum(paged)
             whole, storage = padded(nbytes, page), padded(moved_bytes(parameter), page)
@@ -303,8 +331,8 @@ class _Divider:
             spilled += changes
             biggest = max(biggest, storage // slices)
             update = kept.update_bytes(parameter, page, least, slices=slices, queues=queues)
-            if update > largest:
-                largest, culprit = update, name
+            if max(update, operand) > largest:
+                largest, culprit = max(update, operand), name
         storages = [part.untyped_storage() for tensor in resident for part in parts_of(tensor)]
         small += sum({storage._cdata: storage.nbytes() for storage in storages}.values())
         saved = most = budget // 32
@@ -316,7 +344,7 @@ class _Divider:
         need = largest + 2 * chunk + reserve
         lowest = need + small + saved + self.buckets
         if pool < need and least_trained > least:
-            return self._divide(whole_budget, sliced, adapters=False)
+            return self._divide(whole_budget, sliced, adapters=False, flat=flat)
         if pool < need:
             return _Division(None, lowest, largest, culprit)
         sizing = Sizing(
@@ -336,6 +364,7 @@ class _Divider:
             bucket_bytes=self.buckets,
             culprit=culprit,
             asked=tuple(name for name, p in model.named_parameters() if p in self.asked),
+            flat=tuple(flattened),
         )
         return _Division(sizing, lowest, largest, culprit)
 

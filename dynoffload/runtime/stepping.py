@@ -317,8 +317,20 @@ class Stepping(Mode):
     def _make_ready(self, units: Sequence[Unit]) -> None:
         """Apply these units' pending updates, and fetch their regions."""
         if self.updates is not None and self.updates.pending.by_slot:
+            if self.sizing.flat:
+                self._update_flat(units)
             self.updates.pending.flush(*[slot for unit in units for slot in unit.slots])
         self.device.touch([region for unit in units for region in unit.regions])
+
+    def _update_flat(self, units: Sequence[Unit]) -> None:
+        """Apply the pending updates of flat parameters, slice by slice as planned."""
+        assert self.updates is not None
+        pending = self.updates.pending
+        for slot in [slot for unit in units for slot in unit.slots if slot.is_flat]:
+            if slot in pending.by_slot:
+                self.migrator.update(slot.region)
+                pending.flush(slot)
+                self.migrator.update(slot.region, after=1)
 
     @uninterrupted
     def _revise(self, rest: Sequence[Unit]) -> None:
@@ -350,7 +362,9 @@ class Stepping(Mode):
     @uninterrupted
     def _backward_use(self, region: int) -> None:
         self._use_again(region)
-        if self.migrator.backward_use(region):
+        slot = self.adoption.store.slot_of(region) if self.sizing.flat else None
+        regions = slot.fused.row if slot and slot.fused and slot.is_flat else [region]
+        if self.migrator.backward_use(regions):
             self._recording.phase("backward")
         self._recording.sample()
 
@@ -367,6 +381,8 @@ class Stepping(Mode):
         made = self._in_backward
         if isinstance(one, Slot) and one.shared:
             made = None  # backward may still read the memory through another parameter
+        if isinstance(one, Fused) and one.is_flat:
+            self.migrator.leave_backward(one.row[0])
         stays = made is not None and isinstance(one, Slot) and not made.tries
         if not stays:
             self._adopt_gradient(one)

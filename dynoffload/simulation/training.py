@@ -52,6 +52,7 @@ class Slot:
     states: dict[str, int] = field(default_factory=dict)
     has_gradient: bool = False
     is_slice: bool = False
+    is_flat: bool = False
     owed: int | None = None
 
     def update_regions(self) -> list[int]:

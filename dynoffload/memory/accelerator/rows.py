@@ -120,13 +120,13 @@ class Rows(RegionCache[DeviceRegion]):
         """Report that the work announced by `use` has been enqueued."""
 
     def allocate_row(
-        self, count: int, nbytes: int, *, extra: bool = False, backed: bool = True
+        self, nbytes: int, each: int, *, extra: bool = False, backed: bool = True
     ) -> list[int]:
         """See `Device.allocate_row`."""
-        regions = super().allocate_row(count, nbytes, extra=extra, backed=backed)
-        storage = RowStorage.of(count * nbytes, self.device)
-        row = Row(tuple(regions), nbytes, storage)
-        storage.slice_bytes = nbytes
+        regions = super().allocate_row(nbytes, each, extra=extra, backed=backed)
+        storage = RowStorage.of(nbytes, self.device)
+        row = Row(tuple(regions), each, storage)
+        storage.slice_bytes = each
         storage.slices = [self.storage(region)._cdata for region in regions]
         storage.read = functools.partial(self._copy_row, row)
         storage.write = functools.partial(self._copy_row, row, writes=True)

@@ -1,4 +1,4 @@
-"""Fused parameters: three-dimensional tensors that are paged slice by slice.
+"""Parameters that are paged slice by slice: fused experts, and those whose update is too large.
 
 A *row* is a sequence of regions with consecutive addresses, one per slice. The parameter, its
 gradient and each tensor of its optimizer state are stored in one row each. So the model, the
@@ -20,6 +20,7 @@ from dynoffload.memory.device import Device
 from dynoffload.memory.region_allocator import users_of
 from dynoffload.profiler.experts import unit_path
 from dynoffload.runtime.adoption.held import holders, is_torchs
+from dynoffload.runtime.adoption.slicing import flat_bytes
 from dynoffload.runtime.adoption.slots import Fused, Slot
 from dynoffload.runtime.adoption.store import Store, bytes_of, view_of
 from dynoffload.runtime.placing import put, put_in_place
@@ -35,15 +36,16 @@ def is_zero(tensor: torch.Tensor) -> bool:
     return not bits[:1024].any() and not bits.any()
 
 
-def zero_slices(tensor: torch.Tensor, *, at_once: bool) -> list[bool]:
-    """Return for each slice of a contiguous tensor whether it `is_zero`.
+def zero_slices(fused: Fused, tensor: torch.Tensor, *, at_once: bool) -> list[bool]:
+    """Return for each slice of a tensor whether it `is_zero`.
 
     Args:
-        tensor: of at least one dimension.
+        fused: the parameter.
+        tensor: contiguous, and like it.
         at_once: check all slices in one operator, for accelerators, where each result needs a sync.
     """
     if not at_once:
-        return [is_zero(part) for part in tensor]
+        return [is_zero(part) for part in fused.parts(tensor)]
     bits = tensor.detach().reshape(len(tensor), -1).view(_BITS[tensor.element_size()])
     return [not some for some in bits.any(1).tolist()]
 
@@ -63,7 +65,7 @@ class FusedStore:
         return iter(self._store.fused.values())
 
     def _row(self, fused: Fused, kind: str, *, extra: bool = False) -> list[int]:
-        row = self._device.allocate_row(fused.count, fused.slice_bytes, extra=extra)
+        row = self._device.allocate_row(fused.like.nbytes, fused.slice_bytes, extra=extra)
         for number, region in enumerate(row):
             self._store.own(region, unit_path(fused.name, number) + kind, fused.slots[number])
         return row
@@ -73,14 +75,20 @@ class FusedStore:
         return view_of(self._device.row_storage(row), fused.like)
 
     @torch.no_grad()
-    def adopt_parameter(self, name: str, parameter: nn.Parameter) -> None:
-        """Move ``parameter`` into a row; a meta parameter gets a row of zeros."""
-        count = int(parameter.shape[0])
-        nbytes = parameter.numel() // count * parameter.element_size()
+    def adopt_parameter(self, name: str, parameter: nn.Parameter, *, flat: bool) -> None:
+        """Move ``parameter`` into a row; a meta parameter gets a row of zeros.
+
+        Args:
+            name: of the parameter.
+            parameter: contiguous, and alone in its storage.
+            flat: whether its slices are ranges of elements, not those of its first dimension.
+        """
         backed = parameter not in self._store.sourced
-        row = self._device.allocate_row(count, nbytes, backed=backed)
         like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        fused = Fused(name, parameter, like, row)
+        nbytes = flat_bytes(like.nbytes, self._device.page_bytes)
+        each = like.view(-1)[: nbytes // like.element_size()] if flat else like[0]
+        row = self._device.allocate_row(like.nbytes, each.nbytes, backed=backed)
+        fused = Fused(name, parameter, like, each, row)
         slots = []
         for number, region in enumerate(row):
             own = unit_path(name, number)
@@ -101,13 +109,14 @@ class FusedStore:
     def filled(self, fused: Fused, row: Sequence[int], source: torch.Tensor) -> torch.Tensor:
         """Return a tensor over ``row`` with the values of ``source``; zero slices become clear."""
         ours = self.view(fused, row)
-        zeros = zero_slices(source, at_once=not self._device.serves)
-        for number, region in enumerate(row):
-            if zeros[number]:
+        zeros = zero_slices(fused, source, at_once=not self._device.serves)
+        parts = zip(row, zeros, fused.parts(ours), fused.parts(source), strict=True)
+        for region, zero, own, other in parts:
+            if zero:
                 self._device.clear([region])
             else:
                 self._device.acquire([region])
-                ours[number].copy_(source[number])
+                own.copy_(other)
         return ours
 
     def may_move(self, fused: Fused, tensor: torch.Tensor) -> bool:

@@ -2,7 +2,8 @@
 
 A *fused* parameter holds one matrix per expert in a three-dimensional tensor. It can be paged by
 slices if a slice is a whole number of pages and the optimizer is elementwise: then updates of the
-slices equal the update of the whole.
+slices equal the update of the whole. A *flat* parameter is one whose update, whole, does not fit
+the budget, such as a large embedding: its slices are ranges of elements.
 
 [Note: tails]  A vectorized kernel handles the last elements of a range with scalar code. In half
 precision that may round differently, as the vector code keeps intermediates in single precision.
@@ -27,6 +28,7 @@ from dynoffload.memory.local import is_wrapper
 _ELEMENTWISE = frozenset(
     "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()
 )
+_FLAT = 64  # slices of a flat parameter, at most
 _GRAIN = 32768  # least elements of a part that PyTorch's iterator makes
 _VECTORS = 64  # elements in the longest pair of vectors
 _WIDE = (torch.float32, torch.float64)
@@ -67,6 +69,23 @@ def slices_of(parameter: torch.Tensor, page_bytes: int, least: int) -> int:
     return int(parameter.shape[0]) if nbytes >= max(1, least) and nbytes % page_bytes == 0 else 1
 
 
+def flat_bytes(nbytes: int, page_bytes: int) -> int:
+    """Return the bytes of each slice of a flat parameter of ``nbytes``, in whole pages."""
+    return -(-nbytes // (_FLAT * page_bytes)) * page_bytes
+
+
+def may_be_flat(parameter: torch.Tensor, group: Mapping[str, Any] | None) -> bool:
+    """Return whether updates of ranges of a parameter's elements equal its update, for an
+    elementwise optimizer with the hyperparameters ``group``; None if it has no update."""
+    return (
+        group is not None
+        and parameter.requires_grad
+        and parameter.is_contiguous()
+        and (parameter.dtype in _WIDE or (parameter.dtype in _NARROW and bool(group.get("fused"))))
+        and keeps_bits(group, parameter, ())
+    )
+
+
 def sole_owners(parameters: Iterable[nn.Parameter]) -> set[int]:
     """Return the ids of parameters that alone fill their storage; meta parameters included."""
     users: dict[int, list[nn.Parameter]] = {}
@@ -81,14 +100,14 @@ def sole_owners(parameters: Iterable[nn.Parameter]) -> set[int]:
     }
 
 
-def keeps_bits(group: Mapping[str, Any], whole: torch.Tensor, count: int) -> bool:
-    """Return whether updates of ``count`` slices equal the update of the ``whole`` bit for bit; see
+def keeps_bits(group: Mapping[str, Any], whole: torch.Tensor, slices: Iterable[int]) -> bool:
+    """Return whether updates of slices equal the update of the ``whole`` bit for bit; see
     [Note: tails].
 
     Args:
         group: the optimizer's hyperparameters.
         whole: the parameter.
-        count: number of slices.
+        slices: elements of each slice; equal ones may be named once.
     """
     if whole.dtype in _WIDE:
         return True
@@ -96,7 +115,7 @@ def keeps_bits(group: Mapping[str, Any], whole: torch.Tensor, count: int) -> boo
         # The momentum of SGD's fused kernel is not deterministic in half precision.
         return not group.get("momentum")
     threads = torch.get_num_threads()
-    return ends_evenly(whole.numel(), threads) and ends_evenly(whole.numel() // count, threads)
+    return all(ends_evenly(elements, threads) for elements in (whole.numel(), *slices))
 
 
 def ends_evenly(elements: int, threads: int) -> bool:

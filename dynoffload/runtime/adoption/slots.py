@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -44,6 +45,11 @@ class Slot:
         return self.fused is not None
 
     @property
+    def is_flat(self) -> bool:
+        """Whether it is a slice of a flat parameter."""
+        return self.fused is not None and self.fused.is_flat
+
+    @property
     def has_gradient(self) -> bool:
         """Whether the parameter has a gradient now."""
         return gradient_of(self.parameter) is not None
@@ -56,12 +62,14 @@ class Slot:
 
 @dataclass(eq=False)
 class Fused:
-    """One parameter that is paged by slices.
+    """One parameter that is paged by slices: fused experts by expert, a *flat* one by ranges of its
+    elements.
 
     Attributes:
         name: the parameter's name in the model.
         parameter: the user's parameter object.
         like: meta tensor with the parameter's dtype and shape at adoption.
+        each: meta tensor like one slice; the last of a flat parameter may be shorter.
         row: the regions of its slices.
         slots: one per slice; `Slot.gradient` is in the row that holds the gradient.
         gradients: rows for gradients; a free one is reused before another is allocated.
@@ -71,6 +79,7 @@ class Fused:
     name: str
     parameter: nn.Parameter
     like: torch.Tensor
+    each: torch.Tensor
     row: list[int]
     slots: tuple[Slot, ...] = ()
     gradients: list[list[int]] = field(default_factory=list)
@@ -79,7 +88,23 @@ class Fused:
     @property
     def count(self) -> int:
         """The number of slices."""
-        return len(self.slots)
+        return len(self.row)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether operators read the parameter whole, and only its updates go slice by slice."""
+        return self.each.dim() == 1
+
+    def parts(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the slices of a contiguous tensor like the parameter."""
+        if self.is_flat:
+            return torch.split(tensor.view(-1), self.each.numel())
+        return tensor.unbind()
+
+    def like_of(self, number: int) -> torch.Tensor:
+        """Return a meta tensor like the slice of this number."""
+        left = self.like.numel() - number * self.each.numel()
+        return self.each[:left] if left < self.each.numel() else self.each
 
     def rows(self) -> list[list[int]]:
         """Return the rows of the parameter, its gradients and its state."""
@@ -92,4 +117,4 @@ class Fused:
     @property
     def slice_bytes(self) -> int:
         """Bytes of one slice."""
-        return self.like.numel() // self.count * self.like.element_size()
+        return self.each.nbytes

@@ -30,7 +30,7 @@ class Unit:
         index: position in the session's list of units.
         path: the module's path in the model; "" is the root.
         module: the module.
-        slots: its paged parameters, or one slice of each fused parameter.
+        slots: its paged parameters, all slices of flat ones, or one slice of each fused parameter.
         number: index of the slices, or None.
         beside: of slices, the parameters of the module that are paged whole.
         gathers: whether a hook of the module reads its parameters before anything in it runs; see
@@ -98,9 +98,10 @@ def units_of(
         own = [p for p in dict.fromkeys(module._parameters.values()) if p is not None]
         own = [p for p in own if p not in shards]
         whole = [slots[p] for p in own if p in slots]
+        whole += [slot for p in own if p in fused and fused[p].is_flat for slot in fused[p].slots]
         if whole:
             units.append(Unit(len(units), path, module, tuple(whole), members=(path,)))
-        sliced = [fused[p].slots for p in own if p in fused]
+        sliced = [fused[p].slots for p in own if p in fused and not fused[p].is_flat]
         for number in range(max(map(len, sliced), default=0)):
             each_own = tuple(each[number] for each in sliced if number < len(each))
             name, beside = unit_path(path, number), tuple(whole)
@@ -116,7 +117,7 @@ def vocabulary_of(network: str, units: Sequence[Unit]) -> Vocabulary:
             path=unit.path,
             variant="",
             visits=(unit.path,),
-            nbytes=sum(local_bytes(slot.parameter) for slot in unit.slots),
+            nbytes=sum(local_bytes(p) for p in {slot.parameter for slot in unit.slots}),
             activation_bytes=0,
             idioms=Idioms(0, 0, 0, 0, 0, 0),
         )

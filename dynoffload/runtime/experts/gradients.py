@@ -164,8 +164,9 @@ class FusedGradients:
         if row is not None:
             nothing = self._device.is_clear(row)
         else:
-            nothing = zero_slices(gradient, at_once=not self._device.serves)
-        for slot in fused.slots:
+            nothing = zero_slices(fused, gradient, at_once=not self._device.serves)
+        parts = zip(fused.slots, fused.parts(held.detach()), fused.parts(gradient), strict=True)
+        for slot, ours, theirs in parts:
             number = slot.number
             adds_zero = nothing[number]
             if adds_zero and empty[number]:
@@ -173,12 +174,11 @@ class FusedGradients:
             if row is not None and not adds_zero:
                 self._device.acquire([row[number]])
             self._settle(slot, place[number])
-            ours = held.detach()[number]
             if empty[number]:
                 self.make_room(place[number])
-                torch.add(gradient[number], 0.0, out=ours)
+                torch.add(theirs, 0.0, out=ours)
             else:
-                ours.add_(0.0 if adds_zero else gradient[number])
+                ours.add_(0.0 if adds_zero else theirs)
         torch.autograd.graph.increment_version(held)
 
     def _settle(self, slot: Slot, region: int) -> None:

@@ -170,15 +170,20 @@ class Migrator:
         if self.phase is Phase.FORWARD:
             self.phase, self._visits = Phase.IDLE, []
 
-    def backward_use(self, region: int) -> bool:
-        """Record that backward uses a parameter's region next; return whether this begins it."""
+    def update(self, region: int, after: int = 0) -> None:
+        """Record that a slice of a flat parameter is updated next, or has been."""
+        if region in self._reference.updates:
+            self._anchor(self._reference.updates[region], after)
+
+    def backward_use(self, regions: Sequence[int]) -> bool:
+        """Record that backward uses a parameter's regions next; return whether this begins it."""
         if self.phase is Phase.FORWARD:
             return False  # a backward inside forward, as for a gradient penalty
         begins = self.phase is not Phase.BACKWARD
         if begins:
             self._begin_backward()
-        self._anchor(self._reference.backward.get(region))
-        self._device.touch([region])
+        self._anchor(self._reference.backward.get(regions[0]))
+        self._device.touch(regions)
         return begins
 
     def end_step(self) -> None:

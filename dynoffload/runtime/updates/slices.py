@@ -96,7 +96,7 @@ class SliceUpdates:
     def splits(self, fused: Fused, group: Group) -> bool:
         """Return whether a step over ``group`` updates the parameter by slices."""
         return self.rows.is_in_place(fused, self._state_of(fused)) and keeps_bits(
-            group, fused.like, fused.count
+            group, fused.like, {fused.each.numel(), fused.like_of(fused.count - 1).numel()}
         )
 
     @torch.no_grad()
@@ -171,7 +171,7 @@ class SliceUpdates:
             storages: storages at other addresses, by region; others are at their own addresses.
         """
         assert slot.fused is not None
-        like = slot.fused.like[0]
+        like = slot.fused.like_of(slot.number)
 
         def tensor(region: int) -> torch.Tensor:
             return view_of(self._device.storage(region), like)
