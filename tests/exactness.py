@@ -116,22 +116,30 @@ def footprint_of(model: nn.Module, states: int = 2) -> int:
 
 
 def least_budget(
-    model: nn.Module, optimizer: Optimizer | None, wanted: int, config: Mapping[str, Any] | None
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    wanted: int,
+    config: Mapping[str, Any] | None,
+    *,
+    flat: bool = False,
 ) -> tuple[int, bool]:
     """Return ``wanted``, or what `BudgetError` says is the least, and whether it is ``wanted``.
 
-    The error's word must be true: the budget that it names is accepted.
+    The error's word must be true: the budget that it names is accepted. Unless ``flat``, the budget
+    is large enough that no parameter is flat.
     """
-    options = OffloadConfig.of(config)
+    options, budget = OffloadConfig.of(config), wanted
     refusal = _refusal(model, optimizer, wanted, options)
     if not refusal:
-        return wanted, True
+        while not flat and sizing_of(model, optimizer, budget, options).flat:
+            budget += budget // 20
+        return budget, budget == wanted
     named = re.search(r"at least ([0-9.]+ [KMG]?i?B)", refusal)
     assert named, f"the error names no budget that would do: {refusal}"
     least = parse_bytes(named.group(1))
     assert least > wanted, f"{least} is no more than the {wanted} that were refused"
     assert not _refusal(model, optimizer, least, options), "the budget that it names is refused"
-    return least, False
+    return least_budget(model, optimizer, least, config, flat=flat)[0], False
 
 
 def _refusal(

@@ -74,7 +74,7 @@ class Life:
             "rollback": self.rollback,
         }
         wanted = int(footprint_of(twin.model) * self.share)
-        budget, _ = least_budget(twin.model, twin.optimizer, wanted, config)
+        budget, _ = least_budget(twin.model, twin.optimizer, wanted, config, flat=True)
         pilot = None if self.lies is None else LyingPilot(twin.model, self.lies)
         config["step_aside"] = self.aside
         return {"budget": budget, "pilot": pilot, "config": config}

@@ -273,7 +273,7 @@ def test_more_state_than_fits_is_refused_until_it_is_switched_off(backend: str) 
     """Of an option that is set after the block has begun; nothing is changed by the refusal."""
     torch.manual_seed(0)
     twin = Twin(Mixed(128), lambda p: Adam(p, lr=1e-2))
-    config = {**SMALL_PAGES, "backend": backend, "slices": False}
+    config = {**SMALL_PAGES, "backend": backend}
     budget, _ = least_budget(twin.model, twin.optimizer, 1, config)
     samples = small_samples(3, words=50)
     loop = Loop(steps=3)
@@ -314,7 +314,7 @@ def test_an_update_that_has_grown_is_refused_by_step_too() -> None:
     torch.manual_seed(0)
     model = Mixed(64)
     optimizer = AdamW(model.parameters(), lr=1e-2)
-    config = {**SMALL_PAGES, "step_aside": False, "slices": False}
+    config = {**SMALL_PAGES, "step_aside": False}
     budget, _ = least_budget(model, optimizer, 1, config)
     samples = small_samples(2, words=50)
     with dynoffload.offload(model, optimizer, budget=budget, pilot=None, config=config):

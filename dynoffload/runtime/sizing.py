@@ -257,18 +257,24 @@ class _Divider:
         if not config.page_bytes:
             parts = map(slice_bytes, self.model.parameters())
             fitting = {nbytes for nbytes in parts if nbytes and nbytes % LEAST_PAGE == 0}
-        flattens = config.backend != ACCELERATOR and not config.rollback
-        tries = [(nbytes, False) for nbytes in sorted(fitting, reverse=True)]
-        for sliced, flat in tries + [(0, True)] * flattens:
-            other = self._divide(budget, sliced, flat=flat)
+        for nbytes in sorted(fitting, reverse=True):
+            other = self._divide(budget, nbytes)
             if other.need < division.need:
                 division = other
             if division.sizing is not None:
-                break
-        return division
+                return division
+        if config.backend == ACCELERATOR or config.rollback:
+            return division
+        room = division.largest - (division.need - budget)  # for an update
+        return min(division, self._divide(budget, fits=room), key=lambda one: one.need)
 
     def _divide(
-        self, whole_budget: int, sliced: int = 0, *, adapters: bool = True, flat: bool = False
+        self,
+        whole_budget: int,
+        sliced: int = 0,
+        *,
+        adapters: bool = True,
+        fits: int | None = None,
     ) -> _Division:
         """Divide a budget; see [Note: the least pool].
 
@@ -276,7 +282,7 @@ class _Divider:
             whole_budget: the budget.
             sliced: bytes of slices that pages divide, if any.
             adapters: trained parameters may stay resident.
-            flat: parameters may be flat, if their updates take most of the budget.
+            fits: bytes of an update; parameters with larger ones may be flat. None: none are.
         """
         model, optimizer, config = self.model, self.optimizer, self.config
         staying = self.asked.union(self.staying)
@@ -311,9 +317,13 @@ class _Divider:
                 continue
             slices = slices_of(parameter, page, least) if id(parameter) in alone else 1
             update = kept.update_bytes(parameter, page, least, slices=slices, queues=queues)
-            too_large = flat and slices == 1 and 2 * update > budget and id(parameter) in alone
+            too_large = fits is not None and update > fits and slices == 1
             operand = 0  # bytes that operators read at once
-            if too_large and may_be_flat(parameter, kept.group(parameter)):
+            if (
+                too_large
+                and id(parameter) in alone
+                and may_be_flat(parameter, kept.group(parameter))
+            ):
                 flattened.append(name)
                 slices, operand = -(-nbytes // flat_bytes(nbytes, page)), padded(nbytes, page)
             paged = kept.paged(parameter, least, slices)
@@ -344,7 +354,7 @@ class _Divider:
         need = largest + 2 * chunk + reserve
         lowest = need + small + saved + self.buckets
         if pool < need and least_trained > least:
-            return self._divide(whole_budget, sliced, adapters=False, flat=flat)
+            return self._divide(whole_budget, sliced, adapters=False, fits=fits)
         if pool < need:
             return _Division(None, lowest, largest, culprit)
         sizing = Sizing(
