@@ -82,9 +82,8 @@ def test_it_steps_aside_when_everything_fits() -> None:
         assert not is_in_arena(session)
         inner = [m for m in pair.model.modules() if m is not pair.model]
         assert not any(m._forward_pre_hooks or m._forward_hooks or is_around(m) for m in inner)
-        first, before = session.log.steps[2], session.log.steps[-1]
-        assert first.peak_fast_bytes <= before.peak_fast_bytes <= LARGE
-        assert before.peak_fast_bytes > footprint_of(pair.model)
+        before = session.log.steps[-1]
+        assert footprint_of(pair.model) < before.peak_fast_bytes <= LARGE
         samples = len(session.log.memory)
         pair.model.register_buffer("more", torch.zeros(1000))
         pair.reference.register_buffer("more", torch.zeros(1000))

@@ -2,8 +2,8 @@
 
 [Note: what is counted]  The fast memory of a step is a sum of three: the device's peak, the model's
 tensors outside it, and small activations that stay in place. Those tensors are counted at the
-step's end, when all gradients exist. In resident mode all tensors are counted. Activations are then
-taken from paged steps that moved no byte, with the regions' padding, so this overestimates.
+step's end, when all gradients exist. In resident mode all tensors are counted, and what
+activations took beside all gradients in paged steps: see `overlap`.
 
 [Note: what is kept]  Totals are kept for every step. Single records (transfers, stalls, phases,
 memory samples, block names) are kept for the latest steps only, and the oldest are dropped. So a
@@ -192,20 +192,21 @@ class Recording:
         self._device, self._in_place = device, kept
         self._last = Counters()
         self._outside = None
-        self._activations = 0  # as last measured
+        self._alive = self._activations = 0  # see `stay`
 
-    def stay(self) -> None:
-        """Record steps in resident mode from now on."""
+    def stay(self, alive: int = 0, beside: int = 0) -> None:
+        """Record steps in resident mode from now on, whose activations take at most ``alive``
+        bytes, ``beside`` of them beside all gradients."""
         self._device = None
+        self._alive, self._activations = alive, beside
 
     def grew(self, nbytes: int) -> int:
-        """Record what a forward left in memory in resident mode; return the peak of fast memory, if
-        nothing else is added to it."""
-        if self._outside is None:
-            self._outside = self._count_outside(None)
-        if nbytes > _GROWN * self._activations + _GROWN_BYTES:
-            self._activations = nbytes
-        return self._outside + self._activations
+        """Record what a forward left in memory in resident mode; return the bytes of activations
+        beside all gradients."""
+        if nbytes > _GROWN * self._alive + _GROWN_BYTES:
+            self._activations += nbytes - self._alive
+            self._alive = nbytes
+        return self._activations
 
     def end_step(
         self, predicted: tuple[str, ...] | None, actual: tuple[str, ...], accuracy: float
@@ -223,8 +224,7 @@ class Recording:
         last, self._last = self._last, counters
         number = len(self.log.steps)
         moved = {name: getattr(counters, name) - getattr(last, name) for name in _TOTALS}
-        still = not moved["bytes_in"] and not moved["bytes_out"]
-        peak = self._peak(counters, still=still)
+        peak = self._peak(counters)
         if allocated:
             self.log.headroom = max(self.log.headroom, allocated - peak)
         stats = StepStats(
@@ -246,7 +246,7 @@ class Recording:
         self._end_detail()
         return stats
 
-    def _peak(self, counters: Counters, *, still: bool) -> int:
+    def _peak(self, counters: Counters) -> int:
         """Count the tensors outside the device, and return the step's peak of fast memory."""
         device = self._device
         outside = self._outside = self._count_outside(device)
@@ -255,11 +255,7 @@ class Recording:
             if self.now() - self._sampled >= _SAMPLE_EVERY_S:
                 self._look(peak, peak)
             return peak
-        peak = outside + self._in_place.take_peak() + counters.peak_bytes
-        if still:
-            beyond = peak - self._count_outside(None)
-            self._activations = max(self._activations, beyond)
-        return peak
+        return outside + self._in_place.take_peak() + counters.peak_bytes
 
     def _drain(self, device: Device) -> None:
         log, origin = self.log, self._origin

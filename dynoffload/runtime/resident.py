@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +24,10 @@ from torch.optim import Optimizer
 
 from dynoffload.memory.heap import live_bytes
 from dynoffload.memory.limits import resident_bytes
-from dynoffload.memory.local import local_bytes
 from dynoffload.runtime.adoption.changes import Changes
-from dynoffload.runtime.consumed import gradient_of
 from dynoffload.runtime.counting import state_tensors, whole_bytes
 from dynoffload.runtime.modes import Mode
+from dynoffload.runtime.overlap import gradient_bytes
 from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.passes.activations import tensors_in
 from dynoffload.runtime.recording import Recording
@@ -53,30 +52,39 @@ class Fit:
         largest: the size of the largest sample so far.
         whole: bytes of a step that touches everything, without activations: the most since
             `reset`, so parameters that are thawed now and then do not end resident mode each time.
-        saved: bytes of activations, and on an accelerator of temporaries: the most since `reset`.
+        alive: bytes of activations, the most since `reset`.
+        beside: those of them that are alive beside all gradients; see `Overlap`.
+        more: bytes of partial gradients, and on an accelerator of temporaries.
+        kept: bytes of gradients that were there as a forward began.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, budget: int) -> None:
         self.model, self.optimizer, self.budget = model, optimizer, budget
         self.largest = 0
         self._wait = _MEASURED_STEPS
-        self.whole = self.saved = self._steps = 0
+        self.whole = self.alive = self.beside = self.more = self.kept = self._steps = 0
 
     @property
     def need(self) -> int:
         """Bytes that a step takes without paging."""
-        return self.whole + self.saved
+        return self.whole + self.beside + self.more
 
     @property
     def growth(self) -> float:
         """How much larger than the largest measured a sample may be: activations may grow as the
         square of its size."""
-        spare = (self.budget - self.whole) / max(1, self.saved)
-        return min(_GROWTH, math.sqrt(max(1.0, spare)))
+        spare = (self.budget - self.need) / max(1, self.alive + self.more)
+        return min(_GROWTH, math.sqrt(1 + max(0.0, spare)))
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether activations fit only where gradients are made after they were freed."""
+        return not stays(self.whole + self.alive + self.more, self.budget)
 
     def reset(self) -> None:
         """Restart the measurement."""
-        self.largest = self.whole = self.saved = self._steps = 0
+        self.largest = self._steps = 0
+        self.whole = self.alive = self.beside = self.more = self.kept = 0
         self._wait *= 2
 
     def count(self) -> None:
@@ -88,7 +96,9 @@ class Fit:
         temporaries = max(0, stats.peak_allocated_bytes - stats.peak_fast_bytes)
         # Without slices, backward makes whole gradients of a parameter that are then added up.
         added = sum(p.nbytes for one in paging.rows if (p := one.parameter).requires_grad)
-        self.saved = max(self.saved, paging.activations.take_peak() + temporaries + added)
+        step = paging.overlap
+        self.alive, self.kept = max(self.alive, step.alive), max(self.kept, step.kept)
+        self.beside, self.more = max(self.beside, step.beside), max(self.more, temporaries + added)
         self._steps += 1
         if self._steps < self._wait:
             return False
@@ -104,8 +114,8 @@ class Resident(Mode):
 
     def __init__(self, fit: Fit, recording: Recording, given: Callable[[], int] | None) -> None:
         self._fit, self._recording = fit, recording
-        recording.stay()
-        self._growth = Growth(fit.model, given)
+        recording.stay(fit.alive, fit.beside)
+        self._growth = Growth(given)
         self._too_large = False
         self._stepped = False  # since the last sample
         self._changes = Changes()
@@ -117,6 +127,8 @@ class Resident(Mode):
         """Return why a sample of ``size`` must be paged, or "" if it fits. It reads no content."""
         if self._too_large or size > self._fit.largest * self._fit.growth:
             return "a larger sample than any measured"
+        if self._fit.overlaps and gradient_bytes(self._parameters) > self._fit.kept:
+            return "a forward beside more gradients than any measured"
         stepped, self._stepped = self._stepped, False
         if not self._changes.any() and not (stepped and self._counts() != self._seen):
             return ""
@@ -138,12 +150,12 @@ class Resident(Mode):
         return nbytes, sum(len(g["params"]) for g in groups), state_tensors(optimizer)
 
     def begin_sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._growth.begin()
+        self._growth.begin(self._parameters)
 
     def end_sample(self, output: Any, *, whole: bool) -> None:
         """See `Mode.end_sample`: measures what the step's forwards have left in memory."""
-        left = self._growth.finish(output)
-        self._too_large = self._recording.grew(left) > self._fit.budget
+        left = self._growth.finish(self._parameters, output)
+        self._too_large = self._fit.whole + self._recording.grew(left) > self._fit.budget
 
     @unseen
     def _end_step(self) -> None:
@@ -180,32 +192,31 @@ class _Left:
 
 
 class Growth:
-    """Measures what the forwards of ``model`` leave in memory until the end of a step.
+    """Measures what the forwards of a model leave in memory until the end of a step.
 
-    Gradients are not included; they are counted elsewhere.
+    Gradients, those of the given parameters, are not included; they are counted elsewhere.
 
     Args:
-        model: the root.
         given: returns the bytes that an accelerator's allocator has allocated; None: on the CPU.
     """
 
-    def __init__(self, model: nn.Module, given: Callable[[], int] | None = None) -> None:
-        self._model, self._given = model, given
+    def __init__(self, given: Callable[[], int] | None = None) -> None:
+        self._given = given
         self._left: list[_Left] = []
         self._alive = self._before = self._after = 0
 
-    def begin(self) -> None:
+    def begin(self, parameters: Iterable[nn.Parameter]) -> None:
         """Called as a forward begins, the first of a step or a later one."""
-        self._before = self._used()
+        self._before = self._used(parameters)
         ended = sum(left.nbytes for left in self._left if left.has_ended())
         self._left = [left for left in self._left if not left.has_ended()]
         # See [Note: what was freed]; memory added since is not from forwards.
         self._alive = max(0, self._alive - min(ended, max(0, self._after - self._before)))
 
-    def finish(self, output: Any = None) -> int:
+    def finish(self, parameters: Iterable[nn.Parameter], output: Any = None) -> int:
         """Called after a forward with ``output``. Return the bytes that the step's forwards have
         left and still hold."""
-        self._after = self._used()
+        self._after = self._used(parameters)
         nbytes = max(0, self._after - self._before)
         self._left.append(_Left(nbytes, _end_of(output)))
         self._alive += nbytes
@@ -216,11 +227,9 @@ class Growth:
         self._left = []
         self._alive = self._before = self._after = 0
 
-    def _used(self) -> int:
+    def _used(self, parameters: Iterable[nn.Parameter]) -> int:
         live = live_bytes() if self._given is None else self._given()
-        gradients = (gradient_of(parameter) for parameter in self._model.parameters())
-        given = sum(local_bytes(one) for one in gradients if one is not None)
-        return (resident_bytes() if live is None else live) - given
+        return (resident_bytes() if live is None else live) - gradient_bytes(parameters)
 
 
 def _end_of(output: Any) -> weakref.ref[_End] | None:

@@ -30,6 +30,7 @@ from dynoffload.runtime.migration.forecast import Forecast
 from dynoffload.runtime.migration.migrator import Migrator, Phase
 from dynoffload.runtime.modes import Mode
 from dynoffload.runtime.opening import Setup
+from dynoffload.runtime.overlap import Overlap
 from dynoffload.runtime.passes.activations import Activations, tensors_in
 from dynoffload.runtime.passes.hooks import Hook, watch_modules
 from dynoffload.runtime.passes.saved import Chunk
@@ -52,6 +53,7 @@ class Stepping(Mode):
         device: stores the paged tensors.
         adoption: knows which tensors these are.
         activations: store of what autograd saves.
+        overlap: measures what that takes beside gradients.
         updates: the deferred updates of the optimizer, or None.
         gradients: gradients of parameters paged by slices.
         migrator: follows the step, and prefetches and evicts.
@@ -62,6 +64,7 @@ class Stepping(Mode):
     device: Device
     adoption: Adoption
     activations: Activations
+    overlap: Overlap
     gradients: FusedGradients
     migrator: Migrator
 
@@ -109,6 +112,7 @@ class Stepping(Mode):
             region_of=self._region_of,
             names=self.adoption.store.names,
         )
+        self.overlap = Overlap(self.model, self.activations)
 
     def _watch(self) -> None:
         """Install hooks until `_watching` is closed."""
@@ -128,6 +132,8 @@ class Stepping(Mode):
         for group in groups:  # gradients of shards that are not paged get memory of their own
             for part in group.parameters:
                 collectors.setdefault(part, store.part_gradient)
+        for other in model.parameters():
+            collectors.setdefault(other, self.overlap.collect)
         for parameter, collect in collectors.items():
             if parameter.requires_grad:
                 register: Any = parameter.register_post_accumulate_grad_hook
@@ -191,6 +197,7 @@ class Stepping(Mode):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], order: list[Unit] | None
     ) -> None:
         self._take_back_frozen()
+        self.overlap.begin_forward()
         if self.migrator.phase is Phase.BACKWARD:
             self._end_followed()
         self.activations.begin_forward(tensors_in((args, kwargs), depth=4))
@@ -362,8 +369,11 @@ class Stepping(Mode):
     @uninterrupted
     def _backward_use(self, region: int) -> None:
         self._use_again(region)
-        slot = self.adoption.store.slot_of(region) if self.sizing.flat else None
-        regions = slot.fused.row if slot and slot.fused and slot.is_flat else [region]
+        slot, regions = self.adoption.store.slot_of(region), [region]
+        if slot is not None:
+            self.overlap.use(slot.parameter)
+            if slot.fused is not None and slot.is_flat:
+                regions = slot.fused.row
         if self.migrator.backward_use(regions):
             self._recording.phase("backward")
         self._recording.sample()
@@ -378,6 +388,7 @@ class Stepping(Mode):
     def _collect(self, one: Slot | Fused, parameter: torch.Tensor) -> None:
         """Adopt a complete gradient, or make its update."""
         self.activations.settle()
+        self.overlap.collect(one.parameter)
         made = self._in_backward
         if isinstance(one, Slot) and one.shared:
             made = None  # backward may still read the memory through another parameter
@@ -443,6 +454,7 @@ class Stepping(Mode):
     def _end_step(self) -> None:
         """Called after the optimizer has stepped."""
         self.activations.sweep()
+        self.overlap.end_step()
         self.adoption.buffers.sweep()
         self.adoption.adopt_whole_state()
         self.migrator.end_step()
