@@ -166,10 +166,12 @@ class Overhead(Experiment[Params]):
     def _disturbed(
         self, sides: Mapping[str, Contestant], beside: Process, directory: str
     ) -> list[Step]:
-        """Make plain steps while another process moves what the budgeted steps move."""
+        """Make plain steps while another process moves what the budgeted steps move, if any."""
         steps, plain = sides["budget"].steps[-2:], sides["plain"]
         seconds = sum(step.seconds for step in steps)
         rates = [sum(s.stats[key] for s in steps) / seconds for key in ("bytes_in", "bytes_out")]
+        if not any(rates):
+            return []
         beside.call(traffic.begin, directory, *rates)
         begin = time.perf_counter()
         for _ in range(2):

@@ -41,6 +41,21 @@ def test_where_the_time_of_a_step_goes(tmp_path: Path, monkeypatch: pytest.Monke
     assert (tmp_path / "overhead.svg").stat().st_size > 0
 
 
+def test_a_budget_under_which_nothing_moves_has_no_floor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no traffic to disturb plain steps with."""
+    spec = Spec("moe", "tiny", shape={"rows": 1, "length": 16}, threads=1)
+    monkeypatch.setattr(overhead, "cases", lambda: {"tiny": Case(spec, 1e9, warmup=5)})
+    monkeypatch.setattr(overhead, "_TIER_SECONDS", 0.02)
+    path = tmp_path / "overhead.json"
+    carry_out(Overhead, Params(steps=2, spill_dir=Path("/var/tmp")), path)
+    (row,) = json.loads(path.read_text("utf-8"))["rows"]
+    assert row["floor_s"] is None
+    assert row["floor_rate"] is None
+    assert row["ways"]["budget"]["losses_equal"] is True
+
+
 def test_a_case_that_there_is_not_is_refused() -> None:
     assert len(cases()) == 11
     with pytest.raises(ConfigError, match="base mixture, 512 tokens"):
