@@ -161,6 +161,24 @@ def test_a_step_that_trains_less_leaves_room_for_one_that_trains_all() -> None:
     pair.assert_same()
 
 
+def test_samples_that_differ_have_room_to_differ_again() -> None:
+    """Activations may grow once more by as much as measured steps differed."""
+
+    class Branch(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers if len(x) % 2 else self.layers[: DEPTH // 2]:
+                x = torch.tanh(layer(x))
+            return x
+
+    for share, fits in ((0.6, False), (1.2, True)):
+        torch.manual_seed(0)
+        pair = Twin(Branch(), lambda p: AdamW(p, lr=1e-3))
+        with pair.paged(WHOLE + int(share * SAVED), **ASIDE) as session:
+            pair.train(loss_of, [x for one in samples(4, ROWS + 1) for x in (one, one[1:])])
+            assert session.paging is not fits
+        pair.assert_same()
+
+
 def test_a_larger_sample_comes_back_where_its_activations_would_pass_the_budget() -> None:
     pair, budget = twin(), WHOLE + SAVED // 2
     with pair.paged(budget, **ASIDE) as session:

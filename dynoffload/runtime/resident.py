@@ -53,6 +53,7 @@ class Fit:
         whole: bytes of a step that touches everything, without activations: the most since
             `reset`, so parameters that are thawed now and then do not end resident mode each time.
         alive: bytes of activations, the most since `reset`.
+        least: those of the step with the fewest.
         beside: those of them that are alive beside all gradients; see `Overlap`.
         more: bytes of partial gradients, and on an accelerator of temporaries.
         kept: bytes of gradients that were there as a forward began.
@@ -62,12 +63,13 @@ class Fit:
         self.model, self.optimizer, self.budget = model, optimizer, budget
         self.largest = 0
         self._wait = _MEASURED_STEPS
-        self.whole = self.alive = self.beside = self.more = self.kept = self._steps = 0
+        self.whole = self.alive = self.least = self.beside = self.more = 0
+        self.kept = self._steps = 0
 
     @property
     def need(self) -> int:
-        """Bytes that a step takes without paging."""
-        return self.whole + self.beside + self.more
+        """Bytes that a step takes without paging; activations may differ as much once more."""
+        return self.whole + self.beside + self.more + self.alive - self.least
 
     @property
     def growth(self) -> float:
@@ -84,7 +86,7 @@ class Fit:
     def reset(self) -> None:
         """Restart the measurement."""
         self.largest = self._steps = 0
-        self.whole = self.alive = self.beside = self.more = self.kept = 0
+        self.whole = self.alive = self.least = self.beside = self.more = self.kept = 0
         self._wait *= 2
 
     def count(self) -> None:
@@ -97,6 +99,7 @@ class Fit:
         # Without slices, backward makes whole gradients of a parameter that are then added up.
         added = sum(p.nbytes for one in paging.rows if (p := one.parameter).requires_grad)
         step = paging.overlap
+        self.least = min(self.least, step.alive) if self._steps else step.alive
         self.alive, self.kept = max(self.alive, step.alive), max(self.kept, step.kept)
         self.beside, self.more = max(self.beside, step.beside), max(self.more, temporaries + added)
         self._steps += 1
