@@ -179,6 +179,20 @@ def test_samples_that_differ_have_room_to_differ_again() -> None:
         pair.assert_same()
 
 
+def test_rows_of_one_tensor_are_alive_as_one() -> None:
+    """Each of them keeps the same memory."""
+
+    class Rows(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            scale = self.layers[0].bias
+            return torch.stack([x[row] * scale for row in range(0, len(x), 4)])
+
+    torch.manual_seed(0)
+    pair = Twin(Rows(), lambda p: AdamW(p, lr=1e-3))
+    assert trained(pair, WHOLE + SAVED, Loop(6)) == [False]
+
+
 def test_a_larger_sample_comes_back_where_its_activations_would_pass_the_budget() -> None:
     pair, budget = twin(), WHOLE + SAVED // 2
     with pair.paged(budget, **ASIDE) as session:

@@ -50,6 +50,7 @@ from dynoffload.runtime.passes.saved import (
     Entry,
     InPlace,
     Packed,
+    Source,
     cast_that_autocast_keeps,
     is_of_a_subclass,
     is_plain,
@@ -138,7 +139,9 @@ class Activations:
         self._waiting: list[Chunk] = []  # ended, but with external references to their memory
         self._live = 0  # entries whose saved tensors may still be unpacked
         self._moved = self._peak = 0  # bytes of their storages, and the most with those in place
-        self._entered: Endings[tuple[Chunk, int]] = Endings()
+        self._entered: Endings[Chunk] = Endings()
+        self._sources: dict[int, weakref.ref[Source]] = {}  # of this forward, by storage
+        self._of_sources: Endings[int] = Endings()  # bytes
         self.kept = Keeping()
         self.gathered: Gathered | None = None
         self._closed = False
@@ -259,6 +262,7 @@ class Activations:
         self._shut_current()
         self._inputs = set()
         self._entries.clear()
+        self._sources.clear()
         self.sweep()
 
     def settle(self) -> None:
@@ -270,9 +274,9 @@ class Activations:
     def _settle(self) -> None:
         self._borrowed.take()
         self.kept.settle()
-        for chunk, nbytes in self._entered.take():
+        self._moved -= sum(self._of_sources.take())
+        for chunk in self._entered.take():
             self._live -= 1
-            self._moved -= nbytes
             chunk.live -= 1
             if chunk.live == 0 and not chunk.open:
                 self._drop(chunk)
@@ -343,12 +347,11 @@ class Activations:
             return form(tensor, entry, place)
         chunk, offset = self._place(nbytes)
         ours = self.device.storage(chunk.region)
-        entry = Entry(chunk, offset, storage, tensor)
+        entry = Entry(chunk, offset, self._source_of(storage), tensor)
         self._live += 1
-        self._moved += storage.nbytes()
         self._note_peak()
         chunk.live += 1
-        self._entered.watch(entry, (chunk, storage.nbytes()))
+        self._entered.watch(entry, chunk)
         # Made before a cast moves, because the tensor may be that cast.
         packed = form(tensor, entry, place)
         try:
@@ -371,6 +374,17 @@ class Activations:
         self._entries[key] = weakref.ref(entry)
         self.saved_bytes += nbytes
         return packed
+
+    def _source_of(self, storage: torch.UntypedStorage) -> Source:
+        """Return what stands for ``storage`` in this forward; the first time its bytes count."""
+        known = self._sources.get(storage._cdata)
+        source = None if known is None else known()
+        if source is None or source.storage() is not storage:
+            source = Source(storage)
+            self._sources[storage._cdata] = weakref.ref(source)
+            self._moved += storage.nbytes()
+            self._of_sources.watch(source, storage.nbytes())
+        return source
 
     @uninterrupted
     def _keep(self, tensor: torch.Tensor) -> InPlace:

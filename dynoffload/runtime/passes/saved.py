@@ -56,6 +56,15 @@ class Chunk:
     open: bool = True
 
 
+class Source:
+    """A storage of which saved tensors were copied; freed with the last of these entries."""
+
+    __slots__ = ("__weakref__", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = weakref.ref(storage)
+
+
 class Entry:
     """A copy of a saved storage, or of part of one, in a chunk; freed with its last tensor."""
 
@@ -73,18 +82,22 @@ class Entry:
         self,
         chunk: Chunk,
         offset: int,
-        source: torch.UntypedStorage,
+        source: Source,
         tensor: torch.Tensor,
     ) -> None:
         self.chunk, self.offset = chunk, offset
-        self.source, self.version = weakref.ref(source), tensor._version
+        self.source, self.version = source, tensor._version
         self.spread: weakref.ref[torch.UntypedStorage] | None = None  # made by `Columns`
         self.witness = witness_of(tensor)
 
     def stands_for(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor``, whose bytes were copied, still has the values copied."""
         version = tensor._version
-        if self.source() is None or self.version != version or self.witness._version != version:
+        if (
+            self.source.storage() is None
+            or self.version != version
+            or self.witness._version != version
+        ):
             return False
         with _unsafe_preserve_version_counter(tensor):
             torch.autograd.graph.increment_version(tensor)
@@ -141,7 +154,7 @@ class Columns(Packed):
         self.skew = tensor.data_ptr() % ALIGNMENT // tensor.element_size()
 
     def _with_strides(self, raw: torch.Tensor) -> torch.Tensor:
-        source = self.entry.source()
+        source = self.entry.source.storage()
         if source is not None and source.nbytes() == self.nbytes:
             return self._over(source, self.place)
         known = None if self.entry.spread is None else self.entry.spread()
