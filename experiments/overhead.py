@@ -28,6 +28,7 @@ from dynoffload.experiments.processes import Process
 from dynoffload.experiments.ways import BUDGETED, Spec
 from dynoffload.experiments.zoo import TRUNK
 from dynoffload.memory.spill import default_spill_dir
+from dynoffload.pilot.progress import Report
 from dynoffload.simulation.machine import Link
 from dynoffload.units import format_bytes, format_seconds
 
@@ -82,6 +83,15 @@ def _base(rows: int) -> Spec:
     return Spec("moe", "base", shape={"rows": rows, "length": 256})
 
 
+def budget_of(case: Case, report: Report) -> tuple[int, int | None]:
+    """Return the budget of a case in bytes, and the footprint if the budget is a share of it."""
+    if case.budget > 1:
+        return int(case.budget), None
+    with tempfile.TemporaryDirectory() as folder:
+        footprint, _ = learned(case.spec, _RECORDED, report, Path(folder) / "unused.pilot")
+    return int(case.budget * footprint), footprint
+
+
 @dataclass(frozen=True)
 class Params:
     """Options of the experiment."""
@@ -105,13 +115,7 @@ class Overhead(Experiment[Params]):
 
     def run(self, case: Case) -> Row:
         own, directory = self.params, self.params.spill_dir or default_spill_dir()
-        budget, footprint = int(case.budget), None
-        if case.budget <= 1:
-            with tempfile.TemporaryDirectory() as folder:
-                footprint, _ = learned(
-                    case.spec, _RECORDED, self.report, Path(folder) / "unused.pilot"
-                )
-            budget = int(case.budget * footprint)
+        budget, footprint = budget_of(case, self.report)
         plain = replace(case.spec, split="held-out", timed=True, spill_dir=str(directory))
         tiers = measure_tiers(directory, _TIER_SECONDS)
         with ExitStack() as stack:
@@ -277,6 +281,10 @@ def _event(name: str) -> Cell:
     return text
 
 
+def _number(field: str, name: str, scale: float, digits: int) -> Cell:
+    return lambda row: f"{row[field][name] * scale:.{digits}f}"
+
+
 def _over_floor(row: Mapping[str, Any]) -> str:
     return "–" if not row["floor_s"] else f"{row['seconds'] / row['floor_s']:.2f}"
 
@@ -298,7 +306,7 @@ _STEPS: dict[str, Cell] = {
 _PARTS: dict[str, Cell] = {
     "network": lambda row: row["case"],
     "way": lambda row: row["way"].replace("_", " "),
-    **{part: (lambda row, p=part: f"{row['parts_s'][p] * 1e3:.1f}") for part in PARTS},  # type: ignore[misc]
+    **{part: _number("parts_s", part, 1e3, 1) for part in PARTS},
     "operators, plain": lambda row: f"{row['plain_operators_s'] * 1e3:.0f}",
     "here": lambda row: f"{(row['operators_s'] or 0) * 1e3:.0f}",
     "other threads": lambda row: f"{row['other_cpu_s'] * 1e3:.0f}",
@@ -307,5 +315,5 @@ _PARTS: dict[str, Cell] = {
 _KINDS: dict[str, Cell] = {
     "network": lambda row: row["case"],
     "way": lambda row: row["way"].replace("_", " "),
-    **{kind: (lambda row, k=kind: f"{row['kinds'][k] / 1e6:.0f}") for kind in KINDS},  # type: ignore[misc]
+    **{kind: _number("kinds", kind, 1e-6, 0) for kind in KINDS},
 }
