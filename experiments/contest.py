@@ -204,7 +204,9 @@ class Contestant:
         if self._required:
             raise error
         lines = str(error).strip().splitlines()
-        self.why = lines[-1].removeprefix(f"{self.name!r} failed: ")[-_MESSAGE_CHARS:]
+        killed = lines[0].partition(": ")[0]  # what it printed last does not say why
+        why = killed if " was killed by signal " in killed else lines[-1]
+        self.why = why.removeprefix(f"{self.name!r} failed: ")[-_MESSAGE_CHARS:]
         if self._way.swap_bytes and "was killed by signal 9" in self.why:
             self.why += _OOM_WHY
 

@@ -4,6 +4,10 @@ Trains one network in three ways: with plain PyTorch and unlimited memory; with 
 ``budget`` in a cgroup of ``limit`` without swap, built on the meta device; with plain PyTorch in
 such a cgroup with a swap file. The first two take turns; the third runs after them. All make the
 same steps on the same samples, and their losses are compared bit by bit.
+
+`PEERS` are other libraries' ways. Activation checkpointing keeps weights and state in memory, and
+DeepSpeed all gradients, so their cgroups are larger: see the peaks. The offloads of torch move from
+an accelerator to the host's memory: on the CPU there is nothing to move.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from dynoffload.doctor import measure_tiers
@@ -22,7 +27,15 @@ from dynoffload.experiments.baselines.cgroup import LimitError, why_unavailable
 from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.contest import Side, Step, Turns, Way, median_seconds
 from dynoffload.experiments.harness import Experiment, Row, check_known, option, table
-from dynoffload.experiments.ways import BUDGETED, DTR, REPLAY, Spec
+from dynoffload.experiments.ways import (
+    ACCELERATE,
+    BUDGETED,
+    CHECKPOINT,
+    DEEPSPEED,
+    DTR,
+    REPLAY,
+    Spec,
+)
 from dynoffload.experiments.zoo import FUSED
 from dynoffload.memory.limits import available_bytes
 from dynoffload.memory.spill import default_spill_dir
@@ -43,6 +56,7 @@ class Variant:
 
     Attributes:
         tokens: tokens per step as a share of the experiment's.
+        beyond: memory of its cgroup beyond the limit, as a share of plain training's.
     """
 
     network: str = "moe"
@@ -51,6 +65,7 @@ class Variant:
     config: dict[str, Any] = field(default_factory=dict)
     mode: str = BUDGETED
     pilot: str | None = "auto"
+    beyond: float = 0.0
 
 
 MAIN = "main"
@@ -66,9 +81,14 @@ VARIANTS: dict[str, Variant] = {
     "foreach": Variant(optimizer="foreach"),
     "tokens_512": Variant(tokens=0.5),
     "fused": Variant(network=FUSED),
+    CHECKPOINT: Variant(mode=CHECKPOINT, pilot=None, beyond=1.0),
+    DEEPSPEED: Variant(mode=DEEPSPEED, pilot=None, beyond=0.5),
+    ACCELERATE: Variant(mode=ACCELERATE, pilot=None),
 }
 """Variant by its name in ``--rows``."""
-ROWS = tuple(row for row in VARIANTS if row != DTR)
+PEERS = (CHECKPOINT, DEEPSPEED, ACCELERATE)
+"""Ways of other libraries; what is not installed says so."""
+ROWS = tuple(row for row in VARIANTS if row not in (DTR, *PEERS))
 """Without DTR, which refuses the budget: the weights alone take more."""
 
 
@@ -123,15 +143,20 @@ class Paged(Experiment[Params]):
         spec, budget = self._spec(VARIANTS[case[0]]), parse_bytes(own.budget)
         limit = parse_bytes(own.limit) if own.limited else None
         weights = self._bytes_of(spec)
-        _require_memory(weights, len(case), limit or budget)
+        every = int(weights * _SPARE)
+        beyond = {name: int(every * VARIANTS[name].beyond) for name in case}
+        _require_memory(every, [more or limit or budget for more in beyond.values()])
         per_turn = min(2, own.steps)
         turns = Turns(-(-own.steps // per_turn), own.warmup, per_turn)
-        ways = {name: Way(self._budgeted(spec, VARIANTS[name], budget), limit) for name in case}
+        ways = {
+            name: Way(self._budgeted(spec, VARIANTS[name], budget), limit and limit + more)
+            for name, more in beyond.items()
+        }
         found = contest.measure(spec, ways, turns, self.report, describe=True)
         sides = found.sides
         if limit is not None and own.paged_steps:
             # Swap for the whole process, and more: pages keep their slot after they are read back.
-            paged = {SYSTEM: Way(spec, limit, swap_bytes=int(weights * _SPARE) + limit)}
+            paged = {SYSTEM: Way(spec, limit, swap_bytes=every + limit)}
             alone = Turns(own.paged_steps, warmup=1, per_turn=1, lead=0)
             sides |= contest.measure(spec, paged, alone, self.report).sides
         return {
@@ -149,12 +174,13 @@ class Paged(Experiment[Params]):
         """Return the plain training to compare ``variant`` with."""
         tokens = int(self.params.tokens * variant.tokens)
         length = min(_ROW_LENGTH, tokens)
+        folder = TemporaryDirectory(dir=self.params.spill_dir or default_spill_dir())
         return Spec(
             variant.network,
             self.params.preset,
             shape={"rows": max(1, tokens // length), "length": length},
             optimizer=variant.optimizer,
-            spill_dir=str(self.params.spill_dir or default_spill_dir()),
+            spill_dir=self.stack.enter_context(folder),  # other libraries leave files there
         )
 
     def _budgeted(self, spec: Spec, variant: Variant, budget: int) -> Spec:
@@ -164,7 +190,7 @@ class Paged(Experiment[Params]):
             budget=budget,
             config=variant.config,
             pilot=variant.pilot,
-            meta=variant.mode != DTR,
+            meta=variant.mode in (BUDGETED, REPLAY),
         )
 
     def _bytes_of(self, spec: Spec) -> int:
@@ -247,7 +273,7 @@ def _over(row: Mapping[str, Any], what: float) -> str:
 
 
 def _bytes(key: str) -> Any:
-    return lambda row: "–" if row[key] is None else format_bytes(int(row[key]))
+    return lambda row: "–" if row["why"] or row[key] is None else format_bytes(int(row[key]))
 
 
 _COLUMNS: dict[str, Any] = {
@@ -265,12 +291,12 @@ _COLUMNS: dict[str, Any] = {
 }
 
 
-def _require_memory(weights: int, ways: int, limit: int) -> None:
+def _require_memory(plain: int, others: Sequence[int]) -> None:
     """Raise if the machine's memory is too small, so that the runs would be paged or killed."""
-    need, have = int(weights * _SPARE) + ways * limit, available_bytes()
+    need, have = plain + sum(others), available_bytes()
     if have < need:
         raise ConfigError(
-            f"plain training and {ways} runs under a budget side by side need about "
+            f"plain training and {len(others)} runs under a budget side by side need about "
             f"{format_bytes(need)}, and {format_bytes(have)} are available: free some memory, or "
             "measure fewer --rows at a time"
         )

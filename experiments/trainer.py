@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import resource
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -52,6 +53,8 @@ class Trainer:
         torch.manual_seed(spec.seed)  # reset_parameters() runs in construction order
         with WAYS[spec.mode](spec, self.model, self.clairvoyant or spec.pilot) as self.ready:
             self.session = self.ready.session
+            if self.ready.model is not None:
+                self.model = self.ready.model
             torch.manual_seed(spec.seed)  # for random operators in steps
             yield
 
@@ -74,6 +77,7 @@ class Trainer:
         if self.spec.device:
             sample = moved(sample, place_of(self.spec))
         self._wait()
+        before = _moved()
         begin = time.perf_counter()
         with self.ready.around():
             loss = sample.call(self.model)
@@ -97,6 +101,9 @@ class Trainer:
         if self.session is not None:
             stats = dataclasses.asdict(self.session.log.steps[-1])
             reply["stats"] = {key: finite(value) for key, value in stats.items()}
+        if self.ready.model is not None:
+            pairs = zip(("bytes_in", "bytes_out"), _moved(), before, strict=True)
+            reply["stats"] = {name: now - was for name, now, was in pairs}
         if self.clock is not None:
             log = [] if self.session is None else self.session.log.transfers
             timed = self.clock.take(log[self._transfers :])
@@ -177,6 +184,12 @@ class Trainer:
             "sizing": self.session.sizing and dataclasses.asdict(self.session.sizing),
             "peak_fast_bytes": max((s.peak_fast_bytes for s in self.session.log.steps), default=0),
         }
+
+
+def _moved() -> tuple[int, int]:
+    """Return the bytes that this process has read from disks and written to them."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return 512 * usage.ru_inblock, 512 * usage.ru_oublock
 
 
 def finite(value: Any) -> Any:

@@ -7,18 +7,25 @@ them under a budget. `CHECKPOINT` is plain training with
 `torch.utils.checkpoint` around each block of the network; ``save-on-cpu`` with
 `torch.autograd.graph.save_on_cpu`. ``fsdp2`` is `fully_shard` of each block and of the root with
 `CPUOffloadPolicy`, in a group of one process. ``host-optimizer`` is `dynoffload.HostOptimizer`. The
-last two update on the CPU, so their bits differ from an update on the accelerator.
+last two update on the CPU, so their bits differ from an update on the accelerator. `DEEPSPEED` is
+ZeRO-3 with parameters and state in files, by DeepSpeed's AdamW. Its arithmetic differs, and it
+updates experts that no token hit. `ACCELERATE` is `disk_offload`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+from dynoffload.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +36,7 @@ if TYPE_CHECKING:
 
 PLAIN, CHECKPOINT, DTR = "plain", "checkpoint", "dtr"
 BUDGETED, REPLAY, PROBES = "offload", "replay", "probes"
+DEEPSPEED, ACCELERATE = "deepspeed", "accelerate"
 
 
 @dataclass(frozen=True)
@@ -47,12 +55,13 @@ class Spec:
         optimizer: implementation of AdamW: ``"fused"``, ``"foreach"`` or ``"for-loop"``.
         lr: its learning rate.
         weights: safetensors file of the initial weights; "" for those drawn by the seed.
-        budget: bytes, for `BUDGETED`, `REPLAY`, `PROBES` and `DTR`.
+        budget: bytes, for `BUDGETED`, `REPLAY`, `PROBES` and `DTR`; `DEEPSPEED` sizes its buffers
+            by it.
         host_budget: bytes of host memory above the spill file of an accelerator; 0 for no file.
         config: options of `dynoffload.OffloadConfig`.
         pilot: path of a pilot, ``"auto"`` or None.
         meta: build on the meta device and materialize the weights inside the block; not for `DTR`.
-        spill_dir: of the spill file.
+        spill_dir: of the spill file, or of another library's files.
         device: of the accelerator; "" trains on the CPU.
         threads: compute threads; 0 for torch's default.
         watched: each step reports the modules it visited.
@@ -86,12 +95,13 @@ class Spec:
 
 @dataclass(frozen=True)
 class Ready:
-    """A network that can be stepped: its optimizer, what is entered around each forward, and the
-    library's session, if there is one."""
+    """A network that can be stepped: its optimizer, what is entered around each forward, the
+    library's session, if there is one, and what is called instead of the network."""
 
     optimizer: Optimizer
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     session: Any = None
+    model: nn.Module | None = None
 
 
 Way = Callable[[Spec, "nn.Module", Any], AbstractContextManager[Ready]]
@@ -185,29 +195,88 @@ def _save_on_cpu(spec: Spec, model: nn.Module, pilot: Any) -> Iterator[Ready]:
 
 
 @contextlib.contextmanager
-def _fsdp2(spec: Spec, model: nn.Module, pilot: Any) -> Iterator[Ready]:
-    import torch
+def _group_of_one(device: torch.device) -> Iterator[None]:
+    """Initialise torch.distributed for one process."""
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-    device = place_of(spec)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")  # one process: stay on the loopback interface
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index)
     backend = dist.get_default_backend_for_device(device)
     backends = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(backends, store=store, rank=0, world_size=1)
     try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _fsdp2(spec: Spec, model: nn.Module, pilot: Any) -> Iterator[Ready]:
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    device = place_of(spec)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+    with _group_of_one(device):
         mesh = init_device_mesh(device.type, (1,))
         policy = CPUOffloadPolicy(pin_memory=device.type != "cpu")
         for part in (*blocks_of(model), model):
             fully_shard(part, mesh=mesh, offload_policy=policy)
         yield Ready(adamw(model, spec))
-    finally:
-        dist.destroy_process_group()
+
+
+def _peer(name: str) -> Any:
+    """Return another library, which is no dependency."""
+    if find_spec(name) is None:
+        raise ConfigError("not installed")
+    return importlib.import_module(name)
+
+
+@contextlib.contextmanager
+def _deepspeed(spec: Spec, model: nn.Module, pilot: Any) -> Iterator[Ready]:
+    deepspeed = _peer("deepspeed")
+    files = {"device": "nvme", "nvme_path": spec.spill_dir, "pin_memory": False}
+    part = max(1, spec.budget // 512)  # elements; with gradient and state, a 32nd of the budget
+    largest = max(parameter.numel() for parameter in model.parameters())
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": spec.lr, "weight_decay": 1e-2}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {**files, "buffer_size": largest},
+            "offload_optimizer": files,
+            "sub_group_size": part,
+            "reduce_bucket_size": part,
+            "stage3_prefetch_bucket_size": part,
+            "stage3_max_live_parameters": 4 * part,
+            "stage3_max_reuse_distance": 4 * part,
+        },
+    }
+    os.environ.setdefault("LOCAL_RANK", "0")
+    with _group_of_one(place_of(spec)):
+        engine = deepspeed.initialize(
+            model=model,
+            model_parameters=model.parameters(),
+            config=config,
+            dist_init_required=False,
+        )[0]
+        yield Ready(engine, model=engine)
+
+
+@contextlib.contextmanager
+def _accelerate(spec: Spec, model: nn.Module, pilot: Any) -> Iterator[Ready]:
+    def check(*_: object) -> None:
+        if all(parameter.grad is None for parameter in model.parameters()):
+            raise ConfigError("does not train: backward() leaves no gradients")
+
+    folder = tempfile.mkdtemp(dir=spec.spill_dir)
+    _peer("accelerate").disk_offload(model, folder, execution_device=place_of(spec))
+    optimizer = adamw(model, spec)
+    optimizer.register_step_pre_hook(check)
+    yield Ready(optimizer)
 
 
 @contextlib.contextmanager
@@ -265,5 +334,7 @@ WAYS: dict[str, Way] = {
     "save-on-cpu": _save_on_cpu,
     "fsdp2": _fsdp2,
     "host-optimizer": _host_optimizer,
+    DEEPSPEED: _deepspeed,
+    ACCELERATE: _accelerate,
 }
 """Way by name."""

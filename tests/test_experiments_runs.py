@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +21,10 @@ from dynoffload.experiments import (
     pilot_benefit,
 )
 from dynoffload.experiments.baselines import cgroup
-from dynoffload.experiments.contest import Step
+from dynoffload.experiments.contest import Contestant, Step, Way
 from dynoffload.experiments.harness import carry_out
+from dynoffload.experiments.processes import WorkerError
+from dynoffload.experiments.ways import Spec
 from dynoffload.units import format_seconds
 
 DISK = Path("/var/tmp")
@@ -71,6 +74,25 @@ def test_paged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ways[paged.SYSTEM]["losses_equal"] is True
     assert own["group_before_bytes"] < own["group_peak_bytes"] <= 700_000_000
     assert "dynoffload" not in Path("/proc/swaps").read_text()
+
+
+def test_other_libraries_train_or_say_why_not(tmp_path: Path) -> None:
+    """They are no dependencies; accelerate's offload leaves no gradients."""
+    params = tiny(rows=("main", *paged.PEERS), limited=False, spill_dir=tmp_path)
+    ways = check_paged(carry_out(paged.Paged, params))
+    assert ways["checkpoint"]["losses_equal"] is True
+    assert ways["checkpoint"]["seconds"] > 0
+    reasons = {"accelerate": "does not train: backward() leaves no gradients", "deepspeed": ""}
+    for name, why in reasons.items():
+        assert ways[name]["why"] == (why if find_spec(name) else "not installed")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_killed_a_process_is_the_reason() -> None:
+    """And not what it printed last."""
+    one, why = Contestant("one", Way(Spec("moe", "tiny"))), "'one' was killed by signal 9, for want"
+    one._drop_out(WorkerError(f"{why}: a warning\nand its last line"))
+    assert one.why == why
 
 
 def test_the_bound_of_a_step_is_counted_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
