@@ -25,6 +25,7 @@ EXPERIMENTS: dict[str, str] = {
     "pilot-benefit": "dynoffload.experiments.pilot_benefit:PilotBenefit",
     "experts": "dynoffload.experiments.experts:Experts",
     "overhead": "dynoffload.experiments.overhead:Overhead",
+    "ablations": "dynoffload.experiments.ablations:Ablations",
     "memory-expansion": "dynoffload.experiments.memory_expansion:MemoryExpansion",
     "cluster": "dynoffload.experiments.cluster:Clusters",
     "simulation": "dynoffload.experiments.simulation:Simulated",
@@ -45,7 +46,7 @@ EXPERIMENTS: dict[str, str] = {
 }
 """Name on the command line -> ``module:class``."""
 BENCH: dict[str, str] = {
-    **{name: "" for name in EXPERIMENTS if name not in ("demo", "gpu")},
+    **{name: "" for name in EXPERIMENTS if name not in ("demo", "gpu", "ablations")},
     "estimates": "estimates --calibration {folder}/simulation.json",
     "resident": "step-time --network moe,tree --budgets 2 --policies repeat --steps 40 --warmup 12",
     "moe-pipeline-4": "moe-pipeline --ranks 4 --mbit 200",

@@ -67,6 +67,7 @@ class Spec:
         watched: each step reports the modules it visited.
         timed: each step reports the time of each part of a session's own work.
         clairvoyant: each step is given the modules it will visit, instead of a pilot.
+        without: the part that is switched off, a key of `dynoffload.experiments.without.WITHOUT`.
     """
 
     network: str
@@ -91,6 +92,7 @@ class Spec:
     watched: bool = False
     timed: bool = False
     clairvoyant: bool = False
+    without: str = ""
 
 
 @dataclass(frozen=True)
@@ -294,6 +296,10 @@ def _host_optimizer(spec: Spec, model: nn.Module, pilot: Any) -> Iterator[Ready]
 def _budgeted(spec: Spec, model: nn.Module, pilot: Any) -> Iterator[Ready]:
     import dynoffload
 
+    if spec.without:
+        from dynoffload.experiments.without import WITHOUT
+
+        WITHOUT[spec.without]()
     optimizer = adamw(model, spec)
     with dynoffload.offload(
         model,

@@ -1,0 +1,43 @@
+"""The experiment on ablations runs, small; what is switched off is off, and the rest is exact."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from exactness import needs_pager
+
+from dynoffload.errors import ConfigError
+from dynoffload.experiments import ablations
+from dynoffload.experiments.ablations import SWITCHES, Ablations, Params
+from dynoffload.experiments.harness import carry_out
+from dynoffload.experiments.overhead import Case
+from dynoffload.experiments.ways import Spec
+
+
+@needs_pager
+def test_each_part_is_switched_off_and_bits_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = Spec("moe", "tiny", shape={"rows": 1, "length": 16}, threads=1)
+    monkeypatch.setattr(ablations, "cases", lambda: {"small mixture": Case(spec, 0.25, warmup=3)})
+    path = tmp_path / "ablations.json"
+    params = Params(only=("small mixture",), steps=2, at_once=6, spill_dir=Path("/var/tmp"))
+    carry_out(Ablations, params, path)
+    (row,) = json.loads(path.read_text("utf-8"))["rows"]
+    assert list(row["ways"]) == list(SWITCHES)
+    for name, way in row["ways"].items():
+        assert way["why"] == "", name
+        assert way["losses_equal"] is True, name
+        assert len(way["steps_s"]) == len(way["full_steps_s"]) == 2
+    read, written = (
+        {name: way[key] for name, way in row["ways"].items()} for key in ("bytes_in", "bytes_out")
+    )
+    assert read["saved activations"] < read["guard thread"]
+    assert written["comparison before writes"] > written["guard thread"]
+
+
+def test_a_case_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match="base mixture, 1,024 tokens"):
+        Ablations(Params(only=("none",))).cases()
