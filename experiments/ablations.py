@@ -3,7 +3,8 @@
 The full step takes turns on the same samples with steps that lack one part, and with plain
 training, which confirms the losses. Only a few run at once, each time beside the full step. A
 difference is the median over pairs of steps on one sample. Differences do not add up, as parts
-overlap.
+overlap. All steps prefetch by the last order: pilots that several processes learn at once would
+disturb their steps.
 
 Some switches are options of `OffloadConfig`; `dynoffload.experiments.without` makes the others, and
 says what cannot be switched off. Updates in backward leave no gradients to move. Without paged
@@ -19,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from dynoffload.errors import ConfigError
 from dynoffload.experiments import contest
 from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.contest import Turns, Way, median_seconds
@@ -37,13 +39,11 @@ class Switch:
     """How one part is switched off; see `Spec`."""
 
     config: dict[str, Any] = field(default_factory=dict)
-    pilot: str | None = "auto"
     without: str = ""
 
 
 SWITCHES = {
-    "learned pilot": Switch({"policy": "repeat"}, pilot=None),
-    "prefetch": Switch({"policy": "on-demand"}, pilot=None),
+    "prefetch": Switch({"policy": "on-demand"}),
     "deferred updates": Switch({"defer_updates": "never"}),
     "saved activations": Switch({"page_activations": False}),
     "gradients": Switch({"optimizer_in_backward": True}),
@@ -67,6 +67,10 @@ class Params:
     steps: int = option(8, "of each way that count, two a turn")
     at_once: int = option(3, "ways that run beside plain training and the full step")
     spill_dir: Path | None = option(None, "where the spill files lie", place=True)
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.at_once < 1:
+            raise ConfigError("steps and at_once are at least 1")
 
 
 class Ablations(Experiment[Params]):
@@ -122,7 +126,8 @@ class Ablations(Experiment[Params]):
 
 
 def _budgeted(plain: Spec, budget: int, switch: Switch) -> Spec:
-    return replace(plain, mode=BUDGETED, budget=budget, **vars(switch))
+    config = {"policy": "repeat", **switch.config}
+    return replace(plain, mode=BUDGETED, budget=budget, config=config, without=switch.without)
 
 
 def _difference_s(row: Mapping[str, Any]) -> float:

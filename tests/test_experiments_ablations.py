@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from exactness import needs_pager
 
-from dynoffload.errors import ConfigError
 from dynoffload.experiments import ablations
 from dynoffload.experiments.ablations import SWITCHES, Ablations, Params
 from dynoffload.experiments.harness import carry_out
@@ -23,7 +22,7 @@ def test_each_part_is_switched_off_and_bits_stay(
     spec = Spec("moe", "tiny", shape={"rows": 1, "length": 16}, threads=1)
     monkeypatch.setattr(ablations, "cases", lambda: {"small mixture": Case(spec, 0.25, warmup=3)})
     path = tmp_path / "ablations.json"
-    params = Params(only=("small mixture",), steps=2, at_once=6, spill_dir=Path("/var/tmp"))
+    params = Params(only=("small mixture",), steps=2, at_once=5, spill_dir=Path("/var/tmp"))
     carry_out(Ablations, params, path)
     (row,) = json.loads(path.read_text("utf-8"))["rows"]
     assert list(row["ways"]) == list(SWITCHES)
@@ -36,8 +35,3 @@ def test_each_part_is_switched_off_and_bits_stay(
     )
     assert read["saved activations"] < read["guard thread"]
     assert written["comparison before writes"] > written["guard thread"]
-
-
-def test_a_case_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ConfigError, match="base mixture, 1,024 tokens"):
-        Ablations(Params(only=("none",))).cases()

@@ -10,6 +10,8 @@ from dynoffload.errors import ConfigError
 from dynoffload.experiments import load
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("ablations", {"only": ("none",)}, "base mixture, 1,024 tokens"),
+    ("ablations", {"at_once": 0}, "at_once are at least 1"),
     ("capacity", {"ways": ("plan",)}, "ways names 'plan'"),
     ("capacity", {"share": 1.5}, r"share=1\.5"),
     ("cluster", {"tokens": 0}, "tokens=0 is too few"),
