@@ -3,6 +3,7 @@ before a backward, and most gradients after it."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -97,6 +98,18 @@ def test_what_is_not_alive_together_need_not_fit_together() -> None:
     pair.assert_same()
     temporaries = 4 * 4 * ROWS * WIDTH  # gradients of activations, and samples
     assert not before or WHOLE <= most() - before <= budget + temporaries
+
+
+def test_frozen_weights_that_backward_reads_have_no_gradients() -> None:
+    """So all activations below them are alive at one time beside what the first layer keeps."""
+    torch.manual_seed(0)
+    model = Stack()
+    for layer in list(model.layers)[1:]:
+        layer.requires_grad_(False)
+    whole = sum(p.nbytes * (4 if p.requires_grad else 1) for p in model.parameters())
+    for share, paged in ((0.5, True), (1.2, False)):
+        pair = Twin(copy.deepcopy(model), lambda p: AdamW([q for q in p if q.requires_grad]))
+        assert trained(pair, whole + int(share * SAVED), Loop(6)) == [paged]
 
 
 def test_an_accumulated_gradient_is_alive_beside_the_next_forward() -> None:

@@ -121,7 +121,7 @@ def check(
     on_accelerator = backend == "accelerator"
     config = {**SMALL_PAGES, **config, "backend": "auto" if on_accelerator else backend}
     wanted = int(footprint_of(model) * share)
-    budget, _ = least_budget(model, twin.optimizer, wanted, config, flat=True)
+    budget, _ = least_budget(model, twin.optimizer, wanted, config, flat=not on_accelerator)
     samples = small_samples(loop.steps * loop.accumulate, seed)
     pilot = None if lies is None else LyingPilot(model, lies)
     below, places = nullcontext(), {}

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from exactness import SMALL_PAGES, Loop, LyingPilot, Twin, assert_same, compare_runs, least_budget
+from fused_networks import Chosen, Experts, chosen_loss
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_exact_property import OPTIMIZERS, configs, loops, orders
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 import dynoffload
 from dynoffload.config import OffloadConfig
 from dynoffload.planning.reference import Reference, Visit
+from dynoffload.runtime.experts.parts import stand_ins
 from dynoffload.runtime.sizing import sizing_of
 from dynoffload.simulation.training import Slot, Unit
 
@@ -205,3 +207,36 @@ def test_a_larger_budget_is_accepted_too() -> None:
     options = OffloadConfig.of(SMALL_PAGES)
     found = [sizing_of(model, optimizer, int(budget * 1.02**n), options).flat for n in range(100)]
     assert (found[0], found[-1]) == (("embed.weight",), ())
+
+
+class HalfFlat(Experts):
+    """Experts of which one parameter has slices of whole pages, and the other is flat."""
+
+    asks_for_parts = True
+
+    def __init__(self) -> None:
+        super().__init__(count=6, width=32)
+        self.down = nn.Parameter(torch.randn(6, 33, 100) / 8)
+
+    def forward(self, x: Tensor, hit: list[int]) -> Tensor:
+        """Return the same shape."""
+        parts = {"up": self.up, "down": self.down, **stand_ins(self)}
+        out = torch.zeros_like(x)
+        for number in hit:
+            down = parts["down"][number][:32, :64]
+            out = out + F.linear(F.gelu(F.linear(x, parts["up"][number])), down)
+        return out
+
+
+def test_a_flat_parameter_beside_experts() -> None:
+    """Its slices are not experts."""
+    torch.manual_seed(0)
+    model = Chosen()
+    model.experts = HalfFlat()
+    pair = Twin(model, OPTIMIZERS["adamw foreach"])
+    config = {"page_bytes": 4096, "min_paged_bytes": 2048}
+    budget, _ = least_budget(pair.model, pair.optimizer, 1, config, flat=True)
+    given = [(number, [number % 4, (number // 2) % 3]) for number in range(6)]
+    session = compare_runs(pair, Loop(steps=6), given, chosen_loss, budget, config=config)
+    assert session.sizing is not None
+    assert session.sizing.flat == ("experts.down",)

@@ -141,7 +141,7 @@ class Adoption:
 
     def _slices_of(self, name: str, parameter: nn.Parameter) -> int:
         page, nbytes = self._device.page_bytes, local_bytes(parameter)
-        if name in self._sizing.flat:
+        if name in self._sizing.flat and not self._begun:
             return -(-nbytes // flat_bytes(nbytes, page))
         return slices_of(parameter, page, self._sizing.min_paged_bytes)
 

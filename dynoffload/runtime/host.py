@@ -85,7 +85,7 @@ class Headroom:
         self._code = min(self._files, _MOST_CODE)  # without its code it does not get ahead
         self._groups = MemoryGroups()
         self._beyond, self._grown = math.inf, 0  # at a step's last look; the most between two
-        self._next = self._rests = 0.0  # times from which a look may be due
+        self._next = 0.0  # time from which a look may be due
         self.lacks = ""
 
     def is_near(self) -> bool:
@@ -98,7 +98,7 @@ class Headroom:
 
     def end_step(self) -> None:
         """What is taken between steps, such as a dataset, need not be free a second time."""
-        self._beyond, self._rests = math.inf, 0.0
+        self._beyond = math.inf
 
     def excess(self, device: Device, beyond: int) -> int:
         """Return by how much the capacity of ``device`` is more than there is room for.
@@ -109,7 +109,7 @@ class Headroom:
         first: it does not make room for others.
         """
         possible = self._possible
-        if not possible.spare or time.monotonic() < self._rests:
+        if not possible.spare:
             return 0
         beyond -= max(0, file_bytes() - self._files)
         grown = 0 if math.isinf(self._beyond) else int(beyond - self._beyond)
@@ -119,7 +119,7 @@ class Headroom:
         if beyond > possible.beyond:
             left = min(left, system_room(self._code))
         if left > 2 * (possible.spare + self._grown):  # much of what is taken is file cache
-            self._next = self._rests = time.monotonic() + _REST_S
+            self._next = time.monotonic() + _REST_S
         return max(0, possible.spare + self._grown + device.capacity - device.taken_bytes() - left)
 
     def shrink(self, device: Device, excess: int) -> None:

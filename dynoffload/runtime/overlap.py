@@ -26,6 +26,10 @@ def gradient_bytes(parameters: Iterable[torch.Tensor]) -> int:
     return sum(local_bytes(one) for one in gradients if one is not None)
 
 
+def _has_dense_gradient(parameter: torch.Tensor) -> bool:
+    return parameter.grad is not None and parameter.grad.layout is torch.strided
+
+
 class Overlap:
     """Measures the steps of a paged ``model``.
 
@@ -59,9 +63,8 @@ class Overlap:
             self._in_forward = False
             self._look()
             self._count()
-        gradient = parameter.grad
-        sparse = gradient is not None and gradient.layout is not torch.strided
-        if parameter not in self._used and not sparse:
+        sparse = parameter.grad is not None and not _has_dense_gradient(parameter)
+        if parameter.requires_grad and parameter not in self._used and not sparse:
             self._used.add(parameter)
             self._made += local_bytes(parameter)
 
@@ -73,12 +76,13 @@ class Overlap:
     def end_step(self) -> None:
         """Called as a step ends."""
         self._look()
+        self._count()  # backward may have read parameters and not made their gradients
         self.alive, self.beside, self.kept = self._alive, self._most - self._made, self._kept
         self._begin()
 
     def _count(self) -> None:
         # Those that an update in backward has consumed would be there in plain training.
-        self._used = {one for one in self._model.parameters() if one.grad is not None}
+        self._used = {one for one in self._model.parameters() if _has_dense_gradient(one)}
         self._made = sum(map(local_bytes, self._used))
 
     def _look(self) -> None:

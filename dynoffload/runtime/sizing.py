@@ -257,16 +257,17 @@ class _Divider:
         if not config.page_bytes:
             parts = map(slice_bytes, self.model.parameters())
             fitting = {nbytes for nbytes in parts if nbytes and nbytes % LEAST_PAGE == 0}
+        sliced = 0
         for nbytes in sorted(fitting, reverse=True):
             other = self._divide(budget, nbytes)
             if other.need < division.need:
-                division = other
+                division, sliced = other, nbytes
             if division.sizing is not None:
                 return division
         if config.backend == ACCELERATOR or config.rollback:
             return division
         room = division.largest - (division.need - budget)  # for an update
-        return min(division, self._divide(budget, fits=room), key=lambda one: one.need)
+        return min(division, self._divide(budget, sliced, fits=room), key=lambda one: one.need)
 
     def _divide(
         self,
@@ -317,13 +318,9 @@ class _Divider:
                 continue
             slices = slices_of(parameter, page, least) if id(parameter) in alone else 1
             update = kept.update_bytes(parameter, page, least, slices=slices, queues=queues)
-            too_large = fits is not None and update > fits and slices == 1
             operand = 0  # bytes that operators read at once
-            if (
-                too_large
-                and id(parameter) in alone
-                and may_be_flat(parameter, kept.group(parameter))
-            ):
+            large = fits is not None and update > fits and slices == 1 and id(parameter) in alone
+            if large and may_be_flat(parameter, kept.group(parameter)):
                 flattened.append(name)
                 slices, operand = -(-nbytes // flat_bytes(nbytes, page)), padded(nbytes, page)
             paged = kept.paged(parameter, least, slices)

@@ -316,7 +316,7 @@ class Stepping(Mode):
         return {
             name: Parts(parameter, known[parameter], self.gradients, use)
             for name, parameter in module._parameters.items()
-            if parameter is not None and parameter in known
+            if parameter is not None and parameter in known and not known[parameter].is_flat
         }
 
     @uninterrupted

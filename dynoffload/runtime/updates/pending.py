@@ -20,7 +20,7 @@ import itertools
 import threading
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from dynoffload.memory.local import local
 from dynoffload.memory.pager import Pager
 from dynoffload.runtime.adoption.slots import Slot
 from dynoffload.runtime.adoption.store import offset_of, view_of
+from dynoffload.runtime.counting import state_tensors
 from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.unseen import unseen
 from dynoffload.runtime.updates.failure import note
@@ -110,8 +111,7 @@ class PendingUpdates:
         """Make the pending updates of ``slots``' parameters now, if there are any."""
         waiting = [slot for slot in slots if slot in self.by_slot or slot in self._making]
         try:
-            known = self.by_slot
-            for some in self._together(waiting, known) if len(waiting) > 1 else [waiting]:
+            for some in self._together(waiting) if len(waiting) > 1 else [waiting]:
                 if some:
                     self._flush(some)
         except BaseException as error:
@@ -120,20 +120,21 @@ class PendingUpdates:
                 note(error, undone=False)
             raise
 
-    def _together(self, slots: Iterable[Slot], updates: _Updates) -> Iterator[list[Slot]]:
+    def _together(self, slots: Sequence[Slot]) -> Iterator[list[Slot]]:
         """Yield ``slots`` in groups whose updates one call of the optimizer makes.
 
         A first update makes state, which is in no region before it ends: that is one of its own.
         """
+        makes_state = state_tensors(self._optimizer) > 0
         alike: dict[Any, list[Slot]] = {}
         for slot in slots:
-            update = updates.get(slot)
+            update = self.by_slot.get(slot)
             key: Any = slot
-            if isinstance(update, Update) and update.state:
+            if isinstance(update, Update) and (update.state or not makes_state):
                 key = id(update.group), update.context
             alike.setdefault(key, []).append(slot)
         for some in alike.values():
-            regions = [r for slot in some if (u := updates.get(slot)) for r in u.regions]
+            regions = [r for slot in some if (u := self.by_slot.get(slot)) for r in u.regions]
             if sum(map(self._device.size, regions)) <= self._device.capacity // _TOGETHER:
                 yield some
             else:
@@ -279,14 +280,6 @@ class PendingUpdates:
             self.step(shadow)
         for parameter in itertools.chain(*beside):
             state.pop(parameter, None)
-
-    def make_resident(self, updates: MutableMapping[Slot, Update | SliceUpdate]) -> None:
-        """Make those of ``updates`` whose regions are all resident, and remove them: so they need
-        no locks, and their gradients leave the pool unwritten."""
-        resident = set(self._device.resident())
-        ready = [slot for slot, one in updates.items() if resident.issuperset(one.regions)]
-        for some in list(self._together(ready, updates)):
-            self.make({slot: updates.pop(slot) for slot in some})
 
     def make(self, updates: _Updates) -> None:
         """Make updates whose regions are not locked: one, or whole ones of the same options."""

@@ -272,8 +272,6 @@ class StepCommit:
                 waiting[slot] = update
             else:
                 self._pending.make({slot: update})
-        if self._defer and waiting:
-            self._pending.make_resident(waiting)
         self._pending.add(waiting)
 
     def _update_slices(self, fused: Fused, group: Group, *, now: bool) -> None:
