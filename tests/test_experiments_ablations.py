@@ -1,4 +1,4 @@
-"""The experiment on ablations runs, small; what is switched off is off, and the rest is exact."""
+"""The experiment on ablations runs, small, and keeps all bits."""
 
 from __future__ import annotations
 
@@ -30,8 +30,5 @@ def test_each_part_is_switched_off_and_bits_stay(
         assert way["why"] == "", name
         assert way["losses_equal"] is True, name
         assert len(way["steps_s"]) == len(way["full_steps_s"]) == 2
-    read, written = (
-        {name: way[key] for name, way in row["ways"].items()} for key in ("bytes_in", "bytes_out")
-    )
-    assert read["saved activations"] < read["guard thread"]
+    written = {name: way["bytes_out"] for name, way in row["ways"].items()}
     assert written["comparison before writes"] > written["guard thread"]

@@ -103,8 +103,8 @@ def test_no_case_changes_a_bit(
     pair = words(optimizer, tied=tied, seed=seed)
     if optimizer.endswith("tensor lr"):
         loop = replace(loop, scheduler=None)
-    suits = loop.accumulate == 1 and loop.clip is None and not loop.zero_first
-    if in_backward and suits and not optimizer.startswith("adafactor"):
+    suits = loop.set_to_none and not loop.zero_first and loop.accumulate == 1
+    if in_backward and suits and loop.clip is None and not optimizer.startswith("adafactor"):
         config = {**config, "optimizer_in_backward": True}
     wanted = int(of_table(pair) * share)
     budget, _ = least_budget(pair.model, pair.optimizer, wanted, config, flat=True)
