@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -48,3 +49,18 @@ def test_the_example_runs_as_its_docstring_says(tmp_path: Path) -> None:
             words += ["--steps", "5"]
         run(*words, cwd=tmp_path)
     assert (tmp_path / "trees.pilot").exists()
+
+
+def test_what_it_costs_is_what_was_measured() -> None:
+    """The table's times and its commit are those of the result file."""
+    result = json.loads((ROOT / "docs" / "results" / "paged.json").read_text("utf-8"))
+    (measured,) = result["rows"]
+    seconds = {"plain": measured["plain_s"]}
+    seconds |= {name: way["seconds"] for name, way in measured["ways"].items()}
+    text = (ROOT / "README.md").read_text("utf-8").partition("## What it costs")[2]
+    rows = re.findall(r"^\| .* \| ([\d.]+) s \| ([\d.]+) \|$", text, re.MULTILINE)
+    order = ("plain", "main", "in_backward", "repeat", "system")
+    for (step, times), name in zip(rows, order, strict=True):
+        assert step == f"{seconds[name]:.3g}"
+        assert times == f"{seconds[name] / seconds['plain']:.3g}"
+    assert f"Commit {result['made_by']['commit'][:7]}" in text

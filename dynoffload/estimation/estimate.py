@@ -184,8 +184,8 @@ def _under(
         except BudgetError:
             return with_note(
                 known,
-                f"{sliced} are paged by experts, whose steps are simulated as if they were paged "
-                "whole; so they do not fit, and bytes and times are not estimated",
+                f"this budget has no room for {sliced} as a whole, which the session pages by "
+                "slices and the simulation does not: bytes and times are not estimated",
             )
         known = with_note(
             known,
@@ -232,7 +232,8 @@ def _sliced(
         for name, one in model.named_parameters()
         if name in sizing.flat or (id(one) in alone and slices_of(one, page, least) > 1)
     ]
-    return f"{names[0]} and {len(names) - 1} more" if names else ""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0]}{more}" if names else ""
 
 
 def _known(model: nn.Module, optimizer: Optimizer | None, measured: Measured) -> Estimate:
