@@ -40,6 +40,16 @@ class Stack(nn.Module):
         return x
 
 
+class Branch(Stack):
+    """Samples of an even number of rows use half of the layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[rows, WIDTH]`` for the same."""
+        for layer in self.layers if len(x) % 2 else self.layers[: DEPTH // 2]:
+            x = torch.tanh(layer(x))
+        return x
+
+
 def samples(count: int, rows: int = ROWS) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(rows, WIDTH, generator=generator) for _ in range(count)]
@@ -156,12 +166,6 @@ def test_a_layer_called_again_has_its_gradient_from_its_first_use_in_backward() 
 def test_a_step_that_trains_less_leaves_room_for_one_that_trains_all() -> None:
     """Gradients that no measured step made are counted as if they were there from the start."""
 
-    class Branch(Stack):
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers if len(x) % 2 else self.layers[: DEPTH // 2]:
-                x = torch.tanh(layer(x))
-            return x
-
     torch.manual_seed(0)
     pair = Twin(Branch(), lambda p: AdamW(p, lr=1e-3))
     budget = WHOLE + 3 * SAVED // 8
@@ -176,12 +180,6 @@ def test_a_step_that_trains_less_leaves_room_for_one_that_trains_all() -> None:
 
 def test_samples_that_differ_have_room_to_differ_again() -> None:
     """Activations may grow once more by as much as measured steps differed."""
-
-    class Branch(Stack):
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers if len(x) % 2 else self.layers[: DEPTH // 2]:
-                x = torch.tanh(layer(x))
-            return x
 
     for share, fits in ((0.6, False), (1.2, True)):
         torch.manual_seed(0)

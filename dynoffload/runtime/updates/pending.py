@@ -125,12 +125,11 @@ class PendingUpdates:
 
         A first update makes state, which is in no region before it ends: that is one of its own.
         """
-        makes_state = state_tensors(self._optimizer) > 0
         alike: dict[Any, list[Slot]] = {}
         for slot in slots:
             update = self.by_slot.get(slot)
             key: Any = slot
-            if isinstance(update, Update) and (update.state or not makes_state):
+            if isinstance(update, Update) and (update.state or not state_tensors(self._optimizer)):
                 key = id(update.group), update.context
             alike.setdefault(key, []).append(slot)
         for some in alike.values():
