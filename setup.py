@@ -44,7 +44,7 @@ def extensions() -> list[Extension]:
         sources,
         depends=["dynoffload/memory/native/pager.h"],
         optional=True,
-        extra_compile_args=["-O2", "-std=gnu11", "-pthread", "-Wall", "-fvisibility=hidden"],
+        extra_compile_args=["-O3", "-std=gnu11", "-pthread", "-Wall", "-fvisibility=hidden"],
         extra_link_args=["-pthread"],
     )
     return [pager]

@@ -54,12 +54,8 @@ def available_bytes() -> int:
 def system_room(code: int = 0) -> int:
     """Return the bytes available in the system, less up to ``code`` bytes of mapped files that
     stay in memory."""
-    found = dict.fromkeys(("MemAvailable", "Mapped"), 0)
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        name, _, rest = line.partition(":")
-        if name in found:
-            found[name] = int(rest.split()[0]) * 1024
-    return found["MemAvailable"] - min(code, found["Mapped"])
+    text = _read("/proc/meminfo")
+    return _kilobytes(text, b"\nMemAvailable:") - min(code, _kilobytes(text, b"\nMapped:"))
 
 
 class Room(NamedTuple):
@@ -127,14 +123,17 @@ def resident_bytes() -> int:
 def _read(path: str) -> bytes:
     file = os.open(path, os.O_RDONLY)  # called often: no text layer
     try:
-        return os.read(file, 256)
+        return os.read(file, 4096)
     finally:
         os.close(file)
 
 
+def _kilobytes(text: bytes, name: bytes) -> int:
+    """Return in bytes what a file of the system gives in kB under ``name``; 0 without it."""
+    at = text.find(name)
+    return 0 if at < 0 else int(text[at + len(name) :].split(None, 1)[0]) * 1024
+
+
 def file_bytes() -> int:
     """Return the bytes of the resident set that are pages of files, such as libraries."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith("RssFile:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    return _kilobytes(_read("/proc/self/status"), b"\nRssFile:")

@@ -103,8 +103,8 @@ class Fit:
         self.alive, self.kept = max(self.alive, step.alive), max(self.kept, step.kept)
         self.beside, self.more = max(self.beside, step.beside), max(self.more, temporaries + added)
         self._steps += 1
-        if self._steps < self._wait:
-            return False
+        if self._steps < self._wait or not stays(self.need, self.budget):
+            return False  # what is whole never shrinks: counting takes a millisecond
         self.count()
         return stays(self.need, self.budget)
 

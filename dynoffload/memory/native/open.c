@@ -47,8 +47,7 @@ static void destroy(struct pager *p)
         free(p->regions[i].slots), free(p->regions[i].source);
     plan_clear(p);
     free(p->owner);
-    free(p->full);
-    free(p->vacant);
+    free(p->slot);
     free(p->regions);
     free(p->urgent);
     free(p->handed);
@@ -101,8 +100,7 @@ API struct pager *pager_open(int fd, uint64_t page_bytes, uint32_t arena_pages, 
                         .pool_pages = pool_pages, .limit = pool_pages, .region_capacity = region_capacity, .fd = fd,
                         .pagemap = -1, .stop_pipe = {-1, -1}, .debug = debug};
     p->owner = calloc(arena_pages, sizeof *p->owner);
-    p->full = calloc(pool_pages, sizeof *p->full);
-    p->vacant = calloc(pool_pages, sizeof *p->vacant);
+    p->slot = calloc(pool_pages, sizeof *p->slot);
     p->regions = calloc(region_capacity, sizeof *p->regions);
     p->urgent = calloc(region_capacity, sizeof *p->urgent);
     p->handed = calloc(region_capacity, sizeof *p->handed);
@@ -111,7 +109,7 @@ API struct pager *pager_open(int fd, uint64_t page_bytes, uint32_t arena_pages, 
     p->uffd = fault_open(&user_mode_only);
     p->pagemap = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
     *error = ENOMEM;
-    if (!p->owner || !p->full || !p->vacant || !p->regions || !p->urgent || !p->handed ||
+    if (!p->owner || !p->slot || !p->regions || !p->urgent || !p->handed ||
         !p->events || !p->workers)
         goto failed;
     if (p->uffd < 0) {

@@ -92,6 +92,7 @@
 #define SAME_BITS 15      /* of a region's last four evictions */
 
 enum state { FREE = 0, ABSENT, READING, STAGED, RESIDENT, WRITING };
+enum slot { TAKEN = 0, FULL, VACANT }; /* by a region, with a page, without */
 enum cause { BY_PLAN = 0, BY_FAULT = 1, BY_ROOM = 2 };
 enum event_kind { EVENT_FETCH = 0, EVENT_EVICT = 1, EVENT_STALL = 2 };
 enum action_kind { ACTION_FETCH = 0, ACTION_EVICT = 1 };
@@ -178,8 +179,8 @@ struct pager {
     uint32_t arena_pages, pool_pages;
     uint32_t *owner; /* region of each arena page, plus one; untouched entries take no memory */
     int uffd, fd, pagemap, stop_pipe[2];
-    uint32_t *full, *vacant; /* stacks of slots */
-    uint32_t fulls, vacants, reserve;
+    uint8_t *slot;           /* what each is */
+    uint32_t fulls, reserve; /* fulls: how many slots are */
     uint32_t populated; /* slots that have had a page; grows as the pool is used */
     uint32_t limit;     /* pages that the pool may have; see [Note: pages] */
     uint32_t retired;   /* pages that the system has back */

@@ -130,14 +130,51 @@ static int move_span(struct pager *p, char *to, char *from, uint64_t bytes, doub
     return 0;
 }
 
-/* Move one page: all of it, or none and an errno. */
-static int move_page(struct pager *p, char *to, char *from, double patience_s)
+/* Move `count` pages: all of them, or none and an errno. */
+static int move_pages(struct pager *p, char *to, char *from, uint32_t count, double patience_s)
 {
     uint64_t done, back;
-    int error = move_span(p, to, from, p->page_bytes, patience_s, &done);
+    int error = move_span(p, to, from, count * p->page_bytes, patience_s, &done);
     if (error && done && move_span(p, from, to, done, BACK_S, &back))
         pager_end(HALF, strerror(error));
     return error;
+}
+
+/* Take slots of a kind, of which there are enough: the first that follow one another, as their pages
+ * move and transfer as one; if there is no such run, the first. */
+static void take_slots(struct pager *p, struct region *r, uint8_t kind)
+{
+    uint8_t *end = p->slot + p->populated, *from = p->slot;
+    for (uint8_t *at = from; (at = memchr(at, kind, (size_t)(end - at)));) {
+        uint32_t run = 1;
+        while (run < r->pages && at + run < end && at[run] == kind)
+            run++;
+        if (run == r->pages) {
+            from = at;
+            break;
+        }
+        at += run;
+    }
+    for (uint32_t i = 0; i < r->pages; from++) {
+        from = memchr(from, kind, (size_t)(end - from));
+        *from = TAKEN;
+        r->slots[i++] = (uint32_t)(from - p->slot);
+    }
+}
+
+static void give_slots(struct pager *p, struct region *r, uint8_t kind)
+{
+    for (uint32_t i = 0; i < r->pages; i++)
+        p->slot[r->slots[i]] = kind;
+}
+
+/* How many of a region's slots, from that of page `i` on, follow one another. */
+static uint32_t run_from(const struct region *r, uint32_t i)
+{
+    uint32_t end = i + 1;
+    while (end < r->pages && r->slots[end] == r->slots[end - 1] + 1)
+        end++;
+    return end - i;
 }
 
 int pool_install(struct pager *p, struct region *r, double patience_s)
@@ -154,32 +191,26 @@ int pool_withdraw(struct pager *p, struct region *r, double patience_s)
 int pool_relocate(struct pager *p, struct region *r, uint32_t page, int out, double patience_s)
 {
     char *at = p->base + (uint64_t)page * p->page_bytes;
+    uint32_t done = 0;
+    int error = 0;
     if (out)
-        for (uint32_t i = 0; i < r->pages; i++)
-            r->slots[i] = p->vacant[--p->vacants];
-    for (uint32_t i = 0; i < r->pages; i++) {
-        char *slot = slot_address(p, r->slots[i]), *place = at + (uint64_t)i * p->page_bytes;
-        int error = out ? move_page(p, slot, place, patience_s)
-                        : move_page(p, place, slot, patience_s);
-        if (!error)
-            continue;
-        while (i-- > 0) {
-            slot = slot_address(p, r->slots[i]);
-            place = at + (uint64_t)i * p->page_bytes;
-            if (out ? move_page(p, place, slot, BACK_S) : move_page(p, slot, place, BACK_S))
-                pager_end(HALF, strerror(error));
-        }
-        if (out)
-            for (uint32_t j = r->pages; j-- > 0;)
-                p->vacant[p->vacants++] = r->slots[j];
-        else
-            r->dirty = 1; /* pages that were in place for a moment may have been written */
-        return error;
+        take_slots(p, r, VACANT);
+    for (uint32_t run; !error && done < r->pages; done += error ? 0 : run) {
+        char *slot = slot_address(p, r->slots[done]), *place = at + done * p->page_bytes;
+        run = run_from(r, done);
+        error = move_pages(p, out ? slot : place, out ? place : slot, run, patience_s);
     }
-    if (!out)
-        for (uint32_t i = 0; i < r->pages; i++)
-            p->vacant[p->vacants++] = r->slots[i];
-    return 0;
+    for (uint32_t i = 0, run; error && i < done; i += run) {
+        char *slot = slot_address(p, r->slots[i]), *place = at + i * p->page_bytes;
+        run = run_from(r, i);
+        if (move_pages(p, out ? place : slot, out ? slot : place, run, BACK_S))
+            pager_end(HALF, strerror(error));
+    }
+    if (!out == !error) /* nothing has left for these slots, or all of it came from them */
+        give_slots(p, r, VACANT);
+    if (error && !out)
+        r->dirty = 1; /* pages that were in place for a moment may have been written */
+    return error;
 }
 
 /* May a move that has failed with `error` be tried again? If so, releases the mutex for 5 ms. */
@@ -200,8 +231,8 @@ int pool_replace(struct pager *p, struct region *r)
 {
     if (madvise(arena_address(p, r), (uint64_t)r->pages * p->page_bytes, MADV_DONTNEED))
         return errno;
+    take_slots(p, r, VACANT);
     for (uint32_t i = 0; i < r->pages; i++) {
-        r->slots[i] = p->vacant[--p->vacants];
         struct uffdio_zeropage zero = {
             .range = {(uintptr_t)slot_address(p, r->slots[i]), p->page_bytes}};
         while (ioctl(p->uffd, UFFDIO_ZEROPAGE, &zero)) {
@@ -233,10 +264,10 @@ static void pool_grow(struct pager *p, uint32_t pages)
     if (error || ioctl(p->uffd, UFFDIO_REGISTER, &reg))
         pager_end("the system refuses %llu bytes that the budget allows: %s. Lower the budget",
                   (unsigned long long)bytes, strerror(errno));
-    for (uint32_t i = count; i-- > 0;) {
+    for (uint32_t i = 0; i < count; i++)
         poison(p, p->populated + i);
-        p->full[p->fulls++] = p->populated + i;
-    }
+    memset(p->slot + p->populated, FULL, count);
+    p->fulls += count;
     p->populated += count;
 }
 
@@ -245,8 +276,8 @@ void pool_take_slots(struct pager *p, struct region *r)
 {
     if (p->fulls < r->pages)
         pool_grow(p, r->pages - p->fulls);
-    for (uint32_t i = 0; i < r->pages; i++)
-        r->slots[i] = p->full[--p->fulls];
+    take_slots(p, r, FULL);
+    p->fulls -= r->pages;
     uint64_t used = p->populated - p->retired - p->fulls;
     p->counters.pages_in_use = used;
     if (used > p->counters.peak_pages)
@@ -255,10 +286,10 @@ void pool_take_slots(struct pager *p, struct region *r)
 
 void pool_free_slots(struct pager *p, struct region *r)
 {
-    for (uint32_t i = 0; i < r->pages; i++) {
+    for (uint32_t i = 0; i < r->pages; i++)
         poison(p, r->slots[i]);
-        p->full[p->fulls++] = r->slots[i];
-    }
+    give_slots(p, r, FULL);
+    p->fulls += r->pages;
     p->counters.pages_in_use = p->populated - p->retired - p->fulls;
     pool_retire(p);
 }
@@ -266,12 +297,11 @@ void pool_free_slots(struct pager *p, struct region *r)
 void pool_retire(struct pager *p)
 {
     while (p->fulls && p->populated - p->retired > p->limit) {
-        uint32_t slot = p->full[--p->fulls];
-        if (madvise(slot_address(p, slot), p->page_bytes, MADV_DONTNEED)) {
-            p->fulls++;
+        uint8_t *slot = memrchr(p->slot, FULL, p->populated);
+        if (madvise(slot_address(p, (uint32_t)(slot - p->slot)), p->page_bytes, MADV_DONTNEED))
             return;
-        }
-        p->vacant[p->vacants++] = slot;
+        *slot = VACANT;
+        p->fulls--;
         p->retired++;
     }
 }

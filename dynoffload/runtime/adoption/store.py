@@ -306,9 +306,11 @@ class Store:
         """Move one parameter's optimizer state tensors into regions."""
         for key, value in state.items():
             value = local(value)
-            if not isinstance(value, torch.Tensor) or value.is_meta or not self.pages(value, slot):
+            if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
                 continue
-            if self._device.owner(value.untyped_storage()) >= 0 or holders(value) > 1:
+            if value.is_meta or self._device.owner(value) >= 0:
+                continue
+            if not self.pages(value, slot) or holders(value) > 1:
                 continue
             nbytes = value.numel() * value.element_size()
             known = slot.states.get(key)
