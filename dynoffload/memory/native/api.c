@@ -15,7 +15,7 @@ API void pager_set_reserve(struct pager *p, uint32_t pages)
 {
     HOLD(p);
     p->reserve = pages;
-    pthread_cond_signal(&p->work);
+    transfer_wake(p);
 }
 
 /* Let the pool have no more than `pages`, as soon as so many others are free; never more than before. */
@@ -25,7 +25,7 @@ API void pager_limit(struct pager *p, uint32_t pages)
     if (pages < p->limit)
         p->limit = pages;
     pool_retire(p);
-    pthread_cond_signal(&p->work);
+    transfer_wake(p);
 }
 
 /* How many seconds to wait for room when nothing can be evicted, see [Note: no room]; and, if that is
@@ -192,7 +192,7 @@ API int pager_acquire(struct pager *p, const uint32_t *ids, uint32_t count, int 
     }
     if (!pin || failed)
         p->progress++;
-    pthread_cond_signal(&p->work);
+    transfer_wake(p);
     return failed;
 }
 
@@ -202,7 +202,7 @@ API void pager_unpin(struct pager *p, const uint32_t *ids, uint32_t count)
     for (uint32_t i = 0; i < count; i++)
         p->regions[ids[i]].pins--;
     p->progress++;
-    pthread_cond_signal(&p->work);
+    transfer_wake(p);
 }
 
 /* Install regions that are staged already; wait for nothing. */
@@ -241,7 +241,7 @@ API void pager_unlock(struct pager *p, const uint32_t *ids, uint32_t count)
     for (uint32_t i = 0; i < count; i++)
         unlock(p, ids[i]);
     gil_release_unlocked(p);
-    pthread_cond_signal(&p->work);
+    transfer_wake(p);
 }
 
 /* Make accesses to the regions wait for their owner: to all of them, or to none if one cannot be
@@ -258,7 +258,7 @@ API int pager_lock(struct pager *p, const uint32_t *ids, uint32_t count, struct 
             while (i-- > 0)
                 unlock(p, ids[i]);
             gil_release_unlocked(p);
-            pthread_cond_signal(&p->work);
+            transfer_wake(p);
             break;
         }
         r->locked = 1;
@@ -266,7 +266,7 @@ API int pager_lock(struct pager *p, const uint32_t *ids, uint32_t count, struct 
         r->reported = 0;
         r->told = 0;
     }
-    pthread_cond_signal(&p->work);
+    transfer_wake(p);
     return error != 0;
 }
 
@@ -364,7 +364,7 @@ API int pager_plan(struct pager *p, const struct action *action, uint32_t action
         for (uint32_t i = 0; i < p->region_high; i++)
             p->regions[i].busy = 0; /* retry failed moves */
     }
-    pthread_cond_signal(&p->work);
+    transfer_wake(p);
     free(last);
     return whole ? 0 : ENOMEM;
 }
@@ -373,7 +373,7 @@ API void pager_advance(struct pager *p, int64_t position)
 {
     HOLD(p);
     plan_advance(p, position);
-    pthread_cond_signal(&p->work);
+    transfer_wake(p);
 }
 
 /* State of each region, FREE..WRITING, and its number of pins. */

@@ -48,7 +48,7 @@ static void serve(struct pager *p, uint64_t address, uint32_t thread)
     if (r->next_use > p->position && r->next_use != NEVER &&
         r->next_use - p->position <= FAULT_LOOKAHEAD) {
         plan_advance(p, r->next_use);
-        pthread_cond_signal(&p->work);
+        transfer_wake(p);
     }
     if (r->state == RESIDENT) {
         pool_wake(p, r);

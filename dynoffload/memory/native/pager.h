@@ -65,7 +65,7 @@
  * message.
  *
  * [Note: one worker]  What may be work for the workers wakes one of them, which wakes the next as it
- * begins a transfer. So few of them take a core from the computation to find that there is no work.
+ * begins a transfer, if there may be more. So few take a core from the computation to find none.
  *
  * [Note: moves]  Pages that the kernel has split, swapped out, or holds for a moment move in parts,
  * with EAGAIN and EBUSY in between. Linux 6.18 also moves pages whose first attempt met a busy lock
@@ -272,6 +272,7 @@ void pool_wake(struct pager *, struct region *);
 
 /* transfer.c */
 void *transfer_worker(void *);
+void transfer_wake(struct pager *); /* one worker, if there may be work: see [Note: one worker] */
 void transfer_want(struct pager *, uint32_t region);
 void transfer_unwant(struct pager *, uint32_t region); /* sleeping accesses fault again */
 int transfer_install(struct pager *, uint32_t region);
@@ -285,6 +286,7 @@ void transfer_watch(struct pager *);                 /* see [Note: no room] */
 /* plan.c */
 void plan_clear(struct pager *);
 void plan_advance(struct pager *, int64_t position);
+int plan_is_due(const struct pager *);
 int plan_next(struct pager *, uint32_t *region);
 uint32_t plan_victim(struct pager *, int64_t later_than);
 

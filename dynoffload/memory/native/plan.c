@@ -84,10 +84,16 @@ uint32_t plan_victim(struct pager *p, int64_t later_than)
     return best;
 }
 
+/* May a planned transfer start now? */
+int plan_is_due(const struct pager *p)
+{
+    return p->next_action < p->actions && p->action[p->next_action].position <= p->position;
+}
+
 /* The next planned transfer that can start now: its kind and region, or -1. Skips obsolete ones. */
 int plan_next(struct pager *p, uint32_t *region)
 {
-    while (p->next_action < p->actions && p->action[p->next_action].position <= p->position) {
+    while (plan_is_due(p)) {
         uint32_t id = (uint32_t)p->action[p->next_action].region;
         struct region *r = &p->regions[id];
         *region = id;

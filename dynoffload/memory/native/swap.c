@@ -60,6 +60,6 @@ API int pager_exchange(struct pager *p, const uint32_t *ids, uint32_t count, con
         a->stamp = b->stamp, b->stamp = old.stamp;
         a->next_use = b->next_use, b->next_use = old.next_use;
     }
-    pthread_cond_signal(&p->work);
+    transfer_wake(p);
     return failed;
 }

@@ -5,6 +5,18 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* Is the pool fuller than it may be, or than the reserve allows, with nothing on its way out? */
+static int is_full(const struct pager *p)
+{
+    return pager_room(p) + p->writing < p->reserve || p->populated - p->retired > p->limit;
+}
+
+void transfer_wake(struct pager *p)
+{
+    if (p->urgent_head != p->urgent_tail || plan_is_due(p) || is_full(p))
+        pthread_cond_signal(&p->work);
+}
+
 void transfer_record(struct pager *p, int kind, int cause, uint32_t region, double start, uint64_t bytes)
 {
     if (p->event_count == EVENT_CAPACITY) {
@@ -45,7 +57,7 @@ void transfer_want(struct pager *p, uint32_t id)
     if (r->state == ABSENT && !r->queued) {
         r->queued = 1;
         p->urgent[p->urgent_tail++ % p->region_capacity] = id;
-        pthread_cond_signal(&p->work);
+        transfer_wake(p);
     }
 }
 
@@ -123,7 +135,7 @@ static void finish_move(struct pager *p, uint32_t id, int may_leave)
     else if (may_leave && !r->pins)
         leave(p, r);
     pthread_cond_broadcast(&p->done);
-    pthread_cond_signal(&p->work);
+    transfer_wake(p);
 }
 
 /* Move a region to slots, if it is at its address; 0 or an errno. */
@@ -150,7 +162,7 @@ void transfer_drop(struct pager *p, uint32_t id)
     free(r->source);
     r->source = NULL;
     r->same = (uint8_t)(r->same << 1 & SAME_BITS);
-    pthread_cond_signal(&p->work);
+    transfer_wake(p);
 }
 
 static void failed(struct pager *p, uint32_t id, int error, int is_write)
@@ -219,7 +231,7 @@ static int scan(struct pager *p, struct region *r, int writes, int *error)
 static void evict(struct pager *p, uint32_t id, int cause)
 {
     struct region *r = &p->regions[id];
-    pthread_cond_signal(&p->work); /* see [Note: one worker] */
+    transfer_wake(p); /* see [Note: one worker] */
     if (withdraw(p, r)) {
         r->busy = 1;
         return;
@@ -284,7 +296,7 @@ void transfer_fill(struct pager *p, uint32_t id)
 static void fetch(struct pager *p, uint32_t id, int cause)
 {
     struct region *r = &p->regions[id];
-    pthread_cond_signal(&p->work); /* see [Note: one worker] */
+    transfer_wake(p); /* see [Note: one worker] */
     if (!r->has_copy) {
         transfer_fill(p, id);
     } else {
@@ -388,7 +400,7 @@ void transfer_watch(struct pager *p)
     }
     for (uint32_t i = 0; i < p->region_high; i++)
         p->regions[i].busy = 0; /* retry failed evictions */
-    pthread_cond_signal(&p->work);
+    transfer_wake(p);
 }
 
 void *transfer_worker(void *context)
@@ -404,8 +416,7 @@ void *transfer_worker(void *context)
             fetch(p, id, BY_PLAN);
         else if (kind == ACTION_EVICT)
             evict(p, id, BY_PLAN);
-        else if ((pager_room(p) + p->writing < p->reserve || p->populated - p->retired > p->limit) &&
-                 (id = plan_victim(p, p->position)) != NO_REGION)
+        else if (is_full(p) && (id = plan_victim(p, p->position)) != NO_REGION)
             evict(p, id, BY_ROOM);
         else
             pthread_cond_wait(&p->work, &p->mutex);
