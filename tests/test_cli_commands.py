@@ -22,6 +22,7 @@ from dynoffload import __version__, experiments
 from dynoffload.cli import app
 from dynoffload.cli.experiment import parser_of
 from dynoffload.errors import ConfigError
+from dynoffload.experiments import ablations
 from dynoffload.experiments.harness import Experiment, Row, meanings_of, option, options_of
 from dynoffload.memory.filesystems import MEMORY_FILESYSTEMS, mount_of
 from dynoffload.pilot.evaluate import Scores
@@ -275,6 +276,14 @@ def test_bad_options_are_named(words: list[str], named: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parser_of("fake", Fakes).parse_args(words)
     assert named in str(caught.value)
+
+
+def test_a_value_with_a_comma_stands_in_quotes() -> None:
+    """Cases of `experiment overhead` have such names."""
+    parser = parser_of("ablations", ablations.Params)
+    given = parser.parse_args(["--only", 'small mixture, "base mixture, 1,024 tokens"'])
+    assert given.only == ablations.Params().only
+    assert '(small mixture,"base mixture, 1,024 tokens")' in " ".join(parser.format_help().split())
 
 
 def test_an_unknown_experiment_is_named_with_those_there_are(fake: None) -> None:

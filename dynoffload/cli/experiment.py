@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import json
 import subprocess
 import sys
@@ -147,7 +148,7 @@ def parser_of(name: str, params: type[Any]) -> argparse.ArgumentParser:
     parser.add_argument("--json", metavar="PATH", help=f"{written}- prints them")
     meanings = harness.meanings_of(params)
     for key, (kind, default) in harness.options_of(params).items():
-        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        shown = _joined(default) if isinstance(default, tuple) else default
         meaning = meanings[key] + ("" if shown in (None, "") else f" ({shown})")
         options: dict[str, Any] = {"dest": key, "help": meaning.replace("%", "%%")}
         if kind is bool:
@@ -161,11 +162,18 @@ def parser_of(name: str, params: type[Any]) -> argparse.ArgumentParser:
     return parser
 
 
+def _joined(values: tuple[Any, ...]) -> str:
+    """Return ``values`` as `_several` reads them."""
+    texts = map(str, values)
+    return ",".join(f'"{text}"' if "," in text else text for text in texts)
+
+
 def _several(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    """Return a parser of comma-separated values."""
+    """Return a parser of comma-separated values; one with a comma in it stands in double quotes."""
 
     def read(text: str) -> tuple[Any, ...]:
-        return tuple(kind(word.strip()) for word in text.split(",") if word.strip())
+        words = next(csv.reader([text], skipinitialspace=True), [])
+        return tuple(kind(word.strip()) for word in words if word.strip())
 
     read.__name__ = f"list of {kind.__name__}"  # argparse errors show this name
     return read
