@@ -53,9 +53,14 @@ def check_known(
     """Raise `ConfigError` if an option names what there is not, or nothing where it is ``some``."""
     there_are = list(known)
     if some and not given:
-        raise ConfigError(f"{name} names nothing; there are {', '.join(there_are)}")
+        raise ConfigError(f"{name} names nothing; there are {listed(there_are)}")
     if strange := [one for one in given if one not in there_are]:
-        raise ConfigError(f"{name} names {strange[0]!r}; there are {', '.join(there_are)}")
+        raise ConfigError(f"{name} names {strange[0]!r}; there are {listed(there_are)}")
+
+
+def listed(values: Iterable[object]) -> str:
+    """Return ``values`` as the command line takes them: in double quotes if a comma is in one."""
+    return ", ".join(f'"{text}"' if "," in text else text for text in map(str, values))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from dynoffload.doctor import measure_tiers
 from dynoffload.experiments import step_time, traffic
 from dynoffload.experiments.clock import EVENTS, KINDS, PARTS
 from dynoffload.experiments.comparing import Table
-from dynoffload.experiments.contest import Contestant, Step, Way, median_seconds
+from dynoffload.experiments.contest import Contestant, Way, median_seconds
 from dynoffload.experiments.harness import Cell, Experiment, Row, check_known, option, table
 from dynoffload.experiments.pilot_benefit import networks
 from dynoffload.experiments.pilot_recording import learned
@@ -136,7 +136,7 @@ class Overhead(Experiment[Params]):
             for side in sides.values():
                 side.start(stack)
             beside = stack.enter_context(Process("traffic"))
-            disturbed: list[Step] = []
+            over_floor: dict[str, list[float]] = {name: [] for name in WAYS}
             self._rates: list[float] = []  # of the traffic, as shares of what is asked
             for number in range(case.warmup + -(-own.steps // 2)):
                 measured = number >= case.warmup
@@ -145,7 +145,8 @@ class Overhead(Experiment[Params]):
                         side.step(measured=measured)
                         self.report(name)
                 if measured and not sides["budget"].why:
-                    disturbed += self._disturbed(sides, beside, str(directory))
+                    for name, ratios in self._over_floor(sides, beside, str(directory)).items():
+                        over_floor[name] += ratios
             operators = {
                 name: side.step(measured=False, do="operators").get("operators_s")
                 for name, side in sides.items()
@@ -154,28 +155,32 @@ class Overhead(Experiment[Params]):
             link = Link(tiers.read_bps, tiers.write_bps, tiers.mixed_bps)
             plain_s = median_seconds(sides["plain"].steps)
             found = {
-                name: _summary(sides[name], losses, plain_s, link, operators[name]) for name in WAYS
+                name: {
+                    **_summary(sides[name], losses, plain_s, link, operators[name]),
+                    "over_floor": median(ratios) if (ratios := over_floor[name]) else None,
+                }
+                for name in WAYS
             }
         return {
             "budget_bytes": budget,
             "footprint_bytes": footprint,
             "plain_s": plain_s,
             "plain_operators_s": operators["plain"],
-            "floor_s": median_seconds(disturbed) if disturbed else None,
             "floor_rate": median(self._rates) if self._rates else None,
             "link": {"read_bps": link.read_bps, "write_bps": link.write_bps},
             "ways": found,
         }
 
-    def _disturbed(
+    def _over_floor(
         self, sides: Mapping[str, Contestant], beside: Process, directory: str
-    ) -> list[Step]:
-        """Make plain steps while another process moves what the budgeted steps move, if any."""
+    ) -> dict[str, list[float]]:
+        """Make plain steps while another process moves what the budgeted steps move; return the
+        times of each way on the same samples in these. Nothing if nothing moves."""
         steps, plain = sides["budget"].steps[-2:], sides["plain"]
         seconds = sum(step.seconds for step in steps)
         rates = [sum(s.stats[key] for s in steps) / seconds for key in ("bytes_in", "bytes_out")]
         if not any(rates):
-            return []
+            return {}
         beside.call(traffic.begin, directory, *rates)
         begin = time.perf_counter()
         for _ in range(2):
@@ -183,10 +188,12 @@ class Overhead(Experiment[Params]):
         moved = beside.call(traffic.end)
         self._rates.append(moved / (time.perf_counter() - begin) / sum(rates))
         self.report("plain, disturbed")
-        found = plain.every[-2:]
-        for side in (sides[name] for name in WAYS):  # the same samples for all
+        found = {}
+        for name, side in ((name, sides[name]) for name in WAYS if not sides[name].why):
             for _ in range(2):
                 side.step(measured=False)
+            pairs = zip(side.every[-2:], plain.every[-2:], strict=True)
+            found[name] = [ours.seconds / theirs.seconds for ours, theirs in pairs]
         return found
 
     def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
@@ -285,10 +292,6 @@ def _number(field: str, name: str, scale: float, digits: int) -> Cell:
     return lambda row: f"{row[field][name] * scale:.{digits}f}"
 
 
-def _over_floor(row: Mapping[str, Any]) -> str:
-    return "–" if not row["floor_s"] else f"{row['seconds'] / row['floor_s']:.2f}"
-
-
 _STEPS: dict[str, Cell] = {
     "network": lambda row: row["case"],
     "way": lambda row: row["way"].replace("_", " "),
@@ -297,7 +300,7 @@ _STEPS: dict[str, Cell] = {
     "a step": lambda row: format_seconds(row["seconds"]),
     "over plain": lambda row: f"{row['seconds'] / row['plain_s']:.2f}",
     "over max(plain, bytes / bandwidth)": lambda row: f"{row['over_limit']:.2f}",
-    "over floor": _over_floor,
+    "over floor": lambda row: "–" if (f := row["over_floor"]) is None else f"{f:.2f}",
     "stall": lambda row: format_seconds(row["stall_s"]),
     "MB read": lambda row: f"{row['bytes_in'] / 1e6:.0f}",
     "written": lambda row: f"{row['bytes_out'] / 1e6:.0f}",

@@ -283,7 +283,7 @@ def test_a_value_with_a_comma_stands_in_quotes() -> None:
     parser = parser_of("ablations", ablations.Params)
     given = parser.parse_args(["--only", 'small mixture, "base mixture, 1,024 tokens"'])
     assert given.only == ablations.Params().only
-    assert '(small mixture,"base mixture, 1,024 tokens")' in " ".join(parser.format_help().split())
+    assert '(small mixture, "base mixture, 1,024 tokens")' in " ".join(parser.format_help().split())
 
 
 def test_an_unknown_experiment_is_named_with_those_there_are(fake: None) -> None:

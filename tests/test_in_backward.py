@@ -384,8 +384,9 @@ def test_a_lost_step_is_recovered_by_loading() -> None:
             step(pair)
         kept = copy.deepcopy((pair.reference.state_dict(), pair.its.state_dict()))
         backward(pair, 3)
-        with pytest.raises(ConfigError):
+        with pytest.raises(ConfigError) as caught:
             clip(pair.model, pair.optimizer)
+        assert "the step is lost" in caught.value.__notes__[0]
         pair.model.load_state_dict(kept[0])
         pair.optimizer.load_state_dict(kept[1])
         for _, optimizer in pair.sides:

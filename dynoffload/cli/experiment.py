@@ -148,7 +148,7 @@ def parser_of(name: str, params: type[Any]) -> argparse.ArgumentParser:
     parser.add_argument("--json", metavar="PATH", help=f"{written}- prints them")
     meanings = harness.meanings_of(params)
     for key, (kind, default) in harness.options_of(params).items():
-        shown = _joined(default) if isinstance(default, tuple) else default
+        shown = harness.listed(default) if isinstance(default, tuple) else default
         meaning = meanings[key] + ("" if shown in (None, "") else f" ({shown})")
         options: dict[str, Any] = {"dest": key, "help": meaning.replace("%", "%%")}
         if kind is bool:
@@ -160,12 +160,6 @@ def parser_of(name: str, params: type[Any]) -> argparse.ArgumentParser:
             options |= {"type": _several(one) if many else one, "metavar": one.__name__.upper()}
         parser.add_argument(f"--{key.replace('_', '-')}", default=default, **options)
     return parser
-
-
-def _joined(values: tuple[Any, ...]) -> str:
-    """Return ``values`` as `_several` reads them."""
-    texts = map(str, values)
-    return ",".join(f'"{text}"' if "," in text else text for text in texts)
 
 
 def _several(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:

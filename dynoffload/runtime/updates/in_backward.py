@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from dynoffload.errors import ConfigError
 from dynoffload.runtime.consumed import ConsumedGradient
-from dynoffload.runtime.updates.failure import StepFailure
+from dynoffload.runtime.updates.failure import StepFailure, note
 from dynoffload.runtime.updates.step_commit import StepCommit
 from dynoffload.runtime.updates.torch_context import (
     TorchContext,
@@ -122,6 +122,7 @@ class InBackward:
         """Record ``error``: if updates were made, their step is lost."""
         if self._done and not self.tries and not self._failure:
             self._failure.set(error)
+            note(error, undone=False)
 
     def _refuse(self, what: str, *, loses: bool = True) -> NoReturn:
         error = ConfigError(
