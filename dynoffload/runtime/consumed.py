@@ -52,9 +52,9 @@ class ConsumedGradient(torch.Tensor):
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         error = ConfigError(
             f"the gradient of {self.whose!r} is gone, as its update is made in backward: with "
-            "optimizer_in_backward no gradient can be read, clipped, scaled, kept as zeros or added "
-            "to. To use gradients, leave that option off; else call backward() once for each step(), "
-            "and zero_grad() without set_to_none=False"
+            "optimizer_in_backward no gradient can be read, clipped, scaled, kept as zeros or "
+            "added to. To use gradients, leave that option off; else call backward() once for "
+            "each step(), and zero_grad() without set_to_none=False"
         )
         self._on_use(error)
         raise error
