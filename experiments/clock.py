@@ -109,7 +109,7 @@ def _cpu() -> tuple[float, float]:
 def _kind(region: str) -> str:
     if region.startswith("activations"):
         return "activation"
-    name = region.split(" (")[0].split("[")[0]
+    name = region.split(" (")[0]  # of a slice, as ``weight[3].grad``
     if name.endswith(".grad"):
         return "gradient"
     states = ("exp_avg", "exp_avg_sq", "momentum_buffer", "max_exp_avg_sq")

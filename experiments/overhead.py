@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _TIER_SECONDS = 0.5
+_PER_TURN = 2  # steps of a turn that count
 _REACHED = 0.9  # of the traffic that is asked for; less is remarked on
 _RECORDED = 16  # steps from which a footprint is taken
 _BASE_BUDGET = 1e9
@@ -138,13 +139,14 @@ class Overhead(Experiment[Params]):
             beside = stack.enter_context(Process("traffic"))
             over_floor: dict[str, list[float]] = {name: [] for name in WAYS}
             self._rates: list[float] = []  # of the traffic, as shares of what is asked
-            for number in range(case.warmup + -(-own.steps // 2)):
-                measured = number >= case.warmup
+            for _ in range(case.warmup):
                 for name, side in sides.items():
-                    for _ in range(2 if measured else 1):
-                        side.step(measured=measured)
-                        self.report(name)
-                if measured and not sides["budget"].why:
+                    side.step(measured=False)
+                    self.report(name)
+            for number in range(-(-own.steps // _PER_TURN)):
+                for name in list(sides) if number % 2 == 0 else reversed(sides):
+                    self._turn(sides[name], measured=True)
+                if not sides["budget"].why:
                     for name, ratios in self._over_floor(sides, beside, str(directory)).items():
                         over_floor[name] += ratios
             operators = {
@@ -171,28 +173,32 @@ class Overhead(Experiment[Params]):
             "ways": found,
         }
 
+    def _turn(self, side: Contestant, *, measured: bool) -> None:
+        """Make a step that absorbs what was transferred during others' turns, then those that
+        count."""
+        for place in range(1 + _PER_TURN):
+            side.step(measured=measured and place > 0)
+            self.report(side.name)
+
     def _over_floor(
         self, sides: Mapping[str, Contestant], beside: Process, directory: str
     ) -> dict[str, list[float]]:
         """Make plain steps while another process moves what the budgeted steps move; return the
         times of each way on the same samples in these. Nothing if nothing moves."""
-        steps, plain = sides["budget"].steps[-2:], sides["plain"]
+        steps, plain = sides["budget"].steps[-_PER_TURN:], sides["plain"]
         seconds = sum(step.seconds for step in steps)
         rates = [sum(s.stats[key] for s in steps) / seconds for key in ("bytes_in", "bytes_out")]
         if not any(rates):
             return {}
         beside.call(traffic.begin, directory, *rates)
         begin = time.perf_counter()
-        for _ in range(2):
-            plain.step(measured=False)
+        self._turn(plain, measured=False)
         moved = beside.call(traffic.end)
         self._rates.append(moved / (time.perf_counter() - begin) / sum(rates))
-        self.report("plain, disturbed")
         found = {}
         for name, side in ((name, sides[name]) for name in WAYS if not sides[name].why):
-            for _ in range(2):
-                side.step(measured=False)
-            pairs = zip(side.every[-2:], plain.every[-2:], strict=True)
+            self._turn(side, measured=False)
+            pairs = zip(side.every[-_PER_TURN:], plain.every[-_PER_TURN:], strict=True)
             found[name] = [ours.seconds / theirs.seconds for ours, theirs in pairs]
         return found
 

@@ -52,7 +52,7 @@ def _rebuilt(file: str, line: str, other: str) -> None:
         assert text.count(line) == 1, f"{file} has changed"
         (copy / file).write_text(text.replace(line, other), "utf-8")
         command = (
-            "-O2 -std=gnu11 -pthread -fvisibility=hidden -shared -fPIC -o ../_pager.so".split()
+            "-O3 -std=gnu11 -pthread -fvisibility=hidden -shared -fPIC -o ../_pager.so".split()
         )
         files = [path.name for path in copy.glob("*.c")]
         subprocess.run([os.environ.get("CC", "cc"), *command, *files], cwd=copy, check=True)

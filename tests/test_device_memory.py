@@ -2,14 +2,47 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
-from devices import HUGE, each_of_the_cpu, needs_pager, script
+import pytest
+from devices import (
+    HUGE,
+    SMALL,
+    each_of_the_cpu,
+    filled,
+    holds,
+    needs_pager,
+    opened,
+    pattern,
+    script,
+    view,
+)
 
 from dynoffload.units import MiB
 
 POOL = 64 * MiB
+GROWTH = 32 * MiB  # by which the pager's pool grows
 SLACK = 20 * MiB  # what the interpreter and the kernel take for other things meanwhile
+
+
+@needs_pager
+@pytest.mark.parametrize("page", [SMALL, HUGE])
+def test_regions_of_many_pages_move_whole(page: int, tmp_path: Path) -> None:
+    """Slots that follow one another move as one, also where the pool has grown between them."""
+    nbytes = 5 * page if page == HUGE else 300 * page
+    with opened("pager", 5 * GROWTH, page, tmp_path) as device:
+        regions = [device.allocate(nbytes) for _ in range(7 * GROWTH // nbytes)]
+        filled(device, regions)
+        choose = random.Random(0)
+        for turn in range(200):
+            some = choose.sample(regions, 3)
+            if turn % 5 == 0:  # leaves holes
+                device.discard(some[0])
+                device.acquire(some[:1])
+                view(device, some[0]).copy_(pattern(nbytes, some[0]))
+            device.acquire(some)
+            assert all(holds(device, region) for region in some)
 
 
 @each_of_the_cpu(HUGE)

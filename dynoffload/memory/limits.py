@@ -123,7 +123,7 @@ def resident_bytes() -> int:
 def _read(path: str) -> bytes:
     file = os.open(path, os.O_RDONLY)  # called often: no text layer
     try:
-        return os.read(file, 4096)
+        return os.read(file, 1 << 16)
     finally:
         os.close(file)
 

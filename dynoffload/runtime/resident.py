@@ -104,7 +104,7 @@ class Fit:
         self.beside, self.more = max(self.beside, step.beside), max(self.more, temporaries + added)
         self._steps += 1
         if self._steps < self._wait or not stays(self.need, self.budget):
-            return False  # what is whole never shrinks: counting takes a millisecond
+            return False  # counting takes a millisecond, and cannot find less
         self.count()
         return stays(self.need, self.budget)
 

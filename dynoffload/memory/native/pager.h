@@ -65,7 +65,7 @@
  * message.
  *
  * [Note: one worker]  What may be work for the workers wakes one of them, which wakes the next as it
- * begins a transfer, if there may be more. So few take a core from the computation to find none.
+ * begins a transfer, if there may be more work. So few of them take a core from the computation.
  *
  * [Note: moves]  Pages that the kernel has split, swapped out, or holds for a moment move in parts,
  * with EAGAIN and EBUSY in between. Linux 6.18 also moves pages whose first attempt met a busy lock

@@ -141,7 +141,7 @@ static int move_pages(struct pager *p, char *to, char *from, uint32_t count, dou
 }
 
 /* Take slots of a kind, of which there are enough: the first that follow one another, as their pages
- * move and transfer as one; if there is no such run, the first. */
+ * move as one; if there is no such run, the first. */
 static void take_slots(struct pager *p, struct region *r, uint8_t kind)
 {
     uint8_t *end = p->slot + p->populated, *from = p->slot;

@@ -280,6 +280,7 @@ void transfer_fill(struct pager *p, uint32_t id)
     pool_take_slots(p, r);
     if (r->clear) {
         r->state = READING;
+        transfer_wake(p);
         p->moving++;
         pthread_mutex_unlock(&p->mutex);
         for (uint32_t i = 0; i < r->pages; i++)
@@ -296,12 +297,12 @@ void transfer_fill(struct pager *p, uint32_t id)
 static void fetch(struct pager *p, uint32_t id, int cause)
 {
     struct region *r = &p->regions[id];
-    transfer_wake(p); /* see [Note: one worker] */
     if (!r->has_copy) {
         transfer_fill(p, id);
     } else {
         pool_take_slots(p, r);
         r->state = READING;
+        transfer_wake(p); /* see [Note: one worker] */
         double start = pager_now();
         int error = 0;
         p->moving++;

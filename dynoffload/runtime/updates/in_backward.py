@@ -6,8 +6,8 @@ not another result.
 
 [Note: the first step]  In the first step after the block or paging begins, gradients are kept, and
 ``step()`` makes its updates as without the option. Only the stand-ins show. So a loop that does
-not suit the option ends before anything is changed. What comes up in a later step has changed
-parameters already: that step is lost.
+not suit the option ends before anything is changed, or as it keeps zeros, with that step made. What
+comes up in a later step has changed parameters already: that step is lost.
 """
 
 from __future__ import annotations
