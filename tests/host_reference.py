@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from emulated import Emulated, Watcher, emulated
 from exactness import assert_same
@@ -250,17 +252,25 @@ class Two(nn.Module):
         return out
 
 
-def step_of_replica(rank: int, world: int, alone: bool) -> str:
-    """Return what the first step over a replica's first layer raises."""
+def step_of_replica(rank: int, world: int, alone: bool, wrapped: str = "last") -> str:
+    """Return what backward over a replica raises, whose first layer a `HostOptimizer` trains.
+
+    The replica is made ``"first"``, before the optimizer; ``"last"``, or after a ``"step"``.
+    """
     model = Two(alone)
+    replica = DistributedDataParallel(model) if wrapped == "first" else None
     optimizer = HostOptimizer(model.first.parameters(), torch.optim.AdamW, lr=0.1)
-    replica = DistributedDataParallel(model)
-    before = [p.detach().clone() for p in model.first.parameters()]
-    replica(torch.full((2, 4), 1.0 + rank)).sum().backward()
-    try:
+    if wrapped == "step":
+        model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
+    replica = replica or DistributedDataParallel(model)
+    before = [p.detach().clone() for p in model.first.parameters()]
+    said = ""
+    try:
+        replica(torch.full((2, 4), 1.0 + rank)).sum().backward()
     except ConfigError as error:
-        assert all(map(torch.equal, model.first.parameters(), before))
-        return str(error)
-    assert not any(map(torch.equal, model.first.parameters(), before))
-    return ""
+        said = str(error)
+    with pytest.raises(ConfigError) if said else contextlib.nullcontext():
+        optimizer.step()
+    assert all(map(torch.equal, model.first.parameters(), before)) == bool(said)
+    return said

@@ -152,11 +152,16 @@ def test_states_of_others() -> None:
             optimizer.load_state_dict(state)
 
 
-def test_a_replica_in_a_plain_loop_is_refused() -> None:
-    """Its gradients leave before they are reduced, so the replicas would diverge."""
-    refused = run_ranks(step_of_replica, 2, False)
+@pytest.mark.parametrize("wrapped", ["first", "last", "step"])
+def test_a_replica_in_a_plain_loop_is_refused(wrapped: str) -> None:
+    """Its gradients would leave before they are reduced, so the replicas would diverge. Backward
+    says so before one leaves, whichever of the two is made first, and after a step without it."""
+    refused = run_ranks(step_of_replica, 2, False, wrapped)
     assert all("before DistributedDataParallel has reduced those of" in one for one in refused)
-    assert run_ranks(step_of_replica, 2, True) == ["", ""]
+    assert run_ranks(step_of_replica, 2, True, wrapped) == ["", ""]
+
+
+def test_a_replica_of_one_process_trains() -> None:
     assert run_ranks(step_of_replica, 1, False) == [""]
 
 

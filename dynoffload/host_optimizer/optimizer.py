@@ -22,7 +22,7 @@ import torch
 from torch.optim import Optimizer
 
 from dynoffload.errors import ConfigError
-from dynoffload.host_optimizer.checks import check_not_reduced, check_options, check_parameters
+from dynoffload.host_optimizer.checks import check_options, check_parameters
 from dynoffload.host_optimizer.link import Link, open_link
 from dynoffload.host_optimizer.parameter_registry import GradientHooks
 from dynoffload.host_optimizer.state_loading import check_state, saved_entries, take_over
@@ -57,8 +57,8 @@ class HostOptimizer(Optimizer):
     The optimizer created last for a parameter takes its gradients. The `step` of any other, of this
     type or of torch's, is refused until this one is closed.
 
-    It serves one process: under `DistributedDataParallel` gradients would be taken before they are
-    reduced, so the first step is refused.
+    It serves one process: under `DistributedDataParallel` gradients would leave before they are
+    reduced, so ``backward()`` raises `ConfigError` before the first does.
 
     Args:
         params: as torch's optimizers take them; bfloat16, float16 or float32, on one device.
@@ -178,7 +178,6 @@ class HostOptimizer(Optimizer):
         ]
         check_parameters(states, storage.link.device, coming=self._may_be_on_cpu)
         storage.add(states)
-        self._may_be_reduced = True
         for state in states:
             self._states[state.parameter] = state
             self.state[state.parameter] = state.shown()
@@ -211,6 +210,7 @@ class HostOptimizer(Optimizer):
 
         Raises:
             RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set.
+            ConfigError: gradients belong to a `DistributedDataParallel` of several processes.
         """
         self._hooks.send_remaining()
         states = [self._states[p] for group in self.param_groups for p in group["params"]]
@@ -224,6 +224,9 @@ class HostOptimizer(Optimizer):
 
         Returns:
             Whether all gradients are finite.
+
+        Raises:
+            ConfigError: gradients belong to a `DistributedDataParallel` of several processes.
         """
         self._hooks.send_remaining()
         return self._checked_storage().gradients.unscale(inverse)
@@ -275,9 +278,6 @@ class HostOptimizer(Optimizer):
 
     def _update(self) -> None:
         storage = self._checked_storage()
-        if self._may_be_reduced:
-            check_not_reduced(self._states)
-            self._may_be_reduced = False
         self._hooks.send_remaining()
         groups = groups_of(self._rule, self.param_groups, self._states, storage.gradients.gradients)
         self.finish()

@@ -12,11 +12,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dynoffload.errors import ConfigError
+from dynoffload.host_optimizer.checks import check_not_reduced
 from dynoffload.host_optimizer.gradient_offload import GradientOffload, check_gradient
 from dynoffload.host_optimizer.states import ParameterState
 
@@ -41,11 +45,13 @@ class GradientHooks:
         self.optimizer = weakref.ref(optimizer)
         self._states, self._gradients = states, gradients
         self._handles: dict[torch.Tensor, Any] = {}
-        _watch_steps()
+        self.may_be_reduced = True  # check before the next gradient is sent
+        _watch()
 
     def add(self, state: ParameterState) -> None:
         """Take over a parameter's gradients, also from another optimizer."""
         _owners[state.parameter] = weakref.ref(self)
+        self.may_be_reduced = True
         self._watch(state.parameter)
 
     def _watch(self, parameter: torch.Tensor) -> None:
@@ -56,19 +62,29 @@ class GradientHooks:
         def send(parameter: torch.Tensor) -> None:
             alive = hooks()
             if alive is not None and _owner(parameter) is alive:
-                alive._gradients.send(alive._states[parameter])
+                alive._send(alive._states[parameter])
 
         handle = parameter.register_post_accumulate_grad_hook(send)  # type: ignore[no-untyped-call]
         self._handles[parameter] = handle
 
+    def _send(self, state: ParameterState) -> None:
+        if self.may_be_reduced:
+            check_not_reduced(self._states)
+            self.may_be_reduced = False
+        self._gradients.send(state)
+
     def send_remaining(self) -> None:
         """Send gradients that no hook has sent: of parameters unfrozen since, or assigned by the
-        user."""
+        user.
+
+        Raises:
+            ConfigError: a gradient is not supported, or belongs to a `DistributedDataParallel`.
+        """
         for parameter, state in self._states.items():
             if parameter.grad is not None:
                 gradient = check_gradient(state, parameter.grad)
                 parameter.grad = gradient.detach().clone()  # the original may be the user's
-                self._gradients.send(state)
+                self._send(state)
                 self._watch(parameter)
 
     def check(self) -> None:
@@ -107,8 +123,17 @@ def _owner(parameter: torch.Tensor) -> GradientHooks | None:
 
 
 @functools.cache
-def _watch_steps() -> None:
+def _watch() -> None:
     register_optimizer_step_pre_hook(_refuse_step)
+    register_module_module_registration_hook(_note_replica)
+
+
+def _note_replica(module: nn.Module, name: str, wrapped: nn.Module | None) -> None:
+    """Have gradients checked again if a `DistributedDataParallel` is made over their parameters."""
+    if isinstance(module, DistributedDataParallel) and wrapped is not None:
+        for parameter in wrapped.parameters():
+            if (owner := _owner(parameter)) is not None:
+                owner.may_be_reduced = True
 
 
 def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
