@@ -97,6 +97,36 @@ def test_an_optimizer_whose_gradients_have_left_is_refused(closes: bool) -> None
     assert not torch.equal(model.out.weight, before)
 
 
+@pytest.mark.parametrize("closes", [True, False])
+def test_gradients_that_are_lost_are_named(closes: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """They left, and no step was made: `p.grad` does not have them either."""
+    model = odd()
+    optimizer = HostOptimizer(model.parameters(), AdamW, threads=1)
+    model(words(1)[0]).backward()
+    assert model.out.weight.grad is None
+    if closes:
+        optimizer.close()
+    del optimizer
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "before step(): the gradients that it had taken, as of parameter" in caplog.text
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_nothing_is_said_of_gradients_that_were_used(
+    set_to_none: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a step, or discarded by `zero_grad`."""
+    model = odd()
+    with HostOptimizer(model.parameters(), AdamW, threads=1) as optimizer:
+        model(words(1)[0]).backward()
+        optimizer.step()
+    with HostOptimizer(model.parameters(), AdamW, threads=1) as optimizer:
+        model(words(1)[0]).backward()
+        optimizer.zero_grad(set_to_none)
+    assert not caplog.records
+
+
 def test_an_accelerator_that_parameters_come_to_later() -> None:
     optimizer = HostOptimizer(odd().parameters(), AdamW, device="cpu")
     assert optimizer.kind == "AdamW"

@@ -17,6 +17,7 @@ first, then unscaled and clipped, so no precision is lost to the half type.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections import deque
@@ -31,6 +32,8 @@ from dynoffload.errors import ConfigError
 from dynoffload.host_optimizer.link import Link
 from dynoffload.host_optimizer.states import ParameterState, flat, shaped
 from dynoffload.memory.accelerator.streams import StreamEvent
+
+logger = logging.getLogger(__name__)
 
 _SLOTS = 3  # for gradients that are added to earlier ones
 _IN_FLIGHT = 4  # limit of bytes being copied, as a multiple of the slot size
@@ -301,7 +304,15 @@ class GradientOffload:
         return norm.to(self._link.device)
 
     def close(self) -> None:
-        """Release all memory; no gradient can be sent afterwards."""
+        """Release all memory; no gradient can be sent afterwards. Warn of gradients not used."""
+        self.settle()
+        lost = next((state.name for state, one in self.gradients.items() if one.memory.any()), "")
+        if lost:
+            logger.warning(
+                "HostOptimizer was closed or dropped before step(): the gradients that it had "
+                "taken, as of %s, are lost: call step() or zero_grad() first, or repeat backward",
+                lost,
+            )
         self.zero(set_to_none=True)
         self._adder.shutdown()
         while self._slot_memory:

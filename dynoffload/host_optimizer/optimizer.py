@@ -362,6 +362,8 @@ class HostOptimizer(Optimizer):
     def close(self) -> None:
         """Complete a delayed update, release the parameters, and free memory and files.
 
+        Gradients that left and were not used by a step are lost, and a warning says so.
+
         Raises:
             StepLostError: a delayed update was interrupted; all else was done.
         """
