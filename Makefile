@@ -57,10 +57,12 @@ test: style
 	@log=$$(mktemp); $(MYPY) >$$log 2>&1 & types=$$!; \
 	  $(SHARED) $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not alone" $(PYTEST_FLAGS); tests=$$?; \
 	  wait $$types; types=$$?; cat $$log; rm -f $$log; test $$tests$$types = 00
+	$(SHARED) $(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(PYTEST_FLAGS) tests/backend
 	$(BIN)/python -m pytest -m "alone and not slow" $(PYTEST_FLAGS) $$(grep -l 'mark[.]alone' tests/test_*.py)
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow --timeout 3600
+	$(BIN)/python -m pytest -m slow --timeout 3600 tests/backend
 
 # With the Python at hand nothing is installed: the link makes this checkout's package importable, and
 # not the folders beside it.

@@ -1,5 +1,6 @@
 """The rules of this folder: a test marked ``alone`` never runs beside another, ``long.txt`` names
-what is left to ``make slow``, and no test may leave a dispatch mode behind.
+what is left to ``make slow``, and no test may leave a dispatch mode behind. Tests in ``backend`` run
+in processes of their own, as they make an accelerator for all of a process.
 
 The repository's top level holds a folder named ``datasets``. With the root on ``sys.path``,
 transformers would take it for Hugging Face's package, so the root leaves the path, here and in
@@ -44,6 +45,12 @@ sys.dont_write_bytecode = False
 gc.disable()  # until all is imported: nothing of that is garbage
 _leave_root()
 importlib.invalidate_caches()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave ``backend`` out, unless it is asked for."""
+    asked = any("backend" in Path(argument).parts for argument in config.args)
+    return True if collection_path.name == "backend" and not asked else None
 
 
 def pytest_sessionstart() -> None:

@@ -154,6 +154,7 @@ class TorchStreams:
 
     def empty(self, storage: torch.UntypedStorage) -> None:
         """See `Streams.empty`. The allocator reuses it for later work of the same stream only."""
+        self._compute()  # after what another stream has done with it
         storage.resize_(0)
 
     def peak_bytes(self) -> int:

@@ -1,0 +1,130 @@
+"""The accelerator for tests, on torch's PrivateUse1 device: built, loaded and set; no tests here.
+
+`device.h` says what it is. Importing this makes it the accelerator of the process, so its tests
+run in processes of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+HERE = Path(__file__).resolve().parent
+NAME = "rig"
+COMPILER = shutil.which(os.environ.get("CXX", "c++"))
+if COMPILER is None:
+    pytest.skip("no C++ compiler", allow_module_level=True)
+
+
+def _built() -> Path:
+    """Return the library, compiled if its sources or torch have changed."""
+    sources = sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h")])
+    text = b"".join(source.read_bytes() for source in sources) + torch.__version__.encode()
+    folder = HERE.parent.parent / "build" / "backend"
+    library = folder / f"{hashlib.sha256(text).hexdigest()[:16]}.so"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one of several test processes compiles
+        if not library.exists():
+            objects = [folder / f"{name.stem}.o" for name in sources if name.suffix == ".cpp"]
+            include = [f"-isystem{path}" for path in cpp_extension.include_paths()]
+            flags = ["-std=c++20", "-O1", "-fPIC", "-Wall", *include]
+            compilers = [
+                subprocess.Popen([COMPILER, *flags, "-c", HERE / f"{one.stem}.cpp", "-o", one])
+                for one in objects
+            ]
+            codes = [one.wait() for one in compilers]
+            assert not any(codes), "the backend does not compile"
+            torch_is = [f"-L{path}" for path in cpp_extension.library_paths()]
+            link = [COMPILER, "-shared", *objects, *torch_is, "-ltorch", "-ltorch_cpu", "-lc10"]
+            made = library.with_suffix(".part")
+            subprocess.run([*link, "-o", made], check=True)
+            made.rename(library)
+    return library
+
+
+class _Module(ModuleType):
+    """What `torch.cuda` is for CUDA. Random numbers are those of the CPU's generator."""
+
+    _initialized = True
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        pass
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+    def device(self, index: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def synchronize(self, device: Any = None) -> None:
+        torch.accelerator.synchronize()
+
+
+torch.ops.load_library(str(_built()))
+_library = ctypes.CDLL(str(_built()))
+_library.backend_kernels.restype = ctypes.c_int64
+torch.utils.rename_privateuse1_backend(NAME)
+torch._register_device_module(NAME, _Module(f"torch.{NAME}"))
+DEVICE = torch.device(NAME, 0)
+
+
+def kernels() -> int:
+    """Return how many kernels and copies were enqueued."""
+    return int(_library.backend_kernels())
+
+
+@contextlib.contextmanager
+def late(seed: int = 0, *, delay_us: int = 500, memory: int = 0) -> Iterator[None]:
+    """Make the streams late by chance, and limit the device's memory.
+
+    Args:
+        seed: of the delays.
+        delay_us: the longest; one of eight pieces of work is late.
+        memory: bytes of the device; 0: all that it has.
+    """
+    torch.accelerator.empty_cache()
+    _set(seed, delay_us, memory)
+    try:
+        yield
+    finally:
+        torch.accelerator.synchronize()
+        _set(0, 0, 0)
+
+
+def _set(seed: int, delay_us: int, memory: int) -> None:
+    _library.backend_set(ctypes.c_uint64(seed), delay_us, ctypes.c_size_t(memory))
