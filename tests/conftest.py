@@ -1,6 +1,6 @@
 """The rules of this folder: a test marked ``alone`` never runs beside another, ``long.txt`` names
-what is left to ``make slow``, and no test may leave a dispatch mode behind. Tests in ``backend`` run
-in processes of their own, as they make an accelerator for all of a process.
+what is left to ``make slow``, and no test may leave a dispatch mode behind. Tests in ``backend``
+run in processes of their own, as they make an accelerator for all of a process.
 
 The repository's top level holds a folder named ``datasets``. With the root on ``sys.path``,
 transformers would take it for Hugging Face's package, so the root leaves the path, here and in
