@@ -17,6 +17,8 @@ STAMP := $(VENV)/.stamp
 BIN := $(VENV)/bin
 MYPY := $(BIN)/mypy --strict -p dynoffload
 PYTEST_FLAGS ?= --timeout 300
+# On the torch backend of tests/backend, which is the accelerator of all of a process.
+BACKEND = tests/backend $(wildcard tests/test_hazard_*.py)
 # One thread for each of several test processes; tests that measure have the machine to themselves.
 # A selection that finds no test is an error (pytest ends with 5): a marker must not lose its tests.
 SHARED := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
@@ -57,12 +59,12 @@ test: style
 	@log=$$(mktemp); $(MYPY) >$$log 2>&1 & types=$$!; \
 	  $(SHARED) $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not alone" $(PYTEST_FLAGS); tests=$$?; \
 	  wait $$types; types=$$?; cat $$log; rm -f $$log; test $$tests$$types = 00
-	$(SHARED) $(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(PYTEST_FLAGS) tests/backend
+	$(SHARED) $(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(PYTEST_FLAGS) $(BACKEND)
 	$(BIN)/python -m pytest -m "alone and not slow" $(PYTEST_FLAGS) $$(grep -l 'mark[.]alone' tests/test_*.py)
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow --timeout 3600
-	$(BIN)/python -m pytest -m slow --timeout 3600 tests/backend
+	$(BIN)/python -m pytest -m slow --timeout 3600 $(BACKEND)
 
 # With the Python at hand nothing is installed: the link makes this checkout's package importable, and
 # not the folders beside it.

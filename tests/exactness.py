@@ -36,6 +36,9 @@ from dynoffload.units import parse_bytes
 
 needs_pager = pytest.mark.skipif(bool(probe()), reason=f"the pager cannot work here: {probe()}")
 
+HOME = torch.device("cpu")
+"""Where samples are made; `tests/backend` sets another."""
+
 SMALL_PAGES: dict[str, Any] = {"page_bytes": 4096, "min_paged_bytes": 1024}
 """Options that page networks of a few hundred kilobytes."""
 
@@ -382,10 +385,8 @@ class Mlp(nn.Module):
 def batch(step: int, rows: int = 8, width: int = 64, classes: int = 10) -> tuple[Tensor, Tensor]:
     """Return inputs and targets that follow from ``step``, drawn from no shared generator."""
     generator = torch.Generator().manual_seed(step)
-    return (
-        torch.randn(rows, width, generator=generator),
-        torch.randint(0, classes, (rows,), generator=generator),
-    )
+    x = torch.randn(rows, width, generator=generator)
+    return x.to(HOME), torch.randint(0, classes, (rows,), generator=generator).to(HOME)
 
 
 def loss_of(model: nn.Module, step: int, **sizes: int) -> Tensor:

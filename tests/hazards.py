@@ -5,7 +5,8 @@ the plain side and on a paged one, and compares the notes bit for bit. `compared
 program, and `stepwise` one of a function that makes one step of the usual program, `trained`.
 
 The backends are those of `tests/devices.py`; ``emulated``: an accelerator made of threads, which
-finds races; and ``aside``: a budget that holds everything, where paging steps out of the way after
+finds races; ``torch``: the backend of `tests/backend`, alone in its process, where temporaries count
+too and budgets are larger; and ``aside``: a budget that holds everything, where paging steps out of the way after
 two steps and every tensor becomes ordinary in mid-run.
 
 A look at a parameter makes its update, so a program notes little but losses while it trains.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +26,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import exactness
 import pytest
 import torch
 from devices import KINDS, NO_PAGER, needs_pager
@@ -45,13 +48,16 @@ import dynoffload
 from dynoffload.memory.local import is_wrapper, wrapped
 from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.session import Session
-from dynoffload.units import MiB
+from dynoffload.units import KiB, MiB
 
 _MARKS = {"pager": [needs_pager], "aside": [pytest.mark.slow]}
 
 
 def _each(kinds: Sequence[str], slow: Sequence[str] = ()) -> pytest.MarkDecorator:
     """Parametrize a test by backend; where the pager works, those in ``slow`` are slow cases."""
+    if exactness.HOME.type != "cpu":
+        marks = [] if "emulated" in kinds else [pytest.mark.skip(reason="not of accelerators")]
+        return pytest.mark.parametrize("backend", [pytest.param("torch", marks=marks)])
     marks = {**_MARKS, **({} if NO_PAGER else {key: [pytest.mark.slow] for key in slow})}
     cases = [pytest.param(kind, marks=marks.get(kind, [])) for kind in kinds]
     return pytest.mark.parametrize("backend", cases)
@@ -110,6 +116,7 @@ class Side:
     ) -> Iterator[Session | None]:
         """Open a block whose budget is ``share`` of what the model takes; note the state at its
         end."""
+        model.to(exactness.HOME)
         if self.backend is None:
             yield None
         else:
@@ -118,11 +125,16 @@ class Side:
                 options["step_aside"] = True
                 budget = footprint_of(model, states) * 4 + 8 * MiB
             else:
-                if self.backend != "emulated":
+                if self.backend not in ("emulated", "torch"):
                     options["backend"] = self.backend
                 wanted = int(share * footprint_of(model, states))
                 budget, _ = least_budget(model, optimizer, wanted, options)
             below, device = contextlib.nullcontext(), None
+            if self.backend == "torch":
+                device = exactness.HOME
+                # The allocator counts all that is there, and an eighth is kept for temporaries.
+                gc.collect()
+                budget += budget // 5 + torch.accelerator.memory_allocated() + 16 * KiB
             if self.backend == "emulated":
                 below, device = accelerated(), DEVICE
             with below:
@@ -232,7 +244,7 @@ def hazard(
         assert paged.aside or not aside, "paging never stepped aside: this shows nothing"
     else:
         for session, budget in paged.sessions:
-            for step in session.log.steps if budgeted else ():
+            for step in session.log.steps if budgeted and backend != "torch" else ():
                 assert step.peak_fast_bytes <= budget, f"step {step.step}: {step.peak_fast_bytes}"
         if moves:
             rows = [row for session, _ in paged.sessions for row in session.log.steps]
@@ -248,7 +260,7 @@ def _frozen(value: Any) -> Any:
         value = value.detach()
         if value.layout is not torch.strided:
             value = value.to_dense()
-        return value.clone().resolve_conj().resolve_neg()
+        return value.clone().resolve_conj().resolve_neg().cpu()
     if isinstance(value, Mapping):
         return {key: _frozen(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

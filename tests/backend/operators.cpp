@@ -17,6 +17,7 @@
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
@@ -116,6 +117,7 @@ Tensor on_meta(const Tensor& tensor) {
 
 // A tensor of the host, as it is now.
 Tensor host_copy(const Tensor& tensor) {
+  c10::InferenceMode off(false); // the stream's thread is not in it
   return tensor.defined() ? number_as(tensor, tensor.clone()) : tensor;
 }
 
@@ -294,6 +296,7 @@ Stack at_once(const c10::OperatorHandle& op, const Stack& arguments) {
   std::map<size_t, Tensor> outputs; // which may get another size
   for (size_t i = 0; i < arguments.size(); ++i) {
     if (is_output(schema.arguments()[i], arguments[i])) {
+      c10::InferenceMode off(false);
       outputs[i] = like(arguments[i].toTensor(), at::kCPU);
     }
   }
@@ -327,7 +330,17 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   size_t count = schema.arguments().size();
   Stack arguments(stack->end() - count, stack->end());
   torch::jit::drop(*stack, count);
-  bool waits = op.hasTag(at::Tag::nondeterministic_seeded), only_writes = true;
+  // In evaluation, batch norm returns less on the CPU than on the "meta" device.
+  bool waits = op.hasTag(at::Tag::nondeterministic_seeded) ||
+      schema.name() == "aten::native_batch_norm";
+  bool only_writes = true;
+  for (const IValue& value : arguments) {
+    for (const Tensor& one : tensors_of(value)) {
+      TORCH_CHECK(
+          !one.defined() || is_ours(one) || !one.dim() || value.isOptionalTensorList(),
+          schema.name(), ": Expected all tensors to be on the same device, and one is on the host");
+    }
+  }
   for (const auto& one : schema.returns()) {
     only_writes &= one.alias_info() != nullptr;
     waits |= one.type()->kind() != c10::TypeKind::TensorType &&
@@ -372,16 +385,16 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   const Tensor& host = out ? self : from;
   TORCH_CHECK(host.device().type() == c10::DeviceType::CPU, "no copies to ", host.device());
   bool pinned = is_pinned(host.const_data_ptr());
+  c10::InferenceMode off(false);
   if (in && !pinned) {
     from = from.clone(); // the caller may write it as soon as this returns
   }
-  // A copy of the tensor's own, as what Python holds needs Python's lock where it ends.
-  Tensor shared = out ? self.alias() : from.alias();
-  if (pinned) {
-    shared = at::from_blob(
-        const_cast<void*>(shared.const_data_ptr()), shared.sizes(), shared.strides(),
-        shared.options());
-  }
+  // By its address alone: it stays, as the host waits, or keeps pinned memory until it is copied.
+  Tensor shared = out || pinned
+      ? at::from_blob(
+            const_cast<void*>(host.const_data_ptr()), host.sizes(), host.strides(),
+            at::TensorOptions(host.scalar_type()))
+      : from;
   if (out) {
     enqueue(current_stream(), [shared, from = Shape(from)] {
       shared.copy_(from.on_the_cpu());

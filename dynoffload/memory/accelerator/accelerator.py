@@ -24,6 +24,7 @@ from dynoffload.memory.accelerator.pool import UNKNOWN, RegionPool
 from dynoffload.memory.accelerator.region import DeviceRegion, State
 from dynoffload.memory.accelerator.rows import unseen
 from dynoffload.memory.accelerator.storages import RegionStorage
+from dynoffload.memory.accelerator.streams import hidden
 from dynoffload.memory.device import Cause, Counters
 from dynoffload.memory.region_allocator import Place, users_of
 from dynoffload.planning.cursor import PlanCursor
@@ -105,14 +106,14 @@ class Accelerator(RegionPool):
                     f"{format_bytes(self.capacity)} has {format_bytes(free)} beside what is held: "
                     "raise the budget, or let operators take it slice by slice"
                 )
-            with torch._C._DisableTorchDispatch():
+            with hidden():
                 self._make_room(cell.padded, True, [])
                 while not self._fill(cell, True):
                     pass
         try:
             yield cell.storage
         finally:
-            with self._mutex, torch._C._DisableTorchDispatch():
+            with self._mutex, hidden():
                 self._empty(cell)
 
     # Uses

@@ -19,6 +19,7 @@ import torch
 
 from dynoffload.memory.accelerator.region import DeviceRegion
 from dynoffload.memory.accelerator.storages import RowStorage
+from dynoffload.memory.accelerator.streams import hidden
 from dynoffload.memory.region_allocator import called, users_of
 from dynoffload.memory.region_cache import RegionCache
 from dynoffload.memory.spill import NoFile, SpillFile
@@ -31,11 +32,11 @@ _Made = TypeVar("_Made")
 
 
 def unseen(method: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
-    """Hide a method's operators from all dispatch modes: the runtime's own, and the user's."""
+    """Hide a method's operators, as `hidden` does: from the runtime's own modes, and the user's."""
 
     @functools.wraps(method)
     def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
-        with torch._C._DisableTorchDispatch():
+        with hidden():
             return method(*args, **kwargs)
 
     return call

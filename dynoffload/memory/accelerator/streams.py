@@ -10,9 +10,11 @@ clocks, which detect every missing wait.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from dynoffload.errors import BackendError
 
@@ -116,6 +118,17 @@ class Streams(Protocol):
     def trim(self, limit: int) -> None:
         """Release memory that the allocator keeps unused, if it has far more than ``limit`` bytes
         in all; see [Note: fragments] in `torch_streams`."""
+
+
+def hidden() -> AbstractContextManager[Any]:
+    """Return a context in which no dispatch mode sees operators, and no transform of
+    ``torch.func``, which would differentiate them."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return torch._C._DisableTorchDispatch()
+    both = ExitStack()
+    both.enter_context(temporarily_clear_interpreter_stack())
+    both.enter_context(torch._C._DisableTorchDispatch())
+    return both
 
 
 def check_paging(streams: Streams) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from dynoffload.errors import BackendError
 from dynoffload.memory.accelerator.pinned import HostMemory
-from dynoffload.memory.accelerator.streams import Bytes, Streams, lacking
+from dynoffload.memory.accelerator.streams import Bytes, Streams, hidden, lacking
 
 _SLACK = 0.125
 _ORIGIN_S = 600.0
@@ -203,7 +203,7 @@ class TorchStreams:
         self, stream: torch.Stream, target: Bytes, source: Bytes, after: Sequence[Any]
     ) -> _Timed:
         # Hidden from dispatch modes: the runtime's would take it for a use, on the compute stream.
-        with self._copying, torch._C._DisableTorchDispatch(), torch.no_grad():
+        with self._copying, hidden(), torch.no_grad():
             for event in after:
                 event.hold(stream)
             begin = _Event(stream, timed=True)
