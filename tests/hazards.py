@@ -6,8 +6,8 @@ program, and `stepwise` one of a function that makes one step of the usual progr
 
 The backends are those of `tests/devices.py`; ``emulated``: an accelerator made of threads, which
 finds races; ``torch``: the backend of `tests/backend`, alone in its process, where temporaries
-count too and budgets are larger; and ``aside``: a budget that holds everything, where paging steps out of
-the way after two steps and every tensor becomes ordinary in mid-run.
+count too and budgets are larger; and ``aside``: a budget that holds everything, where paging steps
+out of the way after two steps and every tensor becomes ordinary in mid-run.
 
 A look at a parameter makes its update, so a program notes little but losses while it trains.
 """
