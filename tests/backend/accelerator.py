@@ -15,7 +15,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,6 +60,7 @@ class _Module(ModuleType):
     """What `torch.cuda` is for CUDA. Random numbers are those of the CPU's generator."""
 
     _initialized = True
+    default_generators = (torch.default_generator,)
 
     def is_available(self) -> bool:
         return True
@@ -88,6 +89,12 @@ class _Module(ModuleType):
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
 
+    def get_device_properties(self, device: Any = None) -> SimpleNamespace:
+        return SimpleNamespace(name=NAME, total_memory=torch.accelerator.get_memory_info()[1])
+
+    def set_per_process_memory_fraction(self, share: float, device: Any = None) -> None:
+        _set(0, 0, int(share * torch.accelerator.get_memory_info()[1]))
+
     def device(self, index: Any) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
@@ -106,6 +113,22 @@ DEVICE = torch.device(NAME, 0)
 def kernels() -> int:
     """Return how many kernels and copies were enqueued."""
     return int(_library.backend_kernels())
+
+
+def inherited(folder: Path) -> dict[str, str]:
+    """Return an environment in which ``import torch`` loads the backend, as torch does with what is
+    installed for it.
+
+    Args:
+        folder: an empty one.
+    """
+    about = folder / f"{NAME}-0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 0\n")
+    (about / "entry_points.txt").write_text(f"[torch.backends]\n{NAME} = {NAME}_backend:load\n")
+    path = f"import sys\ndef load():\n    sys.path.append({str(HERE)!r})\n    import accelerator\n"
+    (folder / f"{NAME}_backend.py").write_text(path)
+    return {**os.environ, "PYTHONPATH": str(folder)}
 
 
 @contextlib.contextmanager
