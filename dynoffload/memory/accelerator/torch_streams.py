@@ -159,20 +159,20 @@ class TorchStreams:
 
     def peak_bytes(self) -> int:
         """See `Streams.peak_bytes`."""
-        peak = torch.accelerator.max_memory_allocated(self.device)
+        peak = self._count("allocated_bytes", "peak")
         torch.accelerator.reset_peak_memory_stats(self.device)
         if time.perf_counter() - self._clock > _ORIGIN_S:  # elapsed time is a 32-bit float
             self._set_origin()
-        return int(peak)
+        return peak
 
     def given_bytes(self) -> int:
         """See `Streams.given_bytes`."""
-        return int(torch.accelerator.memory_allocated(self.device))
+        return self._count("allocated_bytes")
 
     def free_bytes(self) -> int:
         """See `Streams.free_bytes`."""
         free, total = torch.accelerator.get_memory_info(self.device)
-        reserved = int(torch.accelerator.memory_reserved(self.device))
+        reserved = self._count("reserved_bytes")
         if self.device.type == "cuda":  # a process may be limited to a share of it
             share = torch.cuda.get_per_process_memory_fraction(self.device)
             free = min(int(free), int(share * total) - reserved)
@@ -181,13 +181,19 @@ class TorchStreams:
     def trim(self, limit: int) -> None:
         """See `Streams.trim`."""
         slack = int(_SLACK * limit)
-        reserved = int(torch.accelerator.memory_reserved(self.device))
+        reserved = self._count("reserved_bytes")
         if reserved > limit + slack and self._kept_bytes() > slack:
             torch.accelerator.empty_cache()
 
     def _kept_bytes(self) -> int:
-        reserved = int(torch.accelerator.memory_reserved(self.device))
-        return reserved - int(torch.accelerator.memory_allocated(self.device))
+        return self._count("reserved_bytes") - self._count("allocated_bytes")
+
+    def _count(self, what: str, when: str = "current") -> int:
+        """Return bytes that the allocator counts. `torch.accelerator` has the same, but it copies
+        all counts into a flat dictionary first, which takes seven times as long."""
+        if not torch._C._accelerator_isAllocatorInitialized():
+            return 0
+        return int(torch._C._accelerator_getDeviceStats(self.device.index)[what]["all"][when])
 
     # Copies
 
