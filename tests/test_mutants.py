@@ -8,7 +8,7 @@ import pytest
 from emulated import Watcher, emulated
 from mutants import MUTANTS, Mutant, Program, mutated
 
-SEEDS = 8
+SEEDS = 16
 
 
 def wrong(tmp_path: Path, seed: int) -> bool:

@@ -18,7 +18,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch.utils import cpp_extension
 
@@ -26,12 +25,12 @@ HERE = Path(__file__).resolve().parent
 NAME = "rig"
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 if COMPILER is None:
-    pytest.skip("no C++ compiler", allow_module_level=True)
+    raise ImportError("no C++ compiler")
 
 
 def _built() -> Path:
-    """Return the library, compiled if its sources or torch have changed."""
-    sources = sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h")])
+    """Return the library, compiled if its sources, this file or torch have changed."""
+    sources = sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h"), HERE / "accelerator.py"])
     text = b"".join(source.read_bytes() for source in sources) + torch.__version__.encode()
     folder = HERE.parent.parent / "build" / "backend"
     library = folder / f"{hashlib.sha256(text).hexdigest()[:16]}.so"
@@ -102,8 +101,9 @@ class _Module(ModuleType):
         torch.accelerator.synchronize()
 
 
-torch.ops.load_library(str(_built()))
-_library = ctypes.CDLL(str(_built()))
+_path = str(_built())
+torch.ops.load_library(_path)
+_library = ctypes.CDLL(_path)
 _library.backend_kernels.restype = ctypes.c_int64
 torch.utils.rename_privateuse1_backend(NAME)
 torch._register_device_module(NAME, _Module(f"torch.{NAME}"))
@@ -145,8 +145,10 @@ def late(seed: int = 0, *, delay_us: int = 500, memory: int = 0) -> Iterator[Non
     try:
         yield
     finally:
-        torch.accelerator.synchronize()
-        _set(0, 0, 0)
+        try:
+            torch.accelerator.synchronize()
+        finally:
+            _set(0, 0, 0)
 
 
 def _set(seed: int, delay_us: int, memory: int) -> None:

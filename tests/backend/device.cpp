@@ -94,6 +94,7 @@ namespace {
 
 struct Settings {
   std::atomic<uint64_t> seed{0};
+  std::atomic<uint64_t> round{0}; // of settings: each begins the delays anew
   std::atomic<int> delay_us{0}; // the longest; one of eight jobs is late
   std::atomic<size_t> limit{SPACE};
   std::atomic<int64_t> kernels{0};
@@ -130,7 +131,7 @@ class Worker {
  private:
   void run() {
     std::minstd_rand chance;
-    uint64_t seed = ~uint64_t(0);
+    uint64_t round = ~uint64_t(0);
     while (true) {
       std::function<void()> job;
       {
@@ -139,9 +140,9 @@ class Worker {
         job = std::move(jobs_.front());
         jobs_.pop_front();
       }
-      if (seed != settings.seed) {
-        seed = settings.seed;
-        chance.seed(seed * 31 + number_ + 1);
+      if (round != settings.round) {
+        round = settings.round;
+        chance.seed(settings.seed * 31 + number_ + 1);
       }
       int delay = settings.delay_us;
       if (delay && chance() % 8 == 0) {
@@ -246,7 +247,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeDevice(c10::DeviceIndex) const override {
     wait_for_all();
-    wait(stream_of(0));
+    for (c10::StreamId id = 0; id < STREAMS && id <= asked_for; ++id) {
+      wait(stream_of(id)); // throws what failed
+    }
   }
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag)
       const override {
@@ -599,6 +602,7 @@ void backend_set(uint64_t seed, int delay_us, size_t limit) {
   backend::settings.seed = seed;
   backend::settings.delay_us = delay_us;
   backend::settings.limit = limit ? limit : backend::SPACE;
+  ++backend::settings.round;
 }
 
 int64_t backend_kernels() {

@@ -395,6 +395,8 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
             const_cast<void*>(host.const_data_ptr()), host.sizes(), host.strides(),
             at::TensorOptions(host.scalar_type()))
       : from;
+  shared._set_conj(host.is_conj());
+  shared._set_neg(host.is_neg());
   if (out) {
     enqueue(current_stream(), [shared, from = Shape(from)] {
       shared.copy_(from.on_the_cpu());

@@ -76,26 +76,43 @@ def test_the_host_goes_on_and_errors_come_later() -> None:
     x = torch.zeros(4, 4, device=DEVICE)
     before = kernels()
     with late(delay_us=100_000):
-        for _ in range(32):
+        for _ in range(64):
             x += 1
         done = torch.Event(DEVICE)
         done.record()
         assert not done.query()
         done.synchronize()
-    assert kernels() - before >= 32
-    assert x.cpu().eq(32).all()
+    assert kernels() - before >= 64
+    assert x.cpu().eq(64).all()
     F.embedding(torch.tensor([7], device=DEVICE), x)
     with pytest.raises(IndexError):
         torch.accelerator.synchronize()
 
 
-def test_another_stream_sees_poison_unless_it_waits() -> None:
+def test_what_failed_on_another_stream_is_thrown_and_settings_end() -> None:
+    x, memory = torch.zeros(4, 4, device=DEVICE), torch.accelerator.get_memory_info()[1]
+    with (
+        pytest.raises(IndexError),
+        late(memory=torch.accelerator.memory_reserved() + (8 << 20)),
+        torch.Stream(DEVICE),
+    ):
+        F.embedding(torch.tensor([7], device=DEVICE), x)
+    assert torch.accelerator.get_memory_info()[1] == memory
+
+
+def test_copies_to_the_host_keep_conjugation() -> None:
+    x, found = torch.randn(4, dtype=torch.complex64), torch.empty(4, dtype=torch.complex64)
+    found.conj().copy_(x.to(DEVICE))
+    assert_same(found, x.conj().resolve_conj(), "conjugated")
+
+
+def test_another_stream_reads_what_was_there_before_unless_it_waits() -> None:
     x = torch.zeros(256, device=DEVICE)
     other = torch.Stream(DEVICE)
     seen = {True: 0, False: 0}
     for waits in seen:
         for seed in range(20):
-            with late(seed, delay_us=3000):
+            with late(seed, delay_us=30_000):
                 source = torch.full((256,), float(seed + 1)).pin_memory()
                 x.copy_(source, non_blocking=True)
                 if waits:
