@@ -33,14 +33,18 @@ def pytest_configure() -> None:
         pytest.exit(f"tests on the backend are left out: {WHY_NOT}", returncode=0)
 
 
+ALL = 400
+"""So many cases are there only if all hazards are collected."""
+
+
 def _left_out(names: list[str]) -> set[str]:
-    """Return the names that the file leaves out; each of its patterns must name some."""
+    """Return the names that the file leaves out; of all hazards, each of its patterns must name
+    some."""
     lines = (HERE / "left_out.txt").read_text().splitlines()
     found: set[str] = set()
     for pattern in (line for line in lines if line and not line.startswith("#")):
         matching = fnmatch.filter(names, pattern)
-        file = pattern.partition("::")[0]
-        assert matching or not any(name.startswith(file) for name in names), pattern
+        assert matching or len(names) < ALL, f"left_out.txt names {pattern}, and there is none"
         found.update(matching)
     return found
 
@@ -49,7 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Choose the hazards."""
     hazards = {item.nodeid.rpartition("tests/")[2]: item for item in items}
     hazards = {name: item for name, item in hazards.items() if name.startswith("test_hazard_")}
-    out = _left_out(list(hazards)) if len(hazards) > 100 else set()
+    out = _left_out(list(hazards))
     for name, item in hazards.items():
         if "torch" not in name or name in out:
             out.add(name)

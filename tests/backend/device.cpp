@@ -239,9 +239,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream exchangeStream(c10::Stream stream) const override {
     return stream_of(std::exchange(current, stream.id()));
   }
-  bool queryStream(const c10::Stream& stream) const override {
-    return worker(stream.id()).mark()->is_reached();
-  }
   void synchronizeStream(const c10::Stream& stream) const override {
     wait(stream);
   }

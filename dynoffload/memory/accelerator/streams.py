@@ -9,8 +9,8 @@ clocks, which detect every missing wait.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -123,12 +123,14 @@ class Streams(Protocol):
 def hidden() -> AbstractContextManager[Any]:
     """Return a context in which no dispatch mode sees operators, and no transform of
     ``torch.func``, which would differentiate them."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return torch._C._DisableTorchDispatch()
-    both = ExitStack()
-    both.enter_context(temporarily_clear_interpreter_stack())
-    both.enter_context(torch._C._DisableTorchDispatch())
-    return both
+    transforms = torch._C._functorch.peek_interpreter_stack() is not None
+    return _outside_transforms() if transforms else torch._C._DisableTorchDispatch()
+
+
+@contextmanager
+def _outside_transforms() -> Iterator[None]:
+    with temporarily_clear_interpreter_stack(), torch._C._DisableTorchDispatch():
+        yield
 
 
 def check_paging(streams: Streams) -> None:
