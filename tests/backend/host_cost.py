@@ -39,7 +39,7 @@ def measure() -> dict[str, dict[str, float]]:
     """Return microseconds by what was called and where."""
     x = torch.randn(8, WIDTH, device=DEVICE)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(DEVICE)
-    weight = model[0].weight.detach()
+    copied = weight = model[0].weight.detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
     def forward() -> None:
@@ -57,7 +57,6 @@ def measure() -> dict[str, dict[str, float]]:
         "a visit in forward": (forward, CALLS // LAYERS, LAYERS),
         "a layer's forward, backward and update": (train, CALLS // LAYERS, LAYERS),
     }
-    copied = weight.clone()
 
     def run() -> dict[str, float]:
         found: dict[str, list[float]] = {name: [] for name in kinds}
