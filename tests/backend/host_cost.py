@@ -89,7 +89,10 @@ def main() -> None:
     for name in rows["plain"]:
         plain, ours = (rows[where][name] for where in ("plain", "in a block"))
         sys.stdout.write(f"{name:40} plain {plain:7.1f} us, in a block {ours:7.1f} us\n")
-    write_json(options.json, {"made_by": provenance(), "microseconds": rows})
+    command = f"python tests/backend/host_cost.py --json {options.json}"
+    write_json(
+        options.json, {"made_by": {**provenance(), "command": command}, "microseconds": rows}
+    )
 
 
 if __name__ == "__main__":
