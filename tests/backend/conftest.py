@@ -23,7 +23,7 @@ else:
     WHY_NOT = ""
     exactness.HOME = accelerator.DEVICE
 torch.__future__.set_swap_module_params_on_conversion(True)  # parameters stay the same objects
-IN_TIME = ("functional", "eval", "views", "threads", "graphs")
+IN_TIME = ("functional", "eval", "views")
 """The hazards of `make test`; the others are slow."""
 
 

@@ -14,14 +14,12 @@ from dynoffload.units import KiB
 
 CASES = {case.describe(): case for case in cases(steps=3)}
 IN_TIME = {
-    "moe: AdamW foreach; host memory",
     "transformers:mixtral: AdamW foreach; no race, late queues 2, lying pilot 2",
     "transformers:qwen3-moe: AdamW fused; a file below host memory, from the accelerator",
     "moe: SGD momentum, clipping by norm, float16; host memory, from the accelerator",
     "moe: AdamW fused; the optimizer in backward, a file",
     "transformers:llama: AdamW foreach, checkpointing, not reentrant; host memory",
     "moe: AdamW fused, bfloat16 weights; the optimizer on the host, a file",
-    "depths: AdamW fused; a file below host memory, from the accelerator",
 }
 """Those of `make test`; the others are slow."""
 
