@@ -1,22 +1,25 @@
 """Where the time of a step under a budget goes: operators, our own work, waits, and the disk's.
 
-Each network trains plainly, plainly beside a process that moves the same bytes at the same rate
-(the *interference floor*), under a budget with default options, and with the optimizer in backward.
-The ways take turns on the same samples. Parts of the session's own work are timed one by one.
+Each network trains plainly, plainly again, plainly beside a process that moves the same bytes at
+the same rate (the *interference floor*), under a budget with default options, and with the
+optimizer in backward. The ways take turns on the same samples. Parts of the session's own work are
+timed one by one.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
+from dynoffload.config import OffloadConfig
 from dynoffload.doctor import measure_tiers
+from dynoffload.errors import BudgetError
 from dynoffload.experiments import step_time, traffic
 from dynoffload.experiments.clock import EVENTS, KINDS, PARTS
 from dynoffload.experiments.comparing import Table
@@ -25,10 +28,11 @@ from dynoffload.experiments.harness import Cell, Experiment, Row, check_known, o
 from dynoffload.experiments.pilot_benefit import networks
 from dynoffload.experiments.pilot_recording import learned
 from dynoffload.experiments.processes import Process
-from dynoffload.experiments.ways import BUDGETED, Spec
+from dynoffload.experiments.ways import BUDGETED, Spec, adamw, network
 from dynoffload.experiments.zoo import TRUNK
 from dynoffload.memory.spill import default_spill_dir
 from dynoffload.pilot.progress import Report
+from dynoffload.runtime.sizing import sizing_of
 from dynoffload.simulation.machine import Link
 from dynoffload.units import format_bytes, format_seconds
 
@@ -40,6 +44,13 @@ _PER_TURN = 2  # steps of a turn that count
 _REACHED = 0.9  # of the traffic that is asked for; less is remarked on
 _RECORDED = 16  # steps from which a footprint is taken
 _BASE_BUDGET = 1e9
+TIED = Spec(
+    "moe",
+    "small",
+    sizes={"vocabulary": 50_257, "tied": True, "hidden": 256, "heads": 4, "width": 512},
+    shape={"rows": 2, "length": 16},
+    threads=1,
+)
 WAYS: dict[str, dict[str, Any]] = {
     "budget": {},
     "in_backward": {"optimizer_in_backward": True},
@@ -51,18 +62,21 @@ _SHADES = ("rss", "forward", "backward", "optimizer", "fault", "evict", "plan", 
 
 @dataclass(frozen=True)
 class Case:
-    """One network under one budget: a share of its footprint, or bytes. The first steps, ``warmup``
-    of them, do not count."""
+    """One network under one budget: a share of its footprint, bytes, or 0 for the least that is
+    accepted. The first steps, ``warmup`` of them, do not count; then ``times`` as many as are
+    asked for."""
 
     spec: Spec
     budget: float
     warmup: int = 14
+    times: int = 1
 
 
 def cases() -> dict[str, Case]:
     """Return the cases by name: dynamic networks at an eighth or the least share that runs, a small
-    mixture at all of its footprint, and a mixture of 328 million parameters at 1 GB. All but the
-    last compute with one thread."""
+    mixture at all and at twice its footprint, one whose tied embedding is the largest parameter at
+    the least budget, and a mixture of 328 million parameters at 1 GB. All but the last compute with
+    one thread."""
     found = {
         case.title: Case(
             Spec(case.network, case.preset, shape=case.shape, lr=case.lr, threads=1), share
@@ -74,7 +88,9 @@ def cases() -> dict[str, Case]:
         **found,
         "Evoformer": Case(trunk, 0.125),
         "small mixture": Case(mixture, 0.125),
-        "small mixture, all": Case(mixture, 1.0),
+        "small mixture, all": Case(mixture, 1.0, times=4),
+        "small mixture, twice": Case(mixture, 2.0, times=4),
+        "tied embedding, least": Case(TIED, 0, 4),
         "base mixture, 512 tokens": Case(_base(rows=2), _BASE_BUDGET, 4),
         "base mixture, 1,024 tokens": Case(_base(rows=4), _BASE_BUDGET, 4),
     }
@@ -86,11 +102,29 @@ def _base(rows: int) -> Spec:
 
 def budget_of(case: Case, report: Report) -> tuple[int, int | None]:
     """Return the budget of a case in bytes, and the footprint if the budget is a share of it."""
-    if case.budget > 1:
+    if not case.budget:
+        return _least(case.spec), None
+    if case.budget >= _BASE_BUDGET:
         return int(case.budget), None
     with tempfile.TemporaryDirectory() as folder:
         footprint, _ = learned(case.spec, _RECORDED, report, Path(folder) / "unused.pilot")
     return int(case.budget * footprint), footprint
+
+
+def _least(spec: Spec) -> int:
+    """Return the least budget that is accepted."""
+    model = network(spec)
+    optimizer, options = adamw(model, spec), OffloadConfig()
+    budget = 1
+    while True:
+        try:
+            sizing_of(model, optimizer, budget, options)
+        except BudgetError as error:
+            if not error.lacking:
+                raise
+            budget += error.lacking
+        else:
+            return budget
 
 
 @dataclass(frozen=True)
@@ -121,7 +155,10 @@ class Overhead(Experiment[Params]):
         tiers = measure_tiers(directory, _TIER_SECONDS)
         with ExitStack() as stack:
             sides = {
-                "plain": Contestant("plain", Way(plain), required=True),
+                **{
+                    name: Contestant(name, Way(plain), required=True)
+                    for name in ("plain", "plain again")
+                },
                 **{
                     name: Contestant(
                         name,
@@ -143,7 +180,7 @@ class Overhead(Experiment[Params]):
                 for name, side in sides.items():
                     side.step(measured=False)
                     self.report(name)
-            for number in range(-(-own.steps // _PER_TURN)):
+            for number in range(-(-own.steps // _PER_TURN) * case.times):
                 for name in list(sides) if number % 2 == 0 else reversed(sides):
                     self._turn(sides[name], measured=True)
                 if not sides["budget"].why:
@@ -153,12 +190,10 @@ class Overhead(Experiment[Params]):
                 name: side.step(measured=False, do="operators").get("operators_s")
                 for name, side in sides.items()
             }
-            losses = sides["plain"].losses
             link = Link(tiers.read_bps, tiers.write_bps, tiers.mixed_bps)
-            plain_s = median_seconds(sides["plain"].steps)
             found = {
                 name: {
-                    **_summary(sides[name], losses, plain_s, link, operators[name]),
+                    **_summary(sides[name], sides["plain"], link, operators[name]),
                     "over_floor": median(ratios) if (ratios := over_floor[name]) else None,
                 }
                 for name in WAYS
@@ -166,7 +201,11 @@ class Overhead(Experiment[Params]):
         return {
             "budget_bytes": budget,
             "footprint_bytes": footprint,
-            "plain_s": plain_s,
+            "largest_bytes": max(
+                p.nbytes for p in network(replace(case.spec, meta=True)).parameters()
+            ),
+            "plain_s": median_seconds(sides["plain"].steps),
+            "plain_again": _times(sides["plain again"], sides["plain"]),
             "plain_operators_s": operators["plain"],
             "floor_rate": median(self._rates) if self._rates else None,
             "link": {"read_bps": link.read_bps, "write_bps": link.write_bps},
@@ -196,10 +235,13 @@ class Overhead(Experiment[Params]):
         moved = beside.call(traffic.end)
         self._rates.append(moved / (time.perf_counter() - begin) / sum(rates))
         found = {}
-        for name, side in ((name, sides[name]) for name in WAYS if not sides[name].why):
+        for name, side in sides.items():
+            if side is plain or side.why:
+                continue
             self._turn(side, measured=False)
             pairs = zip(side.every[-_PER_TURN:], plain.every[-_PER_TURN:], strict=True)
-            found[name] = [ours.seconds / theirs.seconds for ours, theirs in pairs]
+            if name in WAYS:
+                found[name] = [ours.seconds / theirs.seconds for ours, theirs in pairs]
         return found
 
     def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
@@ -250,10 +292,14 @@ class Overhead(Experiment[Params]):
         figure.legend(loc="outside upper center", ncols=4, frameon=False)
 
 
-def _summary(
-    side: Contestant, losses: Sequence[str], plain_s: float, link: Link, operators_s: float | None
-) -> Row:
-    result = side.result(losses)
+def _times(side: Contestant, plain: Contestant) -> float:
+    """Return the median of a side's times over plain ones of the same samples."""
+    pairs = zip(side.steps, plain.steps, strict=True)
+    return median(ours.seconds / theirs.seconds for ours, theirs in pairs)
+
+
+def _summary(side: Contestant, plain: Contestant, link: Link, operators_s: float | None) -> Row:
+    result = side.result(plain.losses)
     if result.seconds is None:
         return {"why": result.why, "seconds": None}
     moving = result.bytes_in / link.read_bps, result.bytes_out / link.write_bps
@@ -270,8 +316,9 @@ def _summary(
     return {
         "why": "",
         "seconds": result.seconds,
+        "over_plain": _times(side, plain),
         "moving_s": moving_s,
-        "over_limit": result.seconds / max(plain_s, moving_s),
+        "over_limit": result.seconds / max(median_seconds(plain.steps), moving_s),
         "operators_s": operators_s,
         "stall_s": result.stall_s,
         "bytes_in": result.bytes_in,
@@ -302,9 +349,11 @@ _STEPS: dict[str, Cell] = {
     "network": lambda row: row["case"],
     "way": lambda row: row["way"].replace("_", " "),
     "budget": lambda row: format_bytes(row["budget_bytes"]),
+    "of the largest parameter": lambda row: f"{row['budget_bytes'] / row['largest_bytes']:.2f}",
     "plain": lambda row: format_seconds(row["plain_s"]),
     "a step": lambda row: format_seconds(row["seconds"]),
-    "over plain": lambda row: f"{row['seconds'] / row['plain_s']:.2f}",
+    "plain again, over plain": lambda row: f"{row['plain_again']:.2f}",
+    "over plain": lambda row: f"{row['over_plain']:.2f}",
     "over max(plain, bytes / bandwidth)": lambda row: f"{row['over_limit']:.2f}",
     "over floor": lambda row: "–" if (f := row["over_floor"]) is None else f"{f:.2f}",
     "stall": lambda row: format_seconds(row["stall_s"]),

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from exactness import needs_pager
 
+from dynoffload.config import OffloadConfig
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import overhead
 from dynoffload.experiments.clock import EVENTS, KINDS, PARTS
 from dynoffload.experiments.harness import carry_out
-from dynoffload.experiments.overhead import WAYS, Case, Overhead, Params, cases
-from dynoffload.experiments.ways import Spec
+from dynoffload.experiments.overhead import TIED, WAYS, Case, Overhead, Params, budget_of, cases
+from dynoffload.experiments.ways import Spec, adamw, network
+from dynoffload.runtime.sizing import sizing_of
 
 
 @needs_pager
@@ -38,6 +41,8 @@ def test_where_the_time_of_a_step_goes(tmp_path: Path, monkeypatch: pytest.Monke
         assert all(way["events_s"][event] > 0 for event in EVENTS)
     assert row["ways"]["budget"]["kinds"]["gradient"] > 0
     assert row["ways"]["in_backward"]["kinds"]["gradient"] == 0
+    assert row["plain_again"] > 0
+    assert row["budget_bytes"] >= row["largest_bytes"]
     assert (tmp_path / "overhead.svg").stat().st_size > 0
 
 
@@ -56,7 +61,18 @@ def test_a_budget_under_which_nothing_moves_has_no_floor(
     assert row["ways"]["budget"]["losses_equal"] is True
 
 
+def test_the_least_budget_is_that_of_an_operator() -> None:
+    """An update of a tied embedding as a whole would take four times its bytes."""
+    spec = replace(TIED, sizes={**TIED.sizes, "vocabulary": 20_011})
+    budget, footprint = budget_of(Case(spec, 0), lambda _: None)
+    assert footprint is None
+    assert budget <= 1.6 * 20_011 * 256 * 4
+    model = network(spec)
+    sizing = sizing_of(model, adamw(model, spec), budget, OffloadConfig())
+    assert sizing.flat
+
+
 def test_a_case_that_there_is_not_is_refused() -> None:
-    assert len(cases()) == 11
+    assert len(cases()) == 13
     with pytest.raises(ConfigError, match="base mixture, 512 tokens"):
         Overhead(Params(only=("none",))).cases()
