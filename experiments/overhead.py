@@ -28,7 +28,7 @@ from dynoffload.experiments.harness import Cell, Experiment, Row, check_known, o
 from dynoffload.experiments.pilot_benefit import networks
 from dynoffload.experiments.pilot_recording import learned
 from dynoffload.experiments.processes import Process
-from dynoffload.experiments.ways import BUDGETED, Spec, adamw, network
+from dynoffload.experiments.ways import BUDGETED, Spec, adamw, network, samples
 from dynoffload.experiments.zoo import TRUNK
 from dynoffload.memory.spill import default_spill_dir
 from dynoffload.pilot.progress import Report
@@ -38,6 +38,7 @@ from dynoffload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from torch import Tensor
 
 _TIER_SECONDS = 0.5
 _PER_TURN = 2  # steps of a turn that count
@@ -127,6 +128,27 @@ def _least(spec: Spec) -> int:
             return budget
 
 
+def of_saved(spec: Spec) -> float:
+    """Return the share of masks and integers in the bytes that autograd saves of one sample."""
+    model, sample = network(spec), next(samples(replace(spec, split="held-out")))
+    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept, sizes = [], {True: 0, False: 0}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            known.add(storage.data_ptr())
+            kept.append(storage)  # or its address would return
+            sizes[tensor.is_floating_point()] += storage.nbytes()
+        return tensor
+
+    from torch.autograd.graph import saved_tensors_hooks
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        sample.call(model)
+    return sizes[False] / sum(sizes.values())
+
+
 @dataclass(frozen=True)
 class Params:
     """Options of the experiment."""
@@ -205,6 +227,7 @@ class Overhead(Experiment[Params]):
                 p.nbytes for p in network(replace(case.spec, meta=True)).parameters()
             ),
             "plain_s": median_seconds(sides["plain"].steps),
+            "integers": of_saved(case.spec),
             "plain_again": _times(sides["plain again"], sides["plain"]),
             "plain_operators_s": operators["plain"],
             "floor_rate": median(self._rates) if self._rates else None,
@@ -374,4 +397,5 @@ _KINDS: dict[str, Cell] = {
     "network": lambda row: row["case"],
     "way": lambda row: row["way"].replace("_", " "),
     **{kind: _number("kinds", kind, 1e-6, 0) for kind in KINDS},
+    "integers and masks, of all saved": lambda row: f"{row['integers']:.2%}",
 }

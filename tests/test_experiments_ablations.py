@@ -15,6 +15,7 @@ from dynoffload.experiments.overhead import Case
 from dynoffload.experiments.ways import Spec
 
 
+@pytest.mark.slow
 @needs_pager
 def test_each_part_is_switched_off_and_bits_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
