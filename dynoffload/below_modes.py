@@ -114,7 +114,8 @@ def call_below(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
     composite, casts, *_ = _choices_of(func)
     whole = composite and torch.is_inference_mode_enabled()
     if not whole and not casts:
-        return func(*args, **kwargs)
+        with torch._C._DisableTorchDispatch():
+            return func(*args, **kwargs)
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined] # as above the mode
         on = [key for kind, key in _AUTOCAST.items() if torch.is_autocast_enabled(kind)]
     with ExitStack() as keys:
@@ -122,6 +123,7 @@ def call_below(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
             if not _has_kernel(func, key):
                 keys.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
         keys.enter_context(noting_views(func))
+        keys.enter_context(torch._C._DisableTorchDispatch())
         return func(*args, **kwargs)
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from programs import script as script
 
+from dynoffload.memory.accelerator.guarded import fit
 from dynoffload.memory.device import Device
 from dynoffload.memory.mapped import MappedFile
 from dynoffload.memory.pager import Pager, probe
@@ -82,16 +83,16 @@ def _accelerator(
     from emulated import Watcher, emulated
 
     from dynoffload.memory.accelerator.accelerator import Accelerator
-    from dynoffload.runtime.residency import Residence
+    from dynoffload.runtime.residency import Residency
 
     with emulated(seed) as streams:
         device = Accelerator(streams, capacity, spill_dir, page_bytes=page, **options)
         with Watcher(streams, lambda storage: device.owner(storage) >= 0):
-            residence = Residence(device)
+            residency = Residency(device)
             try:
                 yield device
             finally:
-                residence.end()
+                residency.end()
         device.close()
 
 
@@ -99,7 +100,7 @@ def view(device: Device, region: int) -> torch.Tensor:
     """Return a region's bytes as a tensor."""
     if not device.serves:
         device.touch([region])
-    return torch.empty(0, dtype=torch.uint8).set_(device.storage(region))
+    return fit(torch.empty(0, dtype=torch.uint8).set_(device.storage(region)))
 
 
 def byte_at(address: int) -> torch.Tensor:

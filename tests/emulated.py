@@ -28,10 +28,12 @@ from torch.utils._pytree import tree_leaves
 
 from dynoffload.below_modes import call_below
 from dynoffload.memory.accelerator.accelerator import Accelerator
+from dynoffload.memory.accelerator.guarded import is_guarded
 from dynoffload.memory.accelerator.storages import RowStorage
-from dynoffload.runtime import opening, target
+from dynoffload.runtime import opening, over_rows, residency, target
 
 COMPUTE, IN, OUT = range(3)
+_CALLERS = (residency, over_rows)
 _POISON = 0xFB  # as float32 -2.6e36, as an index far outside
 _QUEUES = ("compute", "copy in", "copy out")
 
@@ -300,17 +302,33 @@ class Watcher(TorchDispatchMode):
         owns: whether a storage is a region's.
     """
 
-    is_of_residency = True  # as the mode above it: what it sees is to be seen in updates too
-
     def __init__(self, queues: Emulated, owns: Callable[[torch.UntypedStorage], bool]) -> None:
         super().__init__()
         self._queues, self._owns = queues, owns
         self.seen = 0
+        self._patches = [mock.patch.object(one, "call_below", self.below) for one in _CALLERS]
+
+    def __enter__(self) -> Any:
+        for one in self._patches:
+            one.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        for one in self._patches:
+            one.stop()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        leaves = map(_plain, tree_leaves((args, kwargs)))
+        if any(isinstance(leaf, torch.Tensor) and is_guarded(leaf) for leaf in leaves):
+            return func(*args, **kwargs)  # it comes below
+        return self.below(func, args, kwargs)
+
+    def below(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an operator whose regions are there."""
         if str(func) in self._queues.full_for:
             self._queues.full_for.remove(str(func))
             raise torch.OutOfMemoryError(f"the emulated accelerator has no memory for {func}")

@@ -21,10 +21,11 @@ from exactness import assert_same
 from dynoffload.errors import BudgetError, SpillError
 from dynoffload.memory.accelerator import host as host_tier
 from dynoffload.memory.accelerator.accelerator import Accelerator
+from dynoffload.memory.accelerator.guarded import fit
 from dynoffload.memory.accelerator.pool import PAGE
 from dynoffload.planning.lookahead import LookAhead
 from dynoffload.planning.schedule import Use
-from dynoffload.runtime.residency import Residence
+from dynoffload.runtime.residency import Residency
 
 
 @pytest.fixture
@@ -356,12 +357,12 @@ def test_lists_that_do_not_fit_together_are_given_part_by_part(device: Accelerat
     """Each of five tensors takes three of the eight pages."""
     regions = [device.allocate(3 * PAGE) for _ in range(5)]
     expected = [torch.arange(3 * PAGE // 4, dtype=torch.float32) + number for number in range(5)]
-    residence = Residence(device)
+    residency = Residency(device)
     try:
         tensors = []
         for region, values in zip(regions, expected, strict=True):
             device.acquire([region])
-            tensors.append(torch.empty(0).set_(device.storage(region), 0, values.shape, (1,)))
+            tensors.append(fit(torch.empty(0).set_(device.storage(region), 0, values.shape, (1,))))
             tensors[-1].copy_(values)
         norms = torch._foreach_norm(tensors)
         torch._foreach_mul_(tensors, 2.0)
@@ -369,7 +370,7 @@ def test_lists_that_do_not_fit_together_are_given_part_by_part(device: Accelerat
         made = torch._foreach_mul(tensors, [1.0, 2.0, 3.0, 4.0, 5.0])
         found = [one.clone() for one in tensors]
     finally:
-        residence.end()
+        residency.end()
     its = torch._foreach_norm(expected)
     torch._foreach_mul_(expected, 2.0)
     torch._foreach_add_(expected, its)

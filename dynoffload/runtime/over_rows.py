@@ -18,11 +18,11 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynoffload.below_modes import call_below, noting_views
 from dynoffload.errors import BackendError
 from dynoffload.memory.accelerator.accelerator import Accelerator
+from dynoffload.memory.accelerator.guarded import Handler
 from dynoffload.memory.accelerator.rows import NOBODYS, Row, bytes_of
 from dynoffload.runtime.counting import parts_of
 from dynoffload.runtime.operators import (
@@ -83,11 +83,11 @@ class OverRows:
 
     Args:
         device: the rows' device.
-        mode: the mode that intercepts operators; decomposed operators run in it.
+        again: runs an operator on parts of its arguments.
     """
 
-    def __init__(self, device: Accelerator, mode: TorchDispatchMode) -> None:
-        self._device, self._mode = device, mode
+    def __init__(self, device: Accelerator, again: Handler) -> None:
+        self._device, self._again = device, again
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator with arguments over rows.
@@ -98,7 +98,7 @@ class OverRows:
             SpillError: the file cannot be read or written.
         """
         if _is_composite(func):
-            with self._mode, noting_views(func):
+            with noting_views(func):
                 return func.decompose(*args, **kwargs)
         if _touches_no_byte(func):
             return call_below(func, args, kwargs)
@@ -252,9 +252,8 @@ class OverRows:
             piece = functools.partial(cut.piece, number=number)
             if written and self._settles(func, piece(written[0]), stays):
                 continue
-            made = self._mode.__torch_dispatch__(  # type: ignore[no-untyped-call]
+            made = self._again(
                 func,
-                (),
                 replaced(args, piece, torch.Tensor),
                 replaced(kwargs, piece, torch.Tensor),
             )

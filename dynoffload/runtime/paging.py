@@ -35,7 +35,7 @@ from dynoffload.runtime.migration.migrator import Migrator
 from dynoffload.runtime.opening import Setup, open_device
 from dynoffload.runtime.placing import is_held, leave_for_meta
 from dynoffload.runtime.recording import Recording
-from dynoffload.runtime.residency import Residence
+from dynoffload.runtime.residency import Residency
 from dynoffload.runtime.sizing import enough_for, lowest_for
 from dynoffload.runtime.stepping import Stepping
 from dynoffload.runtime.unseen import unseen
@@ -72,7 +72,6 @@ class Paging(Stepping):
         self._undoes = True  # closing moves parameters back to the meta device
         self._guarding = contextlib.ExitStack()  # ends the guard thread
         self._undo = contextlib.ExitStack()  # callbacks for the end, last first
-        self._residence: Residence | None = None
         try:
             self._open(setup)
             self._start(setup.config)
@@ -97,8 +96,7 @@ class Paging(Stepping):
         self.device = open_device(setup)
         self._undo.callback(self._end_device)
         if isinstance(self.device, Accelerator):
-            self._residence = Residence(self.device)
-            self._undo.callback(self._residence.stop)
+            self._undo.callback(Residency(self.device).end)
         check_host(self.optimizer, self.device)
         if config.optimizer_in_backward:
             ranks = bool(setup.replicas or groups_of(self.model))
@@ -151,8 +149,7 @@ class Paging(Stepping):
         self._watch()
         self._changes.begin(self.model)
         if self.updates is not None and isinstance(self.device, Accelerator):
-            assert self._residence is not None
-            self.device.on_locked = self._residence.heard(self.updates.pending.meet)
+            self.device.on_locked = self.updates.pending.meet
         elif self.updates is not None and self.device.guarded:
             self._begin_guard(self.updates.pending)
 
@@ -185,7 +182,6 @@ class Paging(Stepping):
             defer=config.defer_updates == "auto",
             in_backward=config.optimizer_in_backward,
             log=log,
-            hear=self._hear,
             check=self._check_step,
             on_whole=self._begin_whole_step,
             on_step=self._end_step,
@@ -283,13 +279,7 @@ class Paging(Stepping):
 
     # A forward
 
-    def _hear(self) -> None:
-        """Intercept operators of this thread, which may touch paged tensors."""
-        if self._residence is not None:
-            self._residence.here()
-
     def enter(self) -> None:
-        self._hear()
         self.loss.check()
         if self._in_backward is not None:
             self._in_backward.check()
@@ -373,8 +363,6 @@ class Paging(Stepping):
                 self._undo.close()
         finally:
             self._recording.stay()  # it would keep the device
-            if self._residence is not None:  # outside of the inference_mode guard
-                self._residence.end()
 
     def _end_device(self) -> None:
         """Close the device, or keep it while external references to its memory remain."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from dynoffload.errors import ConfigError
+from dynoffload.memory.accelerator.guarded import fit, unguard
 
 _CPU = torch.device("cpu")
 
@@ -21,6 +22,7 @@ def put(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Make ``tensor`` hold ``data``, maybe on another device."""
     if torch._has_compatible_shallow_copy_type(tensor, data):
         tensor.data = data
+        fit(tensor)
     elif isinstance(tensor, nn.Parameter):
         put_in_place(tensor, data)
     else:
@@ -29,9 +31,10 @@ def put(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 def put_in_place(parameter: nn.Parameter, data: torch.Tensor) -> None:
     """Make ``parameter`` hold ``data``, on another device."""
-    made = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    made = nn.Parameter(unguard(data), requires_grad=parameter.requires_grad)
     made.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, made)  # type: ignore[no-untyped-call]
+    fit(parameter)
 
 
 def to_meta(parameter: nn.Parameter) -> None:

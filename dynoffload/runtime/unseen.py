@@ -2,7 +2,7 @@
 
 Tensors are packed, moved and adopted inside the user's forward, backward and step. The user's
 dispatch and function modes, such as that of `torch.utils.flop_counter.FlopCounterMode`, and torch's
-profiler see only the operators of the training loop. The dispatch guard's modes stay on.
+profiler see only the operators of the training loop.
 """
 
 from __future__ import annotations
@@ -11,15 +11,12 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
+from torch.utils._python_dispatch import _disable_current_modes
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -37,19 +34,11 @@ class _OfThread(threading.local):
 _of_thread = _OfThread()
 
 
-def modes_of_residency() -> list[Any]:
-    """Return the active dispatch modes of the dispatch guard."""
-    if not _count_dispatching():
-        return []
-    modes = _get_current_dispatch_mode_stack()
-    return [mode for mode in modes if getattr(mode, "is_of_residency", False)]
-
-
 def is_watched() -> bool:
     """Return whether a user mode or profiler sees the operators of this thread. A default device on
     the CPU does not count."""
-    dispatching, functions = _count_dispatching(), _count_functions()
-    if _profiled() or (dispatching and len(modes_of_residency()) < dispatching):
+    functions = _count_functions()
+    if _profiled() or _count_dispatching():
         return True
     return functions > 0 and not all(
         isinstance(mode, DeviceContext) and mode.device.type == "cpu"
@@ -73,10 +62,7 @@ def hidden() -> Iterator[None]:
     """Hide what this thread does from user modes and profilers."""
     with contextlib.ExitStack() as undo:
         if _count_dispatching():
-            ours = modes_of_residency()
             undo.enter_context(_disable_current_modes())
-            for mode in ours:
-                undo.enter_context(mode)
         if _count_functions():
             undo.enter_context(torch._C.DisableTorchFunction())
         if _profiled():

@@ -17,6 +17,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from dynoffload.memory.accelerator.guarded import unguard
 from dynoffload.memory.accelerator.region import DeviceRegion
 from dynoffload.memory.accelerator.storages import RowStorage
 from dynoffload.memory.accelerator.streams import hidden
@@ -209,6 +210,7 @@ class Rows(RegionCache[DeviceRegion]):
                 place = tensor.storage_offset(), tensor.size(), tensor.stride()
                 empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
                 tensor.data = empty.set_(whole, *place)
+                unguard(tensor)
             left = users_of(row.storage) - 1
             if left:
                 logger.warning(

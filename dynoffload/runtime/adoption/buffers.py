@@ -18,10 +18,12 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from dynoffload.errors import BudgetError
 from dynoffload.memory import heap
+from dynoffload.memory.accelerator.guarded import kind_of
 from dynoffload.memory.device import Device
 from dynoffload.memory.region_allocator import users_of
 from dynoffload.runtime.adoption.held import is_between_processes, references
 from dynoffload.runtime.adoption.store import bytes_of, offset_of, view_of
+from dynoffload.runtime.placing import put
 from dynoffload.units import MiB, format_bytes
 
 _LEFT_IN_HEAP = 32 * MiB  # of moved state, above which freed heap memory returns to the system
@@ -116,7 +118,7 @@ class Buffers:
         bytes_of(ours).copy_(bytes_of(storage))
         made = view_of(ours, tensor, offset_of(tensor))
         if tensor._base is None:
-            tensor.data = made
+            put(tensor, made)
         elif not _swap(tensor, made):  # setting `data` would leave the old memory to its base
             del made, ours
             self._device.release(region)
@@ -129,7 +131,7 @@ class Buffers:
             or buffer.device != self._device.device
             or buffer.is_inference()
             or buffer.requires_grad
-            or type(buffer) is not torch.Tensor
+            or kind_of(buffer) is not torch.Tensor
         ):
             return False
         storage = buffer.untyped_storage()

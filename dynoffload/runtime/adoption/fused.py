@@ -259,7 +259,7 @@ class FusedStore:
             or self.is_held(fused.row)
         ):
             return
-        fused.parameter.data = self.filled(fused, fused.row, data)
+        put(fused.parameter, self.filled(fused, fused.row, data))
 
     # Copying out
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from dynoffload.distributed.sharded import aliases_of
+from dynoffload.memory.accelerator.guarded import kind_of
 from dynoffload.memory.local import local, local_bytes
 from dynoffload.memory.region_allocator import users_of
 from dynoffload.memory.reused import is_reused
@@ -103,7 +104,7 @@ def held_text(model: nn.Module) -> str:
     name, first = next(named, ("", None))
     if not name:
         return ""
-    kind = "" if type(first) is nn.Parameter else f" ({type(first).__name__})"
+    kind = "" if kind_of(first) is nn.Parameter else f" ({type(first).__name__})"
     nbytes = sum(local_bytes(parameter) for parameter in held)
     return (
         f"; {format_bytes(nbytes)} of parameters stay in memory because something else holds it "

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from dynoffload.memory import heap
+from dynoffload.memory.accelerator.guarded import fit
 from dynoffload.memory.accelerator.storages import size_of
 from dynoffload.memory.device import Device
 from dynoffload.memory.local import is_spread, is_wrapper, local, local_bytes
@@ -35,7 +36,7 @@ _OWN_USERS = 2  # users of a parameter's storage: its own Python object, and the
 def view_of(storage: torch.UntypedStorage, like: torch.Tensor, offset: int = 0) -> torch.Tensor:
     """Return a tensor over ``storage`` with the dtype, shape and strides of ``like``."""
     empty = torch.empty(0, dtype=like.dtype, device=storage.device)
-    return empty.set_(storage, offset, like.size(), like.stride())
+    return fit(empty.set_(storage, offset, like.size(), like.stride()))
 
 
 def offset_of(tensor: torch.Tensor) -> int:
@@ -228,7 +229,7 @@ class Store:
             ours = self._device.storage(region)
         self._device.acquire([slot.region])
         bytes_of(ours, 0, storage.nbytes()).copy_(bytes_of(storage))
-        slot.parameter.data = view_of(ours, data, offset_of(data))
+        put(slot.parameter, view_of(ours, data, offset_of(data)))
         return True
 
     def adopt_data(self, slot: Slot) -> None:

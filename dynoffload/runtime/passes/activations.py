@@ -58,6 +58,7 @@ from dynoffload.runtime.passes.saved import (
     name_of_kind,
     without_lazy_bits,
 )
+from dynoffload.runtime.placing import put
 from dynoffload.runtime.unseen import unseen
 from dynoffload.units import KiB, format_bytes
 
@@ -365,7 +366,7 @@ class Activations:
                     cast = cast_that_autocast_keeps(tensor)
                     if cast is not None:
                         begin = offset // cast.element_size() + offset_of(cast)
-                        cast.data = view_of(ours, cast, begin)
+                        put(cast, view_of(ours, cast, begin))
                 else:
                     packed.raw_in(ours).copy_(without_lazy_bits(tensor))
         finally:

@@ -23,6 +23,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from dynoffload.memory.accelerator.guarded import fit, kind_of
 from dynoffload.memory.region_allocator import users_of
 from dynoffload.runtime.adoption.store import offset_of
 from dynoffload.runtime.counting import parts_of
@@ -121,7 +122,7 @@ class Packed:
 
     def unpack(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return the saved tensor; ``storage`` is that of its chunk's region."""
-        raw = self._with_strides(self.raw_in(storage))
+        raw = fit(self._with_strides(self.raw_in(storage)))
         if self.conj:
             raw = torch._conj(raw)
         return torch._neg_view(raw) if self.neg else raw
@@ -220,7 +221,7 @@ def is_plain(tensor: torch.Tensor, device_type: str) -> bool:
 
 def is_of_a_subclass(tensor: torch.Tensor) -> bool:
     """Return whether unpacking must return this same object; see [Note: subclasses]."""
-    return type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not tensor.requires_grad
+    return kind_of(tensor) not in (torch.Tensor, torch.nn.Parameter) and not tensor.requires_grad
 
 
 def witness_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -332,6 +333,6 @@ def memory_of(tensor: torch.Tensor, device_type: str) -> tuple[list[torch.Untype
 
 def name_of_kind(tensor: torch.Tensor) -> str:
     """Return what a tensor that stays in place is called in messages."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if kind_of(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"a {type(tensor).__name__}"
     return "a sparse tensor" if tensor.layout in _SPARSE else "a tensor"

@@ -68,7 +68,6 @@ class DeferredOptimizer:
         in_backward: whether updates are made in backward.
         log: keeps what a step overwrites, so that an interrupted step is undone; or None. With a
             log, a step's updates are all made before the next step's.
-        hear: called first in each user ``step()``, outside `uninterrupted` and `unseen`.
         check: called before each user ``step()``; may raise to refuse it.
         on_whole: called before the optimizer's own code runs over all parameters at once.
         on_step: called after each user ``step()``.
@@ -90,7 +89,6 @@ class DeferredOptimizer:
         defer: bool,
         in_backward: bool,
         log: UndoLog | None,
-        hear: Callable[[], None],
         check: Callable[[], None],
         on_whole: Callable[[], None],
         on_step: Callable[[], None],
@@ -99,7 +97,7 @@ class DeferredOptimizer:
         self.optimizer = optimizer
         self._store, self._device = store, device
         self._defer = defer and device.guarded
-        self._hear, self._check, self._on_step = hear, check, on_step
+        self._check, self._on_step = check, on_step
         self._groups: list[Group] | None = None
         paged = PagedOptimizer(optimizer, store, rows, device, failure)
         self.pending = PendingUpdates(paged, locks=self._defer)
@@ -228,7 +226,6 @@ class DeferredOptimizer:
         return handle
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        self._hear()
         if self._whole is not None:
             return self._whole.begin(args, kwargs)
         if not self.splits:

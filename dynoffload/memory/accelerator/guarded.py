@@ -1,0 +1,171 @@
+"""Guards: torch calls Python for an operator that touches a guarded tensor, and for no other.
+
+Tensors over regions of an accelerator are guarded, so that a region is there before an operator
+needs it. A guarded tensor is the same object as before, with its graph, its version and its
+references. It has another class, which has a ``__torch_dispatch__``, and the dispatch key `Python`.
+Views of it are guarded too.
+
+[Note: the key]  Torch sets that key as it makes a tensor of such a class; no function sets it
+later. So its bit is written to where a tensor keeps its keys. The place is found by comparing the
+memory of some tensors with their keys, and each tensor is checked once its bit is set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import optimizer as of_optimizers
+from torch.utils import _foreach_utils as of_foreach
+
+from dynoffload.errors import BackendError
+from dynoffload.memory.accelerator.storages import RegionStorage, RowStorage
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Runs an operator with guarded arguments."""
+
+_Key = torch._C.DispatchKey
+_WORDS = 32  # of a tensor's memory that are searched for its keys
+_KEYS = 0
+for _one in (_Key.Python, _Key.PythonTLSSnapshot):
+    _KEYS |= torch._C.DispatchKeySet(_one).raw_repr()
+_SHOWN = ("__repr__", "__reduce_ex__", "__deepcopy__", "tolist")
+
+handlers: list[Handler] = []
+"""Of the sessions; each is called by the next."""
+
+
+def _dispatch(
+    _: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+) -> Any:
+    return (handlers[-1] if handlers else _call)(func, args, kwargs or {})
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with torch._C._DisableTorchDispatch():
+        return func(*args, **kwargs)
+
+
+@functools.cache
+def _guarded(kind: type[torch.Tensor]) -> type[torch.Tensor]:
+    """Return the class of guarded tensors of class ``kind``."""
+    members: dict[str, Any] = {
+        "__torch_dispatch__": classmethod(_dispatch),
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "unguarded": kind,
+        **{name: _shown(kind, name) for name in _SHOWN},
+    }
+    if kind.__torch_function__ is torch.Tensor.__torch_function__ and kind is torch.Tensor:
+        members["__torch_function__"] = torch._C._disabled_torch_function_impl
+    made = type(kind)(kind.__name__, (kind,), members)
+    for known in (of_optimizers._foreach_supported_types, of_foreach._foreach_supported_types):
+        if kind in known:
+            known.append(made)  # as DTensor does
+    return made
+
+
+def _shown(kind: type[torch.Tensor], name: str) -> Any:
+    """Return a method that asks the tensor without its guard, whose bytes it has brought."""
+    inherited = getattr(kind, name)
+
+    @functools.wraps(inherited)
+    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        with _off(self) as shown:
+            return getattr(kind, name)(shown, *args, **kwargs)
+
+    return method
+
+
+@contextlib.contextmanager
+def _off(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield ``tensor`` without its guard while its region is there; a copy if it is over a row."""
+    storage = tensor.untyped_storage()
+    if isinstance(storage, RegionStorage) and storage.bring is not None:
+        storage.bring(False)
+    unguard(tensor)
+    try:
+        yield tensor
+    finally:
+        guard(tensor)
+
+
+@functools.cache
+def _place() -> int:
+    """Return how many bytes into a tensor its keys are; see [Note: the key].
+
+    Raises:
+        BackendError: they are not found.
+    """
+    samples = [
+        torch.zeros(1),
+        torch.zeros(1, dtype=torch.complex64).conj(),
+        torch.zeros(1, device="meta"),
+        torch.zeros(1).to_sparse(),
+        nn.Parameter(torch.zeros(1)),
+    ]
+    places = set(range(_WORDS))
+    for one in samples:
+        words = (ctypes.c_uint64 * _WORDS).from_address(one._cdata)
+        keys = torch._C._dispatch_keys(one).raw_repr()
+        places &= {number for number, word in enumerate(words) if word == keys}
+    if len(places) != 1:
+        raise BackendError(
+            f"torch {torch.__version__} keeps the dispatch keys of a tensor where dynoffload does "
+            "not find them: use another release of torch, or train on the CPU"
+        )
+    return places.pop() * ctypes.sizeof(ctypes.c_uint64)
+
+
+def is_guarded(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is guarded."""
+    return hasattr(type(tensor), "unguarded")
+
+
+def kind_of(tensor: torch.Tensor) -> type:
+    """Return the class of ``tensor``, without its guard."""
+    kind = type(tensor)
+    return getattr(kind, "unguarded", kind)
+
+
+def is_paged(storage: torch.UntypedStorage) -> bool:
+    """Return whether a storage is that of a region or of a row of an accelerator."""
+    if isinstance(storage, RegionStorage):
+        return storage.bring is not None
+    return isinstance(storage, RowStorage)
+
+
+def guard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor``, guarded from now on."""
+    if not is_guarded(tensor):
+        tensor.__class__ = _guarded(type(tensor))  # type: ignore[assignment]
+        _set(tensor, on=True)
+    elif not torch._C._dispatch_keys(tensor).has(_Key.Python):
+        _set(tensor, on=True)
+    return tensor
+
+
+def unguard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor``, not guarded any more."""
+    if is_guarded(tensor):
+        _set(tensor, on=False)
+        tensor.__class__ = type(tensor).unguarded  # type: ignore[attr-defined]
+    return tensor
+
+
+def fit(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor``, guarded if and only if it is over a region or a row."""
+    if tensor.layout is torch.strided and not tensor.is_meta and is_paged(tensor.untyped_storage()):
+        return guard(tensor)
+    return unguard(tensor)
+
+
+def _set(tensor: torch.Tensor, *, on: bool) -> None:
+    word = ctypes.c_uint64.from_address(tensor._cdata + _place())
+    word.value = word.value | _KEYS if on else word.value & ~_KEYS
+    assert torch._C._dispatch_keys(tensor).has(_Key.Python) is on
