@@ -128,6 +128,8 @@ class BudgetedSession(Session):
 
     def _outside_bytes(self, device: Device | None) -> int:
         buckets = beside(self._wrappers, device, self.sizing.bucket_bytes)
+        if isinstance(self._mode, Resident):
+            return self._mode.outside_bytes() + buckets
         return ordinary_bytes(self.model, self.optimizer, device) + buckets
 
     def _log_plan(self, paging: Paging, spill_reason: str) -> None:

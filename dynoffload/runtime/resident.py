@@ -24,8 +24,9 @@ from torch.optim import Optimizer
 
 from dynoffload.memory.heap import live_bytes
 from dynoffload.memory.limits import resident_bytes
+from dynoffload.memory.local import local_bytes
 from dynoffload.runtime.adoption.changes import Changes
-from dynoffload.runtime.counting import state_tensors, whole_bytes
+from dynoffload.runtime.counting import ordinary_bytes, state_tensors, whole_bytes
 from dynoffload.runtime.modes import Mode
 from dynoffload.runtime.overlap import gradient_bytes
 from dynoffload.runtime.paging import Paging
@@ -122,6 +123,7 @@ class Resident(Mode):
         self._too_large = False
         self._stepped = False  # since the last sample
         self._changes = Changes()
+        self._ordinary: tuple[tuple[int, ...], int] | None = None
         self._watch()
         hook: Any = None if fit.optimizer is None else fit.optimizer.register_step_post_hook
         self._handle = None if hook is None else hook(lambda *_: self._end_step())
@@ -141,9 +143,20 @@ class Resident(Mode):
 
     def _watch(self) -> None:
         self._fit.count()
+        self._ordinary = None
         self._changes.begin(self._fit.model)
         self._parameters = list(self._fit.model.parameters())
         self._seen = self._counts()
+
+    def outside_bytes(self) -> int:
+        """Return the bytes of the model's tensors. All but gradients are counted again only once
+        there are more or fewer: that takes milliseconds."""
+        buffers = sum(local_bytes(one) for one in self._fit.model.buffers())
+        gradients, counts = gradient_bytes(self._parameters), (buffers, *self._counts())
+        if self._ordinary is None or self._ordinary[0] != counts:
+            whole = ordinary_bytes(self._fit.model, self._fit.optimizer)
+            self._ordinary = counts, whole - gradients
+        return self._ordinary[1] + gradients
 
     def _counts(self) -> tuple[int, int, int]:
         """Return counts that show whether more is trained: some 0.2 microseconds a parameter."""
