@@ -87,7 +87,7 @@ def _accelerator(
 
     with emulated(seed) as streams:
         device = Accelerator(streams, capacity, spill_dir, page_bytes=page, **options)
-        with Watcher(streams, lambda storage: device.owner(storage) >= 0):
+        with Watcher(streams, lambda storage: device.owner(storage) >= 0).watching():
             residency = Residency(device)
             try:
                 yield device

@@ -24,13 +24,14 @@ from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _stack
 from torch.utils._pytree import tree_leaves
 
 from dynoffload.below_modes import call_below
 from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.accelerator.guarded import is_guarded
 from dynoffload.memory.accelerator.storages import RowStorage
-from dynoffload.runtime import opening, over_rows, residency, target
+from dynoffload.runtime import opening, over_rows, residency, target, unseen
 
 COMPUTE, IN, OUT = range(3)
 _CALLERS = (residency, over_rows)
@@ -306,17 +307,17 @@ class Watcher(TorchDispatchMode):
         super().__init__()
         self._queues, self._owns = queues, owns
         self.seen = 0
-        self._patches = [mock.patch.object(one, "call_below", self.below) for one in _CALLERS]
 
-    def __enter__(self) -> Any:
-        for one in self._patches:
-            one.start()
-        return super().__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        for one in self._patches:
-            one.stop()
+    @contextmanager
+    def watching(self) -> Iterator[Watcher]:
+        """See all operators of this thread, and those on regions of others."""
+        below = [mock.patch.object(one, "call_below", self.below) for one in _CALLERS]
+        count = unseen._count_dispatching
+        others = mock.patch.object(  # it is nobody's who looks at a session
+            unseen, "_count_dispatching", lambda: count() - (self in _stack())
+        )
+        with below[0], below[1], others, self:
+            yield self
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -407,7 +408,7 @@ def accelerated(
             mock.patch.object(target, "_place_of", place),
             mock.patch.object(target, "open_streams", return_value=queues),
             mock.patch.object(opening, "Accelerator", opened),
-            Watcher(queues, owns) if watched else nullcontext() as seen,
+            Watcher(queues, owns).watching() if watched else nullcontext() as seen,
         ):
             yield queues
         assert made, "no session began"

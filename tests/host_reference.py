@@ -211,7 +211,7 @@ class Pair:
 def racing(seed: int = 0, **options: Any) -> Iterator[Emulated]:
     """Open an emulated accelerator that looks at what operators do, too."""
     with emulated(seed, **options) as queues:
-        with Watcher(queues, queues.knows) as watcher:
+        with Watcher(queues, queues.knows).watching() as watcher:
             yield queues
         assert watcher.seen > 0, "nothing was seen: this shows nothing"
         assert queues.host_bytes == 0, "host memory is left"

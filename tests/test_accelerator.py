@@ -303,7 +303,7 @@ def _read_too_early() -> None:
         storage = torch.empty(0, dtype=torch.uint8).untyped_storage()
         streams.fill(storage, 64)
         moment = streams.copy_in(storage, torch.zeros(64, dtype=torch.uint8), [streams.now()])
-        with Watcher(streams, lambda one: one._cdata == storage._cdata):
+        with Watcher(streams, lambda one: one._cdata == storage._cdata).watching():
             torch.empty(0, dtype=torch.uint8).set_(storage).sum()
         moment.wait()
 
@@ -317,7 +317,7 @@ def test_the_emulated_accelerator_refuses_absent_tensors() -> None:
     with emulated() as streams:
         tensor = torch.ones(4)
         tensor.untyped_storage().resize_(0)
-        with Watcher(streams, lambda one: True), pytest.raises(Race, match="absent"):
+        with Watcher(streams, lambda one: True).watching(), pytest.raises(Race, match="absent"):
             tensor.clone()
 
 

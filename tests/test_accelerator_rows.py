@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 from dynoffload.errors import BackendError, BudgetError
+from dynoffload.memory.accelerator.guarded import fit
 from dynoffload.memory.accelerator.storages import RowStorage
 
 PAGE = 4096
@@ -35,8 +36,10 @@ def on_row(device: Any, values: Tensor) -> Tensor:
     """Return a tensor over a new row with the bytes of ``values``, ``[slices, …]``."""
     row = device.allocate_row(sum(one.nbytes for one in values), values[0].nbytes)
     device.names.update({region: f"experts.up[{n}]" for n, region in enumerate(row)})
-    made = torch.empty(0, dtype=values.dtype).set_(
-        device.row_storage(row), 0, values.size(), values.stride()
+    made = fit(
+        torch.empty(0, dtype=values.dtype).set_(
+            device.row_storage(row), 0, values.size(), values.stride()
+        )
     )
     for number, region in enumerate(row):
         if values[number].any():

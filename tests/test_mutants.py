@@ -16,7 +16,7 @@ def wrong(tmp_path: Path, seed: int) -> bool:
     try:
         with emulated(seed, delay_s=0.0003) as streams:
             program = Program(streams, tmp_path, seed)
-            with Watcher(streams, lambda storage: program.device.owner(storage) >= 0):
+            with Watcher(streams, lambda storage: program.device.owner(storage) >= 0).watching():
                 return program.run() > 0
     except (AssertionError, RuntimeError):
         return True

@@ -85,9 +85,7 @@ def _shown(kind: type[torch.Tensor], name: str) -> Any:
 @contextlib.contextmanager
 def _off(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield ``tensor`` without its guard while its region is there; a copy if it is over a row."""
-    storage = tensor.untyped_storage()
-    if isinstance(storage, RegionStorage) and storage.bring is not None:
-        storage.bring(False)
+    present(tensor.untyped_storage())
     unguard(tensor)
     try:
         yield tensor
@@ -138,6 +136,14 @@ def is_paged(storage: torch.UntypedStorage) -> bool:
     if isinstance(storage, RegionStorage):
         return storage.bring is not None
     return isinstance(storage, RowStorage)
+
+
+def present(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Return ``storage``, whose bytes are there if it is that of a region: torch would resize an
+    empty one to put a tensor over it."""
+    if isinstance(storage, RegionStorage) and storage.bring is not None:
+        storage.bring(False)
+    return storage
 
 
 def guard(tensor: torch.Tensor) -> torch.Tensor:

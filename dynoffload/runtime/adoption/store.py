@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from dynoffload.memory import heap
-from dynoffload.memory.accelerator.guarded import fit
+from dynoffload.memory.accelerator.guarded import fit, present
 from dynoffload.memory.accelerator.storages import size_of
 from dynoffload.memory.device import Device
 from dynoffload.memory.local import is_spread, is_wrapper, local, local_bytes
@@ -36,7 +36,7 @@ _OWN_USERS = 2  # users of a parameter's storage: its own Python object, and the
 def view_of(storage: torch.UntypedStorage, like: torch.Tensor, offset: int = 0) -> torch.Tensor:
     """Return a tensor over ``storage`` with the dtype, shape and strides of ``like``."""
     empty = torch.empty(0, dtype=like.dtype, device=storage.device)
-    return fit(empty.set_(storage, offset, like.size(), like.stride()))
+    return fit(empty.set_(present(storage), offset, like.size(), like.stride()))
 
 
 def offset_of(tensor: torch.Tensor) -> int:
@@ -50,7 +50,7 @@ def bytes_of(
     """Return ``nbytes`` of ``storage`` from byte ``offset``, as uint8; the rest by default."""
     size = storage.nbytes() - offset if nbytes is None else nbytes
     empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return empty.set_(storage, offset, (size,), (1,))
+    return empty.set_(present(storage), offset, (size,), (1,))
 
 
 def can_move(tensor: torch.Tensor) -> bool:

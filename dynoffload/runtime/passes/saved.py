@@ -23,7 +23,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dynoffload.memory.accelerator.guarded import fit, kind_of
+from dynoffload.memory.accelerator.guarded import fit, kind_of, present
 from dynoffload.memory.region_allocator import users_of
 from dynoffload.runtime.adoption.store import offset_of
 from dynoffload.runtime.counting import parts_of
@@ -131,7 +131,7 @@ class Packed:
         """Return the tensor in the chunk, without lazy bits; see [Note: lazy bits]."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         offset = self.entry.offset // empty.element_size() + self.offset
-        return empty.set_(storage, offset, self.size, self.stride)
+        return empty.set_(present(storage), offset, self.size, self.stride)
 
     def _with_strides(self, raw: torch.Tensor) -> torch.Tensor:
         """Return ``raw`` with the strides that the tensor had when it was saved."""
