@@ -304,8 +304,9 @@ def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the strided tensors that make up ``tensor``."""
     if tensor.layout is torch.strided:
         return tuple(wrapped(tensor))
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    with torch._C._DisableTorchDispatch():  # guarded ones are asked for their parts to be fetched
+        if tensor.layout is torch.sparse_coo:
+            return tensor._indices(), tensor._values()
+        if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()

@@ -20,7 +20,7 @@ _CPU = torch.device("cpu")
 
 def put(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Make ``tensor`` hold ``data``, maybe on another device."""
-    if torch._has_compatible_shallow_copy_type(tensor, data):
+    if torch._has_compatible_shallow_copy_type(unguard(tensor), unguard(data)):
         tensor.data = data
         fit(tensor)
     elif isinstance(tensor, nn.Parameter):

@@ -34,6 +34,7 @@ _WORDS = 32  # of a tensor's memory that are searched for its keys
 _KEYS = 0
 for _one in (_Key.Python, _Key.PythonTLSSnapshot):
     _KEYS |= torch._C.DispatchKeySet(_one).raw_repr()
+_DATA: Any = torch.Tensor.data
 _SHOWN = ("__repr__", "__reduce_ex__", "__deepcopy__", "tolist")
 
 handlers: list[Handler] = []
@@ -59,6 +60,7 @@ def _guarded(kind: type[torch.Tensor]) -> type[torch.Tensor]:
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "unguarded": kind,
+        "data": property(_DATA.__get__, _set_data),
         **{name: _shown(kind, name) for name in _SHOWN},
     }
     if kind.__torch_function__ is torch.Tensor.__torch_function__ and kind is torch.Tensor:
@@ -68,6 +70,17 @@ def _guarded(kind: type[torch.Tensor]) -> type[torch.Tensor]:
         if kind in known:
             known.append(made)  # as DTensor does
     return made
+
+
+def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Set ``tensor.data``: the keys of some backends' tensors must be the same for that."""
+    for one in (tensor, data):
+        unguard(one)
+    try:
+        _DATA.__set__(tensor, data)
+    finally:
+        for one in (tensor, data):
+            fit(one)
 
 
 def _shown(kind: type[torch.Tensor], name: str) -> Any:
