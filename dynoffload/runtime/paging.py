@@ -97,6 +97,7 @@ class Paging(Stepping):
         self._undo.callback(self._end_device)
         if isinstance(self.device, Accelerator):
             self._undo.callback(Residency(self.device).end)
+            self._undo.enter_context(torch.compiler.set_stance("force_eager"))
         check_host(self.optimizer, self.device)
         if config.optimizer_in_backward:
             ranks = bool(setup.replicas or groups_of(self.model))

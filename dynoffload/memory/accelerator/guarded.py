@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -61,8 +62,11 @@ def _guarded(kind: type[torch.Tensor]) -> type[torch.Tensor]:
         "__qualname__": kind.__qualname__,
         "unguarded": kind,
         "data": property(_DATA.__get__, _set_data),
+        "as_subclass": _as_subclass,
         **{name: _shown(kind, name) for name in _SHOWN},
     }
+    if issubclass(kind, nn.Parameter):
+        members["detach"] = _detach
     if kind.__torch_function__ is torch.Tensor.__torch_function__ and kind is torch.Tensor:
         members["__torch_function__"] = torch._C._disabled_torch_function_impl
     made = type(kind)(kind.__name__, (kind,), members)
@@ -70,6 +74,20 @@ def _guarded(kind: type[torch.Tensor]) -> type[torch.Tensor]:
         if kind in known:
             known.append(made)  # as DTensor does
     return made
+
+
+def _detach(parameter: nn.Parameter) -> torch.Tensor:
+    """Return `Tensor.detach`; for `nn.Parameter` itself, of the class that it asks for."""
+    made = torch.Tensor.detach(parameter)
+    if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+        made.__class__ = type(parameter)  # type: ignore[assignment]
+    return made
+
+
+def _as_subclass(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
+    """Return `Tensor.as_subclass`, guarded."""
+    with _off(tensor) as plain:
+        return fit(torch.Tensor.as_subclass(plain, kind))
 
 
 def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
