@@ -102,6 +102,18 @@ def refuse_by_mode(func: Any, args: tuple[Any, ...]) -> None:
         _refuse(f"forward-mode differentiation of {func}", "differentiate in reverse mode")
 
 
+def is_plain(func: Any) -> bool:
+    """Return whether ``func`` is called and chosen as without a mode, but for gradients."""
+    composite, casts, by_mode, has_tangent = _choices_of(func)
+    return not (composite or casts or by_mode or has_tangent)
+
+
+def call_plain(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the result of ``func``, which `is_plain`, called from a dispatch mode."""
+    with torch._C._DisableTorchDispatch():
+        return func(*args, **kwargs)
+
+
 def _refuse(what: str, remedy: str) -> NoReturn:
     raise DynOffloadError(
         f"{what} cannot keep the bits of plain PyTorch on an accelerator: torch chooses its kernel "
@@ -114,8 +126,7 @@ def call_below(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
     composite, casts, *_ = _choices_of(func)
     whole = composite and torch.is_inference_mode_enabled()
     if not whole and not casts:
-        with torch._C._DisableTorchDispatch():
-            return func(*args, **kwargs)
+        return call_plain(func, args, kwargs)
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined] # as above the mode
         on = [key for kind, key in _AUTOCAST.items() if torch.is_autocast_enabled(kind)]
     with ExitStack() as keys:

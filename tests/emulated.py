@@ -34,7 +34,6 @@ from dynoffload.memory.accelerator.storages import RowStorage
 from dynoffload.runtime import opening, over_rows, residency, target, unseen
 
 COMPUTE, IN, OUT = range(3)
-_CALLERS = (residency, over_rows)
 _POISON = 0xFB  # as float32 -2.6e36, as an index far outside
 _QUEUES = ("compute", "copy in", "copy out")
 
@@ -311,12 +310,17 @@ class Watcher(TorchDispatchMode):
     @contextmanager
     def watching(self) -> Iterator[Watcher]:
         """See all operators of this thread, and those on regions of others."""
-        below = [mock.patch.object(one, "call_below", self.below) for one in _CALLERS]
         count = unseen._count_dispatching
-        others = mock.patch.object(  # it is nobody's who looks at a session
-            unseen, "_count_dispatching", lambda: count() - (self in _stack())
-        )
-        with below[0], below[1], others, self:
+
+        def of_others() -> int:  # who looks at a session
+            return count() - (self in _stack())
+
+        with (
+            mock.patch.object(unseen, "_count_dispatching", of_others),
+            mock.patch.multiple(residency, call_below=self.below, call_plain=self.below),
+            mock.patch.object(over_rows, "call_below", self.below),
+            self,
+        ):
             yield self
 
     def __torch_dispatch__(

@@ -58,7 +58,8 @@ def effects_of(func: Any) -> Effects:
 
 
 @functools.cache
-def _writes_lists(func: Any) -> bool:
+def writes_lists(func: Any) -> bool:
+    """Return whether an operator writes to a list of tensors."""
     return any(
         argument.alias_info is not None
         and argument.alias_info.is_write
@@ -88,7 +89,7 @@ def counting_writes(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> contextlib.AbstractContextManager[None]:
     """Count what an operator writes within a block; see [Note: versions]."""
-    if not _writes_lists(func):
+    if not writes_lists(func):
         return _NOTHING
     return _counted(list(tensors_of(written_by(func, args, kwargs))))
 

@@ -58,7 +58,7 @@ _CHANGES_STORAGE = {"set_", "resize_", "resize_as_"}
 
 
 @functools.cache
-def _is_composite(func: Any) -> bool:
+def is_composite(func: Any) -> bool:
     """Return whether an operator is composed of others."""
     key = "CompositeImplicitAutograd"
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
@@ -97,7 +97,7 @@ class OverRows:
             BackendError: it makes a sparse tensor over several slices.
             SpillError: the file cannot be read or written.
         """
-        if _is_composite(func):
+        if is_composite(func):
             with noting_views(func):
                 return func.decompose(*args, **kwargs)
         if _touches_no_byte(func):

@@ -20,14 +20,16 @@ inside a dispatch mode, so a compiled model runs eagerly.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dynoffload.below_modes import call_below, refuse_by_mode
+from dynoffload.below_modes import call_below, call_plain, is_plain, refuse_by_mode
 from dynoffload.memory.accelerator import guarded
 from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.accelerator.rows import NOBODYS
@@ -39,11 +41,63 @@ from dynoffload.runtime.operators import (
     held_by,
     in_parts,
     tensors_of,
+    writes_lists,
     written_by,
 )
-from dynoffload.runtime.over_rows import OF_EMPTY, OverRows
+from dynoffload.runtime.over_rows import OF_EMPTY, OverRows, is_composite
 from dynoffload.runtime.slice_cuts import is_over_lists
 from dynoffload.runtime.unseen import unseen
+
+_NOTHING = contextlib.nullcontext()
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How an operator is run.
+
+    Attributes:
+        func: the operator.
+        empty: it may run on absent regions.
+        alone: it may run on its arguments as they are; it is not over lists, and no composite one.
+        plain: below a mode it is called, and chosen, as elsewhere.
+        counts: torch does not count all of its writes.
+        written: positions of the arguments that it writes.
+        shares: results may share memory with arguments that they are not.
+    """
+
+    func: Any
+    empty: bool
+    alone: bool
+    plain: bool
+    counts: bool
+    written: tuple[int, ...]
+    shares: bool
+
+
+_kinds: dict[int, _Kind] = {}  # by the operator's id, as its hash is slow
+
+
+def _kind_of(func: Any) -> _Kind:
+    known = _kinds.get(id(func))
+    if known is None:
+        effects, schema = effects_of(func), func._schema
+        composite, lists = is_composite(func), any(map(_is_over_lists, schema.arguments))
+        views = any(a.alias_info is not None and not a.alias_info.is_write for a in schema.returns)
+        known = _kinds[id(func)] = _Kind(
+            func,
+            empty=func in OF_EMPTY,
+            alone=effects.known and not composite and not lists,
+            plain=is_plain(func),
+            counts=writes_lists(func),
+            written=tuple(place for _, place in effects.written),
+            shares=views or composite or not effects.known,
+        )
+    return known
+
+
+def _is_over_lists(argument: Any) -> bool:
+    return str(argument.type).startswith(("List[Tensor", "List[Optional[Tensor"))
 
 
 @functools.cache
@@ -82,30 +136,54 @@ class Residency:
         """
         if self._ended or os.getpid() != self._process:  # a data loader's worker is forked
             return call_below(func, args, kwargs)
-        refuse_by_mode(func, args)
-        with counting_writes(func, args, kwargs):
+        kind = _kind_of(func)
+        if not kind.plain or torch._C._current_autograd_node() is not None:
+            refuse_by_mode(func, args)
+        with counting_writes(func, args, kwargs) if kind.counts else _NOTHING:
             try:
-                return self._call(func, args, kwargs)
+                return self._call(kind, args, kwargs)
             except torch.OutOfMemoryError:
                 if not _may_be_called_again(func) or not self._free_memory():
                     raise
-            return self._call(func, args, kwargs)
+            return self._call(kind, args, kwargs)
 
     @uninterrupted
     def _free_memory(self) -> bool:
         return self._device.make_way()
 
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, kind: _Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        func = kind.func
+        if kind.alone and not kwargs:
+            done, made = self._at_once(kind, args)
+            if done:
+                return self._fitted(made) if kind.shares else made
         touched = self._touched(args, kwargs)
         if not touched:
             return (self._before or call_below)(func, args, kwargs)
-        if func in OF_EMPTY:
+        if kind.empty:
             return self._fitted(call_below(func, args, kwargs))
         hold()  # defer signals, which could leave regions pinned
         try:
             return self._fitted(self._call_on(touched, func, args, kwargs))
         finally:
             admit()
+
+    def _at_once(self, kind: _Kind, args: tuple[Any, ...]) -> tuple[bool, Any]:
+        """Run an operator, if it needs nothing but regions that are there; see
+        `Accelerator.at_once`."""
+        regions, known = [], self._device.regions
+        for one in args:
+            if isinstance(one, torch.Tensor):
+                if one.layout is not torch.strided or is_wrapped(one):
+                    return False, None
+                region = known.get(one.untyped_storage()._cdata)
+                if region is not None:
+                    regions.append(region)
+        if not regions or min(regions) < NOBODYS:
+            return False, None
+        written = [self._device.lookup(args[n]) for n in kind.written if n < len(args)]
+        call = call_plain if kind.plain else call_below
+        return self._device.at_once(regions, written, lambda: call(kind.func, args, {}))
 
     def _fitted(self, made: Any) -> Any:
         for one in tensors_of(made):

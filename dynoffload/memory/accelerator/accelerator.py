@@ -15,7 +15,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -32,6 +33,8 @@ from dynoffload.planning.schedule import Kind, Schedule, Use
 from dynoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
+
+_Made = TypeVar("_Made")
 
 _READ_AHEAD = 8  # planned fetches whose bytes are read from the file in advance
 
@@ -69,7 +72,7 @@ class Accelerator(RegionPool):
             self._clock += 1
             cell = DeviceRegion(region, offset, padded, place.nbytes, self._clock, storage=storage)
             self._cells[region] = cell
-            self._by_storage[storage._cdata] = region
+            self.regions[storage._cdata] = region
         storage.bring, storage.content = bring, place.nbytes
 
     def _dismiss(self, region: int) -> None:
@@ -78,7 +81,7 @@ class Accelerator(RegionPool):
             self._forget(cell)
             cell.storage.bring = None
             self._locked.discard(region)
-            del self._cells[region], self._by_storage[cell.storage._cdata]
+            del self._cells[region], self.regions[cell.storage._cdata]
 
     def storage(self, region: int) -> torch.UntypedStorage:
         """See `Device.storage`: it is empty while the region is absent."""
@@ -136,6 +139,38 @@ class Accelerator(RegionPool):
         with self._mutex:
             for region in written:
                 self._cells[region].written()
+
+    def at_once(
+        self, regions: Sequence[int], written: Sequence[int], enqueue: Callable[[], _Made]
+    ) -> tuple[bool, _Made | None]:
+        """Call ``enqueue`` if that needs neither to fetch nor to wait for what it works on.
+
+        Args:
+            regions: that it works on.
+            written: those that it modifies; others are not looked at.
+            enqueue: enqueues the work. No region is evicted meanwhile.
+
+        Returns:
+            Whether it was called, and its result.
+        """
+        with self._mutex:
+            cells = [self._cells[region] for region in regions]
+            for cell in cells:
+                if cell.state is not State.PRESENT or cell.ready is not None or cell.prefetched:
+                    return False, None
+                if self._locked and cell.region in self._locked:
+                    return False, None
+            for region in written:
+                if region >= 0:
+                    self._cells[region].written()
+            for cell in cells:
+                self._clock += 1
+                cell.stamp = self._clock
+            try:
+                return True, enqueue()
+            finally:
+                for cell in cells:
+                    cell.tick = self._now
 
     def used(self, regions: Sequence[int]) -> None:
         """Report that the work announced by `use` has been enqueued."""
@@ -338,4 +373,4 @@ class Accelerator(RegionPool):
         self._close_host()
         self._cells.clear()  # frees their memory, even if this object is still referenced
         self._present.clear()
-        self._by_storage.clear()
+        self.regions.clear()

@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import functools
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -69,7 +70,9 @@ def _guarded(kind: type[torch.Tensor]) -> type[torch.Tensor]:
         members["detach"] = _detach
     if kind.__torch_function__ is torch.Tensor.__torch_function__ and kind is torch.Tensor:
         members["__torch_function__"] = torch._C._disabled_torch_function_impl
-    made = type(kind)(kind.__name__, (kind,), members)
+    made: type[torch.Tensor] = types.new_class(
+        kind.__name__, (kind,), exec_body=lambda namespace: namespace.update(members)
+    )
     for known in (of_optimizers._foreach_supported_types, of_foreach._foreach_supported_types):
         if kind in known:
             known.append(made)  # as DTensor does

@@ -102,14 +102,17 @@ def tensors_over(storage: torch.UntypedStorage) -> Iterator[torch.Tensor]:
 
 
 class Rows(RegionCache[DeviceRegion]):
-    """Maps the storages of an accelerator to their regions or rows."""
+    """Maps the storages of an accelerator to their regions or rows.
+
+    Attributes:
+        regions: address of a storage's object -> its region, or the number of its row.
+    """
 
     def __init__(
         self, capacity: int, page_bytes: int, spill: SpillFile | NoFile, base: int
     ) -> None:
         super().__init__(capacity, page_bytes, spill, base)
-        # Address of a storage's object -> its region, or the number of its row.
-        self._by_storage: dict[int, int] = {}
+        self.regions: dict[int, int] = {}
         self._by_number: dict[int, Row] = {}
         self._number = NOBODYS
 
@@ -135,7 +138,7 @@ class Rows(RegionCache[DeviceRegion]):
         with self._placing:
             self._number -= 1
             self._by_number[self._number] = row
-            self._by_storage[storage._cdata] = self._number
+            self.regions[storage._cdata] = self._number
             self._rows[regions[0]] = storage
         return regions
 
@@ -144,7 +147,7 @@ class Rows(RegionCache[DeviceRegion]):
         with self._placing:
             storage = self._rows.get(region)
             if storage is not None:
-                del self._by_number[self._by_storage.pop(storage._cdata)]
+                del self._by_number[self.regions.pop(storage._cdata)]
         super().release(region)
 
     def row_storage(self, regions: Sequence[int]) -> torch.UntypedStorage:
@@ -155,7 +158,7 @@ class Rows(RegionCache[DeviceRegion]):
         """Return the region whose storage ``held`` is or uses, `NOBODYS` if there is none, or a
         smaller number, that of a `row`."""
         storage = held.untyped_storage() if isinstance(held, torch.Tensor) else held
-        return self._by_storage.get(storage._cdata, NOBODYS)
+        return self.regions.get(storage._cdata, NOBODYS)
 
     def row(self, number: int) -> Row:
         """Return the row that `lookup` found."""

@@ -104,7 +104,9 @@ def held_text(model: nn.Module) -> str:
     name, first = next(named, ("", None))
     if not name:
         return ""
-    kind = "" if kind_of(first) is nn.Parameter else f" ({type(first).__name__})"
+    kind = (
+        "" if first is not None and kind_of(first) is nn.Parameter else f" ({type(first).__name__})"
+    )
     nbytes = sum(local_bytes(parameter) for parameter in held)
     return (
         f"; {format_bytes(nbytes)} of parameters stay in memory because something else holds it "
