@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from torch import nn
 from dynoffload.around import after_call, before_call, choosing
 from dynoffload.distributed.replicas import as_backward_ends
 from dynoffload.distributed.sharded import Gathered, groups_of
+from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.device import Device
 from dynoffload.planning import small_modules
 from dynoffload.profiler.experts import split_path
@@ -224,8 +226,15 @@ class Stepping(Mode):
         self.migrator.end_forward()
         self._forecast.end(whole=whole)
         self._end_check()
+        if isinstance(sys.exception(), torch.OutOfMemoryError):
+            self._make_way()
         if self.updates is not None:
             self.updates.restore_groups()
+
+    def _make_way(self) -> None:
+        """After an operator on no region found no memory: have room for the next forward."""
+        if isinstance(self.device, Accelerator):
+            self.device.make_way()
 
     @property
     def site(self) -> str:

@@ -17,7 +17,7 @@ import ctypes
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -68,8 +68,8 @@ def _guarded(kind: type[torch.Tensor]) -> type[torch.Tensor]:
     }
     if issubclass(kind, nn.Parameter):
         members["detach"] = _detach
-    if kind.__torch_function__ is torch.Tensor.__torch_function__ and kind is torch.Tensor:
-        members["__torch_function__"] = torch._C._disabled_torch_function_impl
+    if kind is not torch.Tensor and not issubclass(kind, nn.Parameter):
+        members["__torch_function__"] = classmethod(functools.partial(_function, kind))
     made: type[torch.Tensor] = types.new_class(
         kind.__name__, (kind,), exec_body=lambda namespace: namespace.update(members)
     )
@@ -79,11 +79,24 @@ def _guarded(kind: type[torch.Tensor]) -> type[torch.Tensor]:
     return made
 
 
+def _function(
+    kind: type[torch.Tensor],
+    _: type,
+    func: Any,
+    types: Iterable[type],
+    args: tuple[Any, ...] = (),
+    kwargs: Any = None,
+) -> Any:
+    """Return what the ``__torch_function__`` of a user's class returns; torch sets none there."""
+    plain = tuple(getattr(one, "unguarded", one) for one in types)
+    return kind.__torch_function__(func, plain, args, kwargs)  # type: ignore[no-untyped-call]
+
+
 def _detach(parameter: nn.Parameter) -> torch.Tensor:
     """Return `Tensor.detach`; for `nn.Parameter` itself, of the class that it asks for."""
     made = torch.Tensor.detach(parameter)
     if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
-        made.__class__ = type(parameter)  # type: ignore[assignment]
+        made.__class__ = type(parameter)
     return made
 
 
@@ -183,7 +196,7 @@ def present(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 def guard(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor``, guarded from now on."""
     if not is_guarded(tensor):
-        tensor.__class__ = _guarded(type(tensor))  # type: ignore[assignment]
+        tensor.__class__ = _guarded(type(tensor))
         _set(tensor, on=True)
     elif not torch._C._dispatch_keys(tensor).has(_Key.Python):
         _set(tensor, on=True)
