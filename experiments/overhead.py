@@ -58,8 +58,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "in_backward": {"optimizer_in_backward": True},
 }
 """Ways under the budget -> their options."""
-_SHADES = ("rss", "forward", "backward", "optimizer", "fault", "evict", "plan", "budget")
-"""Colours of plain training and of the parts."""
+_SHADES = ("forward", "backward", "optimizer", "fault", "evict", "plan", "budget")
+"""Colours of the parts."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,9 @@ def of_saved(spec: Spec) -> float:
 class Params:
     """Options of the experiment."""
 
-    only: tuple[str, ...] = option((), "cases, by name; all by default")
+    only: tuple[str, ...] = option(
+        (), "cases, by name, in double quotes where it has a comma; all by default"
+    )
     steps: int = option(8, "of each way that count, two a turn")
     spill_dir: Path | None = option(None, "where the spill files lie", place=True)
 
@@ -295,29 +297,24 @@ class Overhead(Experiment[Params]):
                 if row["floor_rate"] is not None and row["floor_rate"] < _REACHED
             ),
             *(
-                f"{row['case']}, {name}: {row['ways'][name]['why']}"
+                f"{row['case']}, {name}: {said}"
                 for row in result["rows"]
                 for name in WAYS
-                if row["ways"][name]["why"]
+                if (said := row["ways"][name]["why"] or row["ways"][name]["note"])
             ),
         ]
 
     def draw(self, figure: Figure, color: Mapping[str, str], result: Mapping[str, Any]) -> None:
         rows = [row for row in result["rows"] if row["ways"]["budget"]["seconds"]]
         axes, names = figure.subplots(), [row["case"] for row in rows]
-        shares: dict[str, list[float]] = {"plain PyTorch": [1.0] * len(rows)}
-        for part in PARTS:
-            shares[part] = [row["ways"]["budget"]["parts_s"][part] / row["plain_s"] for row in rows]
         left = [0.0] * len(rows)
-        for (title, widths), shade in zip(shares.items(), _SHADES, strict=True):
-            axes.barh(names, widths, left=left, label=title, color=color[shade])
+        for part, shade in zip(PARTS, _SHADES, strict=True):
+            widths = [row["ways"]["budget"]["parts_s"][part] / row["plain_s"] for row in rows]
+            axes.barh(names, widths, left=left, label=part, color=color[shade])
             left = [before + width for before, width in zip(left, widths, strict=True)]
+        axes.axvline(1.0, color=color["rss"], label="plain PyTorch")
         for name, mark in zip(WAYS, ("|", "x"), strict=True):
-            times = [row["ways"][name]["seconds"] for row in rows]
-            known = [
-                float("nan") if time is None else time / row["plain_s"]
-                for time, row in zip(times, rows, strict=True)
-            ]
+            known = [row["ways"][name].get("over_plain", math.nan) for row in rows]
             title = f"the whole step{'' if name == 'budget' else ', optimizer in backward'}"
             axes.plot(known, names, mark, color=color["ink"], ms=11, label=title)
         axes.invert_yaxis()
@@ -339,7 +336,7 @@ def _times(side: Contestant, plain: Contestant) -> float:
 def _summary(side: Contestant, plain: Contestant, link: Link, operators_s: float | None) -> Row:
     result = side.result(plain.losses)
     if result.seconds is None:
-        return {"why": result.why, "seconds": None}
+        return {"why": result.why, "note": "", "seconds": None}
     moving = result.bytes_in / link.read_bps, result.bytes_out / link.write_bps
     moving_s = sum(moving) if link.in_turns else max(moving)
     stats = [step.stats for step in side.steps]
@@ -405,7 +402,7 @@ _PARTS: dict[str, Cell] = {
     **{part: _number("parts_s", part, 1e3, 1) for part in PARTS},
     "operators, plain": lambda row: f"{row['plain_operators_s'] * 1e3:.0f}",
     "here": lambda row: f"{(row['operators_s'] or 0) * 1e3:.0f}",
-    "other threads": lambda row: f"{row['other_cpu_s'] * 1e3:.0f}",
+    "other threads": lambda row: f"{max(0.0, row['other_cpu_s']) * 1e3:.0f}",
     **{f"a {name}": _event(name) for name in EVENTS},
 }
 _KINDS: dict[str, Cell] = {
