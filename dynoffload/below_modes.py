@@ -1,6 +1,6 @@
-"""Calls operators from a dispatch mode as torch calls them without a mode.
+"""Calls operators from a dispatch mode, or for a guarded tensor, as torch calls them without.
 
-Torch calls a dispatch mode with the dispatch keys above it excluded, for the operator and for what
+Torch calls Python there with the dispatch keys above it excluded, for the operator and for what
 its C++ code calls. Some kernels are chosen by what those keys would do.
 
 [Note: views]  In inference mode a composite operator, a C++ function of others, reaches a mode
@@ -12,9 +12,9 @@ Conjugates made inside are resolved too, else ``hfftn`` would transform another 
 handles the composite itself. Outside inference mode, two others consist of products that autocast
 casts.
 
-[Note: whether a mode is on]  A few operators choose by that alone, which nothing below the mode can
-change. An accelerator's mode refuses them where their choice would differ: gradients in backward,
-tangents of dual numbers in forward. ``eigvalsh`` reaches the mode as ``eigh``, and ``svdvals`` as a
+[Note: whether a mode is on]  A few operators choose by that alone, or by whether a tensor calls
+Python, which nothing below can change. For guarded tensors they are refused where their choice
+would differ: gradients in backward, tangents of dual numbers in forward. ``eigvalsh`` arrives as ``eigh``, and ``svdvals`` as a
 reduced ``svd``, so these are refused with them."""
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def is_plain(func: Any) -> bool:
 
 
 def call_plain(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the result of ``func``, which `is_plain`, called from a dispatch mode."""
+    """Return the result of ``func``, which `is_plain`; see the notes above."""
     with torch._C._DisableTorchDispatch():
         return func(*args, **kwargs)
 
@@ -117,12 +117,13 @@ def call_plain(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
 def _refuse(what: str, remedy: str) -> NoReturn:
     raise DynOffloadError(
         f"{what} cannot keep the bits of plain PyTorch on an accelerator: torch chooses its kernel "
-        f"by whether a dispatch mode is on. Call it outside of the offload() block, or {remedy}"
+        "by whether its tensors call Python, as paged ones do. Call it outside of the offload() "
+        f"block, or {remedy}"
     )
 
 
 def call_below(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the result of ``func``, called from a dispatch mode; see the notes above."""
+    """Return the result of ``func``; see the notes above."""
     composite, casts, *_ = _choices_of(func)
     whole = composite and torch.is_inference_mode_enabled()
     if not whole and not casts:

@@ -168,7 +168,7 @@ def test_what_a_mode_would_change_is_refused(name: str) -> None:
         call()
         with Refusing(), pytest.raises(DynOffloadError, match=named) as caught:  # type: ignore[no-untyped-call]
             call()
-    assert "torch chooses its kernel by whether a dispatch mode is on" in str(caught.value)
+    assert "torch chooses its kernel by whether its tensors call Python" in str(caught.value)
 
 
 @pytest.mark.parametrize(

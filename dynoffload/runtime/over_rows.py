@@ -6,7 +6,7 @@ same bits (`slice_cuts`). Else the slices are gathered in memory that counts as 
 copied back where the operator wrote. Results hold no stand-ins: a returned argument is the tensor
 that was given, and a result that shares a stand-in's memory becomes a view of the row.
 
-[Note: composite operators]  Torch decomposes composite operators before a dispatch mode sees them,
+[Note: composite operators]  Torch decomposes composite operators before guards are called,
 except in inference mode. They are decomposed here then: some may return a view or a copy.
 """
 

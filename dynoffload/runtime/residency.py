@@ -8,14 +8,14 @@ rows are replaced by others: see `dynoffload.runtime.over_rows`.
 [Note: lists]  `torch._foreach_*`, and the operator that unscales gradients, treat each tensor of a
 list separately. Lists that do not fit together are processed in parts, with the same results.
 
-[Note: out of memory]  If an operator has no memory for its results, regions are evicted and it is
-called once more. Not retried are operators that write their arguments, as it is unknown how far
+[Note: out of memory]  If such an operator has no memory for its results, regions are evicted and it
+is called once more. Not retried are operators that write their arguments, as it is unknown how far
 they got, and operators that draw random numbers.
 
 [Note: not dispatched]  Code that takes a tensor's address past the dispatcher sees an empty
 storage: user kernels launched with `data_ptr()`, and numpy. Storages that Python code accesses, to
-copy or save them, fetch their regions (`RegionStorage`). Torch compiles no function that it meets
-inside a dispatch mode, so a compiled model runs eagerly.
+copy or save them, fetch their regions (`RegionStorage`). Compiled code would take addresses too: it
+runs as it was written.
 """
 
 from __future__ import annotations
@@ -116,7 +116,6 @@ class Residency:
         self._use = unseen(device.use)
         self._over_rows = OverRows(device, self.call)
         self._process = os.getpid()
-        self._before = guarded.handlers[-1] if guarded.handlers else None
         self._ended = False
         guarded.handlers.append(self.call)
 
@@ -159,7 +158,7 @@ class Residency:
                 return self._fitted(made) if kind.shares else made
         touched = self._touched(args, kwargs)
         if not touched:
-            return (self._before or call_below)(func, args, kwargs)
+            return self._others()(func, args, kwargs)
         if kind.empty:
             return self._fitted(call_below(func, args, kwargs))
         hold()  # defer signals, which could leave regions pinned
@@ -167,6 +166,11 @@ class Residency:
             return self._fitted(self._call_on(touched, func, args, kwargs))
         finally:
             admit()
+
+    def _others(self) -> guarded.Handler:
+        """Return what runs an operator that touches nothing of this session."""
+        place = guarded.handlers.index(self.call)
+        return guarded.handlers[place - 1] if place else call_below
 
     def _at_once(self, kind: _Kind, args: tuple[Any, ...]) -> tuple[bool, Any]:
         """Run an operator, if it needs nothing but regions that are there; see

@@ -208,7 +208,7 @@ class TorchStreams:
     def _copy(
         self, stream: torch.Stream, target: Bytes, source: Bytes, after: Sequence[Any]
     ) -> _Timed:
-        # Hidden from dispatch modes: the runtime's would take it for a use, on the compute stream.
+        # Hidden from guards, which would take it for a use, on the compute stream.
         with self._copying, hidden(), torch.no_grad():
             for event in after:
                 event.hold(stream)
