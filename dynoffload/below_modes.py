@@ -14,8 +14,8 @@ casts.
 
 [Note: whether a mode is on]  A few operators choose by that alone, or by whether a tensor calls
 Python, which nothing below can change. For guarded tensors they are refused where their choice
-would differ: gradients in backward, tangents of dual numbers in forward. ``eigvalsh`` arrives as ``eigh``, and ``svdvals`` as a
-reduced ``svd``, so these are refused with them."""
+would differ: gradients in backward, tangents of dual numbers in forward. ``eigvalsh`` arrives as
+``eigh``, and ``svdvals`` as a reduced ``svd``, so these are refused with them."""
 
 from __future__ import annotations
 

@@ -150,6 +150,21 @@ def test_after_an_operator_on_other_tensors_lacked_memory_there_is_room() -> Non
             optimizer.step()
 
 
+def test_weights_trade_places_with_tensors_of_the_users() -> None:
+    """By ``data``, as some moving averages do. What had been ordinary is guarded then."""
+    with block() as (twin, _):
+        for model in (twin.model, twin.reference):
+            others = [p.detach().clone() + 1 for p in model.parameters()]
+            for p, other in zip(model.parameters(), others, strict=True):
+                p.data, other.data = other.data, p.data
+            mlp_loss(model, SAMPLE)
+            for p, other in zip(model.parameters(), others, strict=True):
+                other.mul_(0.5)
+                p.data, other.data = other.data, p.data
+        mlp_loss(twin.model, SAMPLE)
+    assert "data" not in vars(torch.Tensor)
+
+
 def test_a_tensor_is_guarded_and_let_go() -> None:
     tensor = torch.ones(3)
     view = tensor[1:]

@@ -117,13 +117,12 @@ class Residency:
         self._over_rows = OverRows(device, self.call)
         self._process = os.getpid()
         self._ended = False
-        guarded.handlers.append(self.call)
+        guarded.begin(self.call)
 
     def end(self) -> None:
         """Fetch nothing from now on."""
         self._ended = True
-        if self.call in guarded.handlers:
-            guarded.handlers.remove(self.call)
+        guarded.end(self.call)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator with guarded arguments, and return its results, guarded where they are

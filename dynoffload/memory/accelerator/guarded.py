@@ -8,6 +8,9 @@ Views of it are guarded too.
 [Note: the key]  Torch sets that key as it makes a tensor of such a class; no function sets it
 later. So its bit is written to where a tensor keeps its keys. The place is found by comparing the
 memory of some tensors with their keys, and each tensor is checked once its bit is set.
+
+[Note: data]  ``x.data = p.data`` is no operator. It gives ``x`` the memory of another tensor, and
+on some backends needs equal keys. So `torch.Tensor` has a property of ours in its place meanwhile.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Runs an operator with guarded arguments."""
 
 _Key = torch._C.DispatchKey
-_WORDS = 32  # of a tensor's memory that are searched for its keys
+_WORDS = 24  # of a tensor's memory that are searched for its keys
 _KEYS = 0
 for _one in (_Key.Python, _Key.PythonTLSSnapshot):
     _KEYS |= torch._C.DispatchKeySet(_one).raw_repr()
@@ -40,13 +43,27 @@ _DATA: Any = torch.Tensor.data
 _SHOWN = ("__repr__", "__reduce_ex__", "__deepcopy__", "tolist")
 
 handlers: list[Handler] = []
-"""Of the sessions; each is called by the next."""
+"""Of the sessions that run; the last one is called."""
 
 
 def _dispatch(
     _: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> Any:
     return (handlers[-1] if handlers else _call)(func, args, kwargs or {})
+
+
+def begin(handler: Handler) -> None:
+    """Call ``handler`` for what touches guarded tensors, until `end`; see [Note: data]."""
+    handlers.append(handler)
+    torch.Tensor.data = property(_DATA.__get__, _set_data)  # type: ignore[assignment]
+
+
+def end(handler: Handler) -> None:
+    """Call ``handler`` no more."""
+    if handler in handlers:
+        handlers.remove(handler)
+        if not handlers:
+            del torch.Tensor.data
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -62,7 +79,6 @@ def _guarded(kind: type[torch.Tensor]) -> type[torch.Tensor]:
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "unguarded": kind,
-        "data": property(_DATA.__get__, _set_data),
         "as_subclass": _as_subclass,
         **{name: _shown(kind, name) for name in _SHOWN},
     }
@@ -107,7 +123,7 @@ def _as_subclass(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor
 
 
 def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Set ``tensor.data``: the keys of some backends' tensors must be the same for that."""
+    """Set ``tensor.data``; see [Note: data]."""
     for one in (tensor, data):
         unguard(one)
     try:
