@@ -108,12 +108,6 @@ def is_plain(func: Any) -> bool:
     return not (composite or casts or by_mode or has_tangent)
 
 
-def call_plain(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the result of ``func``, which `is_plain`; see the notes above."""
-    with torch._C._DisableTorchDispatch():
-        return func(*args, **kwargs)
-
-
 def _refuse(what: str, remedy: str) -> NoReturn:
     raise DynOffloadError(
         f"{what} cannot keep the bits of plain PyTorch on an accelerator: torch chooses its kernel "
@@ -123,11 +117,11 @@ def _refuse(what: str, remedy: str) -> NoReturn:
 
 
 def call_below(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the result of ``func``; see the notes above."""
+    """Return the result of ``func``, called from a dispatch mode; see the notes above."""
     composite, casts, *_ = _choices_of(func)
     whole = composite and torch.is_inference_mode_enabled()
     if not whole and not casts:
-        return call_plain(func, args, kwargs)
+        return func(*args, **kwargs)
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined] # as above the mode
         on = [key for kind, key in _AUTOCAST.items() if torch.is_autocast_enabled(kind)]
     with ExitStack() as keys:
@@ -135,7 +129,6 @@ def call_below(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
             if not _has_kernel(func, key):
                 keys.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
         keys.enter_context(noting_views(func))
-        keys.enter_context(torch._C._DisableTorchDispatch())
         return func(*args, **kwargs)
 
 

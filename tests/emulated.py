@@ -28,10 +28,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _st
 from torch.utils._pytree import tree_leaves
 
 from dynoffload.below_modes import call_below
+from dynoffload.memory.accelerator import guarded
 from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.accelerator.guarded import is_guarded
 from dynoffload.memory.accelerator.storages import RowStorage
-from dynoffload.runtime import opening, over_rows, residency, target, unseen
+from dynoffload.runtime import opening, target, unseen
 
 COMPUTE, IN, OUT = range(3)
 _POISON = 0xFB  # as float32 -2.6e36, as an index far outside
@@ -317,8 +318,8 @@ class Watcher(TorchDispatchMode):
 
         with (
             mock.patch.object(unseen, "_count_dispatching", of_others),
-            mock.patch.multiple(residency, call_below=self.below, call_plain=self.below),
-            mock.patch.object(over_rows, "call_below", self.below),
+            mock.patch.object(guarded, "call_below", self._seeing(guarded.call_below)),
+            mock.patch.object(guarded, "call_plain", self._seeing(guarded.call_plain)),
             self,
         ):
             yield self
@@ -330,10 +331,22 @@ class Watcher(TorchDispatchMode):
         leaves = map(_plain, tree_leaves((args, kwargs)))
         if any(isinstance(leaf, torch.Tensor) and is_guarded(leaf) for leaf in leaves):
             return func(*args, **kwargs)  # it comes below
-        return self.below(func, args, kwargs)
+        self.see(func, args, kwargs)
+        return call_below(func, args, kwargs)
 
-    def below(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call an operator whose regions are there."""
+    def _seeing(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def seen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self.see(func, args, kwargs)
+            return call(func, args, kwargs)
+
+        return seen
+
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Look at an operator that is called now.
+
+        Raises:
+            Race: it touches what is absent.
+        """
         if str(func) in self._queues.full_for:
             self._queues.full_for.remove(str(func))
             raise torch.OutOfMemoryError(f"the emulated accelerator has no memory for {func}")
@@ -362,7 +375,6 @@ class Watcher(TorchDispatchMode):
                     if _size(storage) == 0:
                         raise Race(f"{func} touches an absent tensor")
                     self._queues.access(COMPUTE, storage, str(func), writes=id(leaf) in written)
-        return call_below(func, args, kwargs)
 
 
 @contextmanager

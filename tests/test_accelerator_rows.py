@@ -8,6 +8,7 @@ accelerator sees what operators really touch, below: never a row.
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,14 @@ from devices import opened
 from emulated import DEVICE, accelerated
 from exactness import Twin, assert_same, footprint_of
 from fused_networks import PAGES, Chosen, chosen_loss, fused_of
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
 
 from dynoffload.errors import BackendError, BudgetError
 from dynoffload.memory.accelerator.guarded import fit
 from dynoffload.memory.accelerator.storages import RowStorage
+from dynoffload.runtime.placing import put
 
 PAGE = 4096
 COUNT, ROWS, COLUMNS = 6, 32, 32  # slices of one page, in single precision
@@ -276,6 +278,17 @@ def test_a_storage_is_known_by_its_address(device: Any) -> None:
     assert addresses == [tensor.untyped_storage().data_ptr() for tensor in held]
     for tensor in held:
         assert tensor[0].untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+
+
+def test_what_lies_over_a_row_is_shown_and_copied(device: Any) -> None:
+    w, plain = nn.Parameter(torch.empty(0)), nn.Parameter(values())
+    put(w, on_row(device, values()))
+    assert isinstance(w, nn.Parameter)
+    assert (repr(w), w.tolist()) == (repr(plain), plain.tolist())
+    assert f"{w.detach()[1, 0, 0]:.2f}" == f"{plain.detach()[1, 0, 0]:.2f}"
+    for made in (copy.deepcopy(w), pickle.loads(pickle.dumps(w))):
+        assert type(made) is nn.Parameter
+        assert_same(made, plain, "copied")
 
 
 def test_sparse_tensors_of_several_slices_are_refused(device: Any) -> None:

@@ -174,7 +174,7 @@ class Quantized(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
-        assert type(weight) is Scaled
+        assert isinstance(weight, Scaled)
         return F.linear(x, weight.to(x.dtype) * weight.scale) + self.down(self.up(x))
 
 

@@ -16,6 +16,7 @@ from emulated import DEVICE, Emulated, accelerated
 from exactness import Twin, assert_same
 from test_accelerator_training import budget_for, mlp, mlp_loss
 from torch import nn
+from torch.nn import functional as F
 from torch.optim import AdamW
 
 from dynoffload.memory.accelerator.guarded import guard, is_guarded, unguard
@@ -56,6 +57,10 @@ ASKS: dict[str, Callable[[nn.Parameter], Any]] = {
     "repr of data": lambda p: repr(p.data),
     "repr of a view": lambda p: repr(p.detach()[:2]),
     "list": lambda p: p.tolist(),
+    "format": lambda p: f"{p.detach()[0, 0]:.3f}",
+    "shallow copy": copy.copy,
+    "normalized": lambda p: F.batch_norm(p.detach(), None, None, training=True),
+    "split": lambda p: torch.unsafe_chunk(p.detach(), 3)[1],
     "item": lambda p: p[0, 0].item(),
     "copy": copy.deepcopy,
     "copy of data": lambda p: copy.deepcopy(p.data),
@@ -93,6 +98,46 @@ def test_what_is_asked_is_answered_as_plainly(ask: str) -> None:
             assert_same(found, expected, ask)
         else:
             assert found == expected
+
+
+class Wrapper(torch.Tensor):
+    """A tensor that wraps another, and computes with it."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*[one.inner if isinstance(one, cls) else one for one in args])
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_operators_on_tensors_of_two_sessions_and_wrappers(order: int) -> None:
+    with block() as (one, _):
+        other = Twin(mlp(), partial(AdamW, lr=1e-2))
+        with other.paged(budget_for(other, 3), device=DEVICE):
+            for model in (one.model, other.model):
+                mlp_loss(model, SAMPLE)
+            pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
+            theirs = zip(one.reference.parameters(), other.reference.parameters(), strict=True)
+            found = [torch.mul(*pair[::order]).detach() for pair in pairs]
+            assert_same(found, [torch.mul(*pair).detach() for pair in theirs], "products")
+            wrapped = [Wrapper(torch.ones_like(p)) * p.detach() for p in one.model.parameters()]
+            assert_same(wrapped, [p.detach() for p in one.reference.parameters()], "wrapped")
+
+
+def test_views_that_stay_are_not_guarded_after_the_block() -> None:
+    with block() as (twin, _):
+        kept = [p.detach()[:1] for p in twin.model.parameters()]
+        state = twin.model.state_dict()
+        found = [one.clone() for one in (*kept, *state.values())]
+    assert [type(one) for one in (*kept, *state.values())] == [torch.Tensor] * len(found)
+    assert_same([*kept, *state.values()], found, "kept")
 
 
 def test_copies_are_not_guarded() -> None:

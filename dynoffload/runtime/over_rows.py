@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from dynoffload.below_modes import call_below, noting_views
+from dynoffload.below_modes import noting_views
 from dynoffload.errors import BackendError
 from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.accelerator.guarded import Handler
@@ -84,10 +84,11 @@ class OverRows:
     Args:
         device: the rows' device.
         again: runs an operator on parts of its arguments.
+        below: runs one that finds what it touches.
     """
 
-    def __init__(self, device: Accelerator, again: Handler) -> None:
-        self._device, self._again = device, again
+    def __init__(self, device: Accelerator, again: Handler, below: Handler) -> None:
+        self._device, self._again, self._below = device, again, below
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator with arguments over rows.
@@ -101,7 +102,7 @@ class OverRows:
             with noting_views(func):
                 return func.decompose(*args, **kwargs)
         if _touches_no_byte(func):
-            return call_below(func, args, kwargs)
+            return self._below(func, args, kwargs)
         if is_over_lists(func):
             return self._call_over_lists(func, args, kwargs)
         over = self._over(args, kwargs)
@@ -192,7 +193,7 @@ class OverRows:
 
         args = replaced(args, given, torch.Tensor)
         kwargs = replaced(kwargs, given, torch.Tensor)
-        return replaced(call_below(func, args, kwargs), returned, torch.Tensor)
+        return replaced(self._below(func, args, kwargs), returned, torch.Tensor)
 
     def _check_parts(self, func: Any, made: torch.Tensor, rows: Container[int]) -> None:
         """Refuse a sparse tensor that uses gathered memory, as it would outlive that.

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from dynoffload.checkpoint.tensors import Memory
 from dynoffload.config import OffloadConfig
 from dynoffload.distributed.sharded import groups_of, reshard
+from dynoffload.memory.accelerator import guarded
 from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.pager import Pager
 from dynoffload.runtime.adopting import Adoption
@@ -94,10 +95,11 @@ class Paging(Stepping):
     def _open(self, setup: Setup) -> None:
         sizing, config = self.sizing, setup.config
         self.device = open_device(setup)
+        if isinstance(self.device, Accelerator):
+            self._undo.callback(guarded.let_go)
         self._undo.callback(self._end_device)
         if isinstance(self.device, Accelerator):
             self._undo.callback(Residency(self.device).end)
-            self._undo.enter_context(torch.compiler.set_stance("force_eager"))
         check_host(self.optimizer, self.device)
         if config.optimizer_in_backward:
             ranks = bool(setup.replicas or groups_of(self.model))

@@ -27,6 +27,7 @@ def put(tensor: torch.Tensor, data: torch.Tensor) -> None:
         put_in_place(tensor, data)
     else:
         torch.utils.swap_tensors(tensor, data)  # type: ignore[no-untyped-call]
+        fit(tensor)
 
 
 def put_in_place(parameter: nn.Parameter, data: torch.Tensor) -> None:

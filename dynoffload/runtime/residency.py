@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from dynoffload.below_modes import call_below, call_plain, is_plain, refuse_by_mode
+from dynoffload.below_modes import is_plain, refuse_by_mode
 from dynoffload.memory.accelerator import guarded
 from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.accelerator.rows import NOBODYS
@@ -63,7 +63,6 @@ class _Kind:
         plain: below a mode it is called, and chosen, as elsewhere.
         counts: torch does not count all of its writes.
         written: positions of the arguments that it writes.
-        shares: results may share memory with arguments that they are not.
     """
 
     func: Any
@@ -72,7 +71,6 @@ class _Kind:
     plain: bool
     counts: bool
     written: tuple[int, ...]
-    shares: bool
 
 
 _kinds: dict[int, _Kind] = {}  # by the operator's id, as its hash is slow
@@ -83,7 +81,6 @@ def _kind_of(func: Any) -> _Kind:
     if known is None:
         effects, schema = effects_of(func), func._schema
         composite, lists = is_composite(func), any(map(_is_over_lists, schema.arguments))
-        views = any(a.alias_info is not None and not a.alias_info.is_write for a in schema.returns)
         known = _kinds[id(func)] = _Kind(
             func,
             empty=func in OF_EMPTY,
@@ -91,7 +88,6 @@ def _kind_of(func: Any) -> _Kind:
             plain=is_plain(func),
             counts=writes_lists(func),
             written=tuple(place for _, place in effects.written),
-            shares=views or composite or not effects.known,
         )
     return known
 
@@ -114,7 +110,7 @@ class Residency:
     def __init__(self, device: Accelerator) -> None:
         self._device = device
         self._use = unseen(device.use)
-        self._over_rows = OverRows(device, self.call)
+        self._over_rows = OverRows(device, self.call, self._below)
         self._process = os.getpid()
         self._ended = False
         guarded.begin(self.call)
@@ -133,7 +129,7 @@ class Residency:
             SpillError: the file cannot be read or written.
         """
         if self._ended or os.getpid() != self._process:  # a data loader's worker is forked
-            return call_below(func, args, kwargs)
+            return guarded.call_below(func, args, kwargs)
         kind = _kind_of(func)
         if not kind.plain or torch._C._current_autograd_node() is not None:
             refuse_by_mode(func, args)
@@ -154,22 +150,21 @@ class Residency:
         if kind.alone and not kwargs:
             done, made = self._at_once(kind, args)
             if done:
-                return self._fitted(made) if kind.shares else made
-        touched = self._touched(args, kwargs)
-        if not touched:
-            return self._others()(func, args, kwargs)
-        if kind.empty:
-            return self._fitted(call_below(func, args, kwargs))
+                return self._fitted(made)
         hold()  # defer signals, which could leave regions pinned
         try:
+            touched = self._touched(args, kwargs)
+            if not touched or kind.empty:
+                return self._fitted(self._below(func, args, kwargs))
             return self._fitted(self._call_on(touched, func, args, kwargs))
         finally:
             admit()
 
-    def _others(self) -> guarded.Handler:
-        """Return what runs an operator that touches nothing of this session."""
-        place = guarded.handlers.index(self.call)
-        return guarded.handlers[place - 1] if place else call_below
+    def _below(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an operator that finds what it touches of this session; others may follow."""
+        others = guarded.handlers
+        place = others.index(self.call) if len(others) > 1 and self.call in others else 0
+        return (others[place - 1] if place else guarded.call_below)(func, args, kwargs)
 
     def _at_once(self, kind: _Kind, args: tuple[Any, ...]) -> tuple[bool, Any]:
         """Run an operator, if it needs nothing but regions that are there; see
@@ -182,13 +177,20 @@ class Residency:
                 region = known.get(one.untyped_storage()._cdata)
                 if region is not None:
                     regions.append(region)
+                elif guarded.is_guarded(one):  # by another session
+                    return False, None
         if not regions or min(regions) < NOBODYS:
             return False, None
-        written = [self._device.lookup(args[n]) for n in kind.written if n < len(args)]
-        call = call_plain if kind.plain else call_below
-        return self._device.at_once(regions, written, lambda: call(kind.func, args, {}))
+        changed: Sequence[int] = ()
+        if kind.written:
+            written = [args[n] for n in kind.written if n < len(args)]
+            changed = [self._device.lookup(one) for one in written if isinstance(one, torch.Tensor)]
+        call = guarded.call_plain if kind.plain else guarded.call_below
+        return self._device.at_once(regions, changed, lambda: call(kind.func, args, {}))
 
     def _fitted(self, made: Any) -> Any:
+        if isinstance(made, torch.Tensor) and made.layout is torch.strided:
+            return guarded.fit(made)
         for one in tensors_of(made):
             if one.layout is torch.strided:
                 guarded.fit(one)
@@ -213,7 +215,7 @@ class Residency:
     def _run(self, func: Any, args: Any, kwargs: Any, touched: Sequence[int]) -> Any:
         self._use(touched, self._touched(written_by(func, args, kwargs), {}))
         try:
-            return call_below(func, args, kwargs)
+            return self._below(func, args, kwargs)
         finally:
             self._device.used(touched)
 

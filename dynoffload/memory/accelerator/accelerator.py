@@ -154,23 +154,27 @@ class Accelerator(RegionPool):
             Whether it was called, and its result.
         """
         with self._mutex:
-            cells = [self._cells[region] for region in regions]
-            for cell in cells:
-                if cell.state is not State.PRESENT or cell.ready is not None or cell.prefetched:
-                    return False, None
-                if self._locked and cell.region in self._locked:
-                    return False, None
-            for region in written:
-                if region >= 0:
-                    self._cells[region].written()
-            for cell in cells:
-                self._clock += 1
-                cell.stamp = self._clock
+            # One store, which no signal parts, holds them: a handler may use the model.
+            before = self._at_work
             try:
-                return True, enqueue()
-            finally:
+                self._at_work = [*before, *regions]
+                cells = [self._cells[region] for region in regions]
+                for cell in cells:
+                    if cell.state is not State.PRESENT or cell.ready is not None or cell.prefetched:
+                        return False, None
+                    if self._locked and cell.region in self._locked:
+                        return False, None
+                    self._clock += 1
+                    cell.stamp, cell.tick = self._clock, UNKNOWN
+                for region in written:
+                    if region >= 0:
+                        self._cells[region].written()
+                made = enqueue()
                 for cell in cells:
                     cell.tick = self._now
+                return True, made
+            finally:
+                self._at_work = before
 
     def used(self, regions: Sequence[int]) -> None:
         """Report that the work announced by `use` has been enqueued."""
@@ -240,7 +244,7 @@ class Accelerator(RegionPool):
                 cell = self._cells[region]
                 if cell.zero:
                     continue
-                if cell.pins:  # it must stay present
+                if cell.pins or region in self._at_work:  # it must stay present
                     self._zero(cell)
                 else:
                     self._forget(cell)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +29,7 @@ from torch import nn
 from torch.optim import optimizer as of_optimizers
 from torch.utils import _foreach_utils as of_foreach
 
+from dynoffload import below_modes
 from dynoffload.errors import BackendError
 from dynoffload.memory.accelerator.storages import RegionStorage, RowStorage
 
@@ -40,7 +42,8 @@ _KEYS = 0
 for _one in (_Key.Python, _Key.PythonTLSSnapshot):
     _KEYS |= torch._C.DispatchKeySet(_one).raw_repr()
 _DATA: Any = torch.Tensor.data
-_SHOWN = ("__repr__", "__reduce_ex__", "__deepcopy__", "tolist")
+_SHOWN = ("__repr__", "__format__", "__reduce_ex__", "__deepcopy__", "tolist")
+_eager = contextlib.ExitStack()  # while there are handlers, torch compiles nothing
 
 handlers: list[Handler] = []
 """Of the sessions that run; the last one is called."""
@@ -49,13 +52,17 @@ handlers: list[Handler] = []
 def _dispatch(
     _: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> Any:
-    return (handlers[-1] if handlers else _call)(func, args, kwargs or {})
+    if len(types) > 1 and not all(hasattr(one, "unguarded") for one in types):
+        return NotImplemented  # a wrapper's class comes first, and unwraps it
+    return (handlers[-1] if handlers else call_below)(func, args, kwargs or {})
 
 
 def begin(handler: Handler) -> None:
     """Call ``handler`` for what touches guarded tensors, until `end`; see [Note: data]."""
+    if not handlers:
+        torch.Tensor.data = property(_DATA.__get__, _set_data)  # type: ignore[assignment]
+        _eager.enter_context(torch.compiler.set_stance("force_eager"))
     handlers.append(handler)
-    torch.Tensor.data = property(_DATA.__get__, _set_data)  # type: ignore[assignment]
 
 
 def end(handler: Handler) -> None:
@@ -64,11 +71,27 @@ def end(handler: Handler) -> None:
         handlers.remove(handler)
         if not handlers:
             del torch.Tensor.data
+            _eager.close()
 
 
-def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def let_go() -> None:
+    """Guard no tensor whose memory is ordinary by now. It scans all Python objects, which takes
+    tens of milliseconds."""
+    for one in gc.get_objects():
+        if hasattr(type(one), "unguarded"):
+            fit(one)
+
+
+def call_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an operator that `is_plain` past all guards."""
     with torch._C._DisableTorchDispatch():
         return func(*args, **kwargs)
+
+
+def call_below(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an operator past all guards, as torch would call it without any."""
+    with torch._C._DisableTorchDispatch():
+        return below_modes.call_below(func, args, kwargs)
 
 
 @functools.cache
@@ -80,6 +103,7 @@ def _guarded(kind: type[torch.Tensor]) -> type[torch.Tensor]:
         "__qualname__": kind.__qualname__,
         "unguarded": kind,
         "as_subclass": _as_subclass,
+        "__copy__": _copy,
         **{name: _shown(kind, name) for name in _SHOWN},
     }
     if issubclass(kind, nn.Parameter):
@@ -116,6 +140,15 @@ def _detach(parameter: nn.Parameter) -> torch.Tensor:
     return made
 
 
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return another tensor over the same memory, as `copy.copy` does."""
+    made = tensor.detach().requires_grad_(tensor.requires_grad)
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, tensor.requires_grad)
+    made.__dict__.update(tensor.__dict__)
+    return made
+
+
 def _as_subclass(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
     """Return `Tensor.as_subclass`, guarded."""
     with _off(tensor) as plain:
@@ -148,6 +181,11 @@ def _shown(kind: type[torch.Tensor], name: str) -> Any:
 @contextlib.contextmanager
 def _off(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield ``tensor`` without its guard while its region is there; a copy if it is over a row."""
+    if isinstance(tensor.untyped_storage(), RowStorage):
+        made = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        yield nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+        return
     present(tensor.untyped_storage())
     unguard(tensor)
     try:
@@ -237,4 +275,5 @@ def fit(tensor: torch.Tensor) -> torch.Tensor:
 def _set(tensor: torch.Tensor, *, on: bool) -> None:
     word = ctypes.c_uint64.from_address(tensor._cdata + _place())
     word.value = word.value | _KEYS if on else word.value & ~_KEYS
-    assert torch._C._dispatch_keys(tensor).has(_Key.Python) is on
+    if torch._C._dispatch_keys(tensor).has(_Key.Python) is not on:
+        raise BackendError(f"the keys of a tensor of torch {torch.__version__} were not found")

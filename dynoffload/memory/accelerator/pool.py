@@ -91,11 +91,13 @@ class RegionPool(HostTier):
         self._closed = self._said_full = False
         self._process = os.getpid()
         self._locked: set[int] = set()
+        self._at_work: Sequence[int] = ()  # regions of the work that `at_once` enqueues
         self.on_locked: Callable[[int], None] = self._locked.discard
         self._resize(self._workspace.capacity)
 
     def _may_leave(self, cell: DeviceRegion) -> bool:
-        return cell.state is State.PRESENT and not cell.pins
+        held = cell.pins or cell.region in self._at_work
+        return cell.state is State.PRESENT and not held
 
     def _may_come(self, cell: DeviceRegion) -> bool:
         return cell.state is not State.PRESENT and cell.has_content

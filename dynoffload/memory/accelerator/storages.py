@@ -103,9 +103,8 @@ class RowStorage(torch.UntypedStorage):
     [Note: no memory]  Its address is null, and torch refuses to return it for writing. (Builds for
     CUDA could refuse it for reading too, but then also put no further tensor over it.) So code that
     takes an address without the dispatcher (`data_ptr`, numpy, DLPack) raises. An operator needs
-    the slices' own storages (`dynoffload.runtime.over_rows`). Without them, as in a thread without
-    the runtime's mode, it raises where torch checks the address, and else ends the process.
-    Printing a tensor also ends it, as torch prints with all modes off.
+    the slices' own storages (`dynoffload.runtime.over_rows`). Without them it raises where torch
+    checks the address, and else ends the process.
 
     Attributes:
         slice_bytes: bytes of each slice.
