@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import random
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +70,8 @@ MUTANTS = [
     Mutant(HostTier, "_drain", "copied.reached()", "True", on_emulator=False),
     Mutant(DeviceRegion, "slot_is_idle", "self.copied.reached()", "True"),
     Mutant(Accelerator, "used", "cell.tick = self._now", "pass"),
+    Mutant(Accelerator, "at_once", "cell.state is not State.PRESENT", "cell.state is State.ABSENT"),
+    Mutant(Accelerator, "at_once", "cell.ready is not None or cell.prefetched", "False"),
 ]
 
 
@@ -167,18 +169,22 @@ class Program:
 
     def _write(self, index: int) -> None:
         value = self._chance.randrange(250)
-        region = self.regions[index]
-        self.device.use([region], [region])
-        self._view(index).fill_(value)
-        self.device.used([region])
+        self._work(index, lambda: self._view(index).fill_(value), writes=True)
         self.holds[index] = value
 
     def _read(self, index: int) -> None:
         value = self.holds[index]
         if value is not None:
-            self.device.use([self.regions[index]])
-            self.wrong += (self._view(index) != value).sum()
-            self.device.used([self.regions[index]])
+            self._work(index, lambda: self.wrong.add_((self._view(index) != value).sum()))
+
+    def _work(self, index: int, enqueue: Callable[[], object], *, writes: bool = False) -> None:
+        region = self.regions[index]
+        written = [region] if writes else []
+        done, _ = self.device.at_once([region], written, enqueue)
+        if not done:
+            self.device.use([region], written)
+            enqueue()
+            self.device.used([region])
 
     def _renew(self, index: int) -> None:
         self.device.release(self.regions[index])
