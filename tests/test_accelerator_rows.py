@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from devices import opened
 from emulated import DEVICE, accelerated
 from exactness import Twin, assert_same, footprint_of
-from fused_networks import PAGES, Chosen, chosen_loss, fused_of
+from fused_networks import PAGES, Chosen, chosen_loss, fused_of, mixtral, mixtral_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
@@ -343,3 +344,14 @@ def test_what_a_block_leaves() -> None:
             held[id(model)][1].mul_(2)
     assert_same(held[id(twin.model)], held[id(twin.reference)], "held")
     twin.assert_same()
+
+
+@pytest.mark.parametrize("way", ["eager", "grouped_mm"])
+def test_experts_that_are_taken_all_at_once_are_warned_of(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    twin = Twin(mixtral(way), partial(AdamW, lr=1e-2))
+    with accelerated(elsewhere=True), twin.paged(4 * footprint_of(twin.model), device=DEVICE):
+        mixtral_loss(twin.model, 1)
+    warned = "MixtralExperts runs its experts by 'grouped_mm'" in caplog.text
+    assert warned == (way != "eager")

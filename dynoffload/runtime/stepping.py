@@ -26,7 +26,7 @@ from dynoffload.runtime.adoption.slots import Fused, Slot
 from dynoffload.runtime.adoption.units import Unit, units_of
 from dynoffload.runtime.counting import is_trained, storages_outside
 from dynoffload.runtime.experts.gradients import FusedGradients
-from dynoffload.runtime.experts.parts import Parts, run_by_slices
+from dynoffload.runtime.experts.parts import Parts, run_by_slices, takes_all_at_once
 from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.migration.forecast import Forecast
 from dynoffload.runtime.migration.migrator import Migrator, Phase
@@ -149,6 +149,13 @@ class Stepping(Mode):
             if unit.number is not None:
                 slices.setdefault(unit.module, {})[unit.number] = unit
         for module, numbered in slices.items():
+            if not self.device.serves and (way := takes_all_at_once(module)):
+                self._warn_once(
+                    f"{type(module).__name__} runs its experts by {way!r}, for which all of a "
+                    "layer are fetched: model.set_experts_implementation('eager') has those "
+                    "fetched that are hit",
+                    once="experts",
+                )
             reached: set[int] = set()  # by the running call
             parts = partial(self._parts_of, module, numbered, reached)
             watching.callback(run_by_slices(module, parts))

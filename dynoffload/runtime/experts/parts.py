@@ -200,6 +200,14 @@ def stand_ins(module: nn.Module) -> Mapping[str, Parts]:
     return {} if make is None else make()
 
 
+def takes_all_at_once(module: nn.Module) -> str:
+    """Return by which of transformers' implementations ``module`` runs its experts, if that takes
+    the parameters of all at once; else ""."""
+    config = getattr(module, "config", None)
+    name = str(getattr(config, "_experts_implementation", None) or "")
+    return "" if name in ("eager", "dynoffload") else name
+
+
 def run_by_slices(module: nn.Module, make: MakeParts) -> Callable[[], None]:
     """Run the experts of ``module`` by slices until the returned function is called.
 
