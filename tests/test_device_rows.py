@@ -16,6 +16,7 @@ import torch
 from devices import filled, holds, needs_pager, opened, schedule, uses_of, view
 
 from dynoffload.errors import BudgetError
+from dynoffload.memory.accelerator.guarded import fit
 from dynoffload.memory.device import Device
 from dynoffload.memory.pager import Pager
 from dynoffload.planning.schedule import Action, Kind
@@ -37,7 +38,7 @@ def device(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Device]:
 def whole(device: Device, row: list[int]) -> torch.Tensor:
     """Return a row's bytes as one tensor ``[slices, bytes]``."""
     tensor = torch.empty(0, dtype=torch.uint8)
-    return tensor.set_(device.row_storage(row), 0, (len(row), SLICE), (SLICE, 1))
+    return fit(tensor.set_(device.row_storage(row), 0, (len(row), SLICE), (SLICE, 1)))
 
 
 def pushed_out(device: Device) -> None:
