@@ -66,7 +66,8 @@ _SHADES = ("forward", "backward", "optimizer", "fault", "evict", "plan", "budget
 class Case:
     """One network under one budget: a share of its footprint, bytes, or 0 for the least that is
     accepted. The first steps, ``warmup`` of them, do not count. All processes begin anew as many
-    ``times``, as memory that lies elsewhere changes a step's time by some percent."""
+    ``times``, as memory that lies elsewhere changes a step's time by some percent; the middle
+    one of these counts."""
 
     spec: Spec
     budget: float
@@ -176,12 +177,7 @@ class Overhead(Experiment[Params]):
     def run(self, case: Case) -> Row:
         budget, footprint = budget_of(case, self.report)
         rows = [self._row(case, budget, footprint) for _ in range(case.times)]
-        ways = {
-            name: sorted((row["ways"][name] for row in rows), key=_over_plain)[len(rows) // 2]
-            for name in WAYS
-        }
-        again = median(row["plain_again"] for row in rows)
-        return {**rows[0], "ways": ways, "plain_again": again}
+        return sorted(rows, key=_over_plain)[len(rows) // 2]
 
     def _row(self, case: Case, budget: int, footprint: int | None) -> Row:
         own, directory = self.params, self.params.spill_dir or default_spill_dir()
@@ -322,9 +318,9 @@ class Overhead(Experiment[Params]):
         figure.legend(loc="outside upper center", ncols=4, frameon=False)
 
 
-def _over_plain(way: Row) -> float:
-    """Return the time of a way over plain's, as a key: infinite for none."""
-    return float(way["over_plain"]) if way["seconds"] else math.inf
+def _over_plain(row: Row) -> float:
+    """Return the time under a budget over plain's, as a key: infinite for none."""
+    return float(row["ways"]["budget"].get("over_plain", math.inf))
 
 
 def _times(side: Contestant, plain: Contestant) -> float:

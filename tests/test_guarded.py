@@ -72,6 +72,7 @@ ASKS: dict[str, Callable[[nn.Parameter], Any]] = {
     "a parameter of its data": lambda p: nn.Parameter(p.data),
     "a buffer of it": lambda p: nn.Buffer(p.data),
     "a subclass of the user's": lambda p: p.detach().as_subclass(Labelled) + 1,
+    "a subclass with a graph": lambda p: torch.autograd.grad(p.as_subclass(Labelled).sum(), p)[0],
     "scripted": lambda p: torch.jit.trace(lambda x: x @ x.T, torch.ones(2, 2))(p.detach()),
     "in numpy": lambda p: torch.from_numpy(p.detach().cpu().clone().numpy()),
     "batched": lambda p: torch.func.vmap(lambda row: row.sum())(p.detach()),
@@ -135,16 +136,19 @@ def test_views_that_stay_are_not_guarded_after_the_block() -> None:
     with block() as (twin, _):
         kept = [p.detach()[:1] for p in twin.model.parameters()]
         state = twin.model.state_dict()
+        made = [nn.Parameter(p.data) for p in twin.model.parameters()]
         found = [one.clone() for one in (*kept, *state.values())]
     assert [type(one) for one in (*kept, *state.values())] == [torch.Tensor] * len(found)
     assert_same([*kept, *state.values()], found, "kept")
+    assert {type(one) for one in made} == {nn.Parameter}
 
 
 def test_copies_are_not_guarded() -> None:
     with block() as (twin, _):
         for p in twin.model.parameters():
-            for made in (copy.deepcopy(p), pickle.loads(pickle.dumps(p)), saved(p)):
-                assert type(made) is nn.Parameter
+            for one in (p, nn.Parameter(p.data), copy.copy(p)):
+                for made in (copy.deepcopy(one), pickle.loads(pickle.dumps(one)), saved(one)):
+                    assert type(made) is nn.Parameter
             assert type(p.detach().clone()) is torch.Tensor
 
 

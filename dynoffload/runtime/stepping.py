@@ -233,7 +233,7 @@ class Stepping(Mode):
         self.migrator.end_forward()
         self._forecast.end(whole=whole)
         self._end_check()
-        if isinstance(sys.exception(), torch.OutOfMemoryError):
+        if not whole and isinstance(sys.exception(), torch.OutOfMemoryError):
             self._make_way()
         if self.updates is not None:
             self.updates.restore_groups()

@@ -21,7 +21,7 @@ import functools
 import gc
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ _KEYS = 0
 for _one in (_Key.Python, _Key.PythonTLSSnapshot):
     _KEYS |= torch._C.DispatchKeySet(_one).raw_repr()
 _DATA: Any = torch.Tensor.data
-_SHOWN = ("__repr__", "__format__", "__reduce_ex__", "__deepcopy__", "tolist")
+_SHOWN = ("__repr__", "__format__", "tolist")
 _eager = contextlib.ExitStack()  # while there are handlers, torch compiles nothing
 
 handlers: list[Handler] = []
@@ -60,8 +60,8 @@ def _dispatch(
 def begin(handler: Handler) -> None:
     """Call ``handler`` for what touches guarded tensors, until `end`; see [Note: data]."""
     if not handlers:
-        torch.Tensor.data = property(_DATA.__get__, _set_data)  # type: ignore[assignment]
         _eager.enter_context(torch.compiler.set_stance("force_eager"))
+        torch.Tensor.data = property(_DATA.__get__, _set_data)  # type: ignore[assignment]
     handlers.append(handler)
 
 
@@ -78,7 +78,8 @@ def let_go() -> None:
     """Guard no tensor whose memory is ordinary by now. It scans all Python objects, which takes
     tens of milliseconds."""
     for one in gc.get_objects():
-        if hasattr(type(one), "unguarded"):
+        # Tests the type, as a proxy object may answer anything to isinstance.
+        if issubclass(type(one), torch.Tensor) and is_guarded(one):
             fit(one)
 
 
@@ -104,6 +105,8 @@ def _guarded(kind: type[torch.Tensor]) -> type[torch.Tensor]:
         "unguarded": kind,
         "as_subclass": _as_subclass,
         "__copy__": _copy,
+        "__deepcopy__": _deepcopy,
+        "__reduce_ex__": _reduce_ex,
         **{name: _shown(kind, name) for name in _SHOWN},
     }
     if issubclass(kind, nn.Parameter):
@@ -142,56 +145,73 @@ def _detach(parameter: nn.Parameter) -> torch.Tensor:
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """Return another tensor over the same memory, as `copy.copy` does."""
-    made = tensor.detach().requires_grad_(tensor.requires_grad)
-    if isinstance(tensor, nn.Parameter):
-        made = nn.Parameter(made, tensor.requires_grad)
-    made.__dict__.update(tensor.__dict__)
-    return made
+    return fit(_as_kind(tensor, unguard(torch.Tensor.detach(tensor))))
 
 
 def _as_subclass(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
-    """Return `Tensor.as_subclass`, guarded."""
-    with _off(tensor) as plain:
-        return fit(torch.Tensor.as_subclass(plain, kind))
+    """Return what `Tensor.as_subclass` returns, guarded."""
+    made: torch.Tensor = unguard(torch.ops.aten.alias.default(tensor))
+    made.__class__ = kind
+    return fit(made)
 
 
 def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Set ``tensor.data``; see [Note: data]."""
-    for one in (tensor, data):
-        unguard(one)
-    try:
-        _DATA.__set__(tensor, data)
-    finally:
+    with torch._C.DisableTorchFunction():
         for one in (tensor, data):
-            fit(one)
+            unguard(one)
+        try:
+            _DATA.__set__(tensor, data)
+        finally:
+            for one in (tensor, data):
+                fit(one)
 
 
 def _shown(kind: type[torch.Tensor], name: str) -> Any:
-    """Return a method that asks the tensor without its guard, whose bytes it has brought."""
+    """Return a method that asks an unguarded copy of the tensor."""
     inherited = getattr(kind, name)
 
     @functools.wraps(inherited)
-    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        with _off(self) as shown:
-            return getattr(kind, name)(shown, *args, **kwargs)
+    def method(self: torch.Tensor, *args: Any) -> Any:
+        copied = _as_kind(self, torch.Tensor.detach(self).clone())
+        return getattr(type(copied), name)(copied, *args)
 
     return method
 
 
-@contextlib.contextmanager
-def _off(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield ``tensor`` without its guard while its region is there; a copy if it is over a row."""
-    if isinstance(tensor.untyped_storage(), RowStorage):
-        made = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        yield nn.Parameter(made, tensor.requires_grad) if is_parameter else made
-        return
+def _reduce_ex(tensor: torch.Tensor, protocol: Any) -> Any:
+    """Return what an unguarded tensor over the same memory returns, which reads no byte yet."""
+    alias: Any = _as_kind(tensor, unguard(torch.Tensor.detach(tensor)))
+    return alias.__reduce_ex__(protocol)
+
+
+def _deepcopy(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
+    """Return the copy that an unguarded tensor over the same memory would return."""
+    kind: Any = kind_of(tensor)
+    if not tensor.is_leaf or id(tensor) in memo:
+        return kind.__deepcopy__(tensor, memo)
+    if kind.__deepcopy__ is nn.Parameter.__deepcopy__:
+        made = torch.Tensor.detach(tensor).clone(memory_format=torch.preserve_format)
+        memo[id(tensor)] = copied = kind(made, tensor.requires_grad)
+        return copied
     present(tensor.untyped_storage())
-    unguard(tensor)
-    try:
-        yield tensor
-    finally:
-        guard(tensor)
+    alias = _as_kind(tensor, unguard(torch.Tensor.detach(tensor)))
+    memo[id(tensor)] = copied = kind.__deepcopy__(alias, memo)
+    memo[id(alias)] = alias  # whose id must not be another's
+    return copied
+
+
+def _as_kind(tensor: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+    """Return ``plain`` as ``tensor`` is: of its class, with its attributes."""
+    kind = kind_of(tensor)
+    if kind is torch.Tensor:
+        plain.requires_grad_(tensor.requires_grad)
+    else:
+        plain = torch.Tensor._make_subclass(kind, plain, tensor.requires_grad)
+    plain.__dict__.update(tensor.__dict__)
+    if kind is nn.Parameter:
+        plain.__dict__.pop("_is_param", None)
+    return plain
 
 
 @functools.cache
@@ -229,7 +249,10 @@ def is_guarded(tensor: torch.Tensor) -> bool:
 def kind_of(tensor: torch.Tensor) -> type:
     """Return the class of ``tensor``, without its guard."""
     kind = type(tensor)
-    return getattr(kind, "unguarded", kind)
+    plain: type = getattr(kind, "unguarded", kind)
+    # `nn.Parameter` makes such a tensor of a guarded one.
+    is_parameter = plain is not kind and plain is torch.Tensor and hasattr(tensor, "_is_param")
+    return nn.Parameter if is_parameter else plain
 
 
 def is_paged(storage: torch.UntypedStorage) -> bool:
@@ -261,7 +284,9 @@ def unguard(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor``, not guarded any more."""
     if is_guarded(tensor):
         _set(tensor, on=False)
-        tensor.__class__ = type(tensor).unguarded  # type: ignore[attr-defined]
+        tensor.__class__ = kind_of(tensor)
+        if type(tensor) is nn.Parameter:
+            tensor.__dict__.pop("_is_param", None)
     return tensor
 
 
