@@ -20,6 +20,7 @@ def test_a_tally_counts_over_all_sets() -> None:
     assert tally.scores() == {"recall": 0.5, "precision": 2 / 3, "f1": 4 / 7}
 
 
+@pytest.mark.slow
 def test_routers_and_pilots_are_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "experts.json"
     params = Params(("deepseek-v3",), seeds=1, train=3, length=8, samples=24, held_out=6, size="")

@@ -20,6 +20,7 @@ needs_all = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_all
 def test_all_ways_make_the_same_steps(tmp_path: Path) -> None:
     """Table, page and figure come with them, and checkpoints are found again."""

@@ -137,6 +137,7 @@ def test_table_and_figure_show_what_misses(tmp_path: Path) -> None:
     assert "on-demand" in path.with_suffix(".svg").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_setting_is_trained_plainly_and_under_a_budget() -> None:
     task = Task("tree (fit)", 2)
     found = simulation._child(simulated_run.timed, task)

@@ -216,7 +216,9 @@ def keeping(steps: int, mebibytes: int, *, plain: bool = False) -> list[str]:
 
 
 @pytest.mark.skipif(bool(why_unavailable() or probe()), reason=why_unavailable() or probe())
-@pytest.mark.parametrize(("steps", "mebibytes"), [(10, 200), (30, 10_000)])
+@pytest.mark.parametrize(
+    ("steps", "mebibytes"), [pytest.param(10, 200, marks=pytest.mark.slow), (30, 10_000)]
+)
 def test_what_libraries_keep_is_taken_from_the_pool(steps: int, mebibytes: int) -> None:
     """It grows beyond all that was left free: the pool shrinks, to the least, and then training
     ends in words. The group kills nobody, and the numbers are those of plain PyTorch."""
