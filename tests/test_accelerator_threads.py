@@ -265,7 +265,7 @@ class Whole(SGD):
 
 @pytest.mark.parametrize("first", ["step", "whole step", "forward", "evaluation"])
 def test_a_thread_from_before_brings_what_it_touches(first: str) -> None:
-    """Whatever it calls first, and under a guard of the user's."""
+    """Whatever it calls first, also under the user's inference mode."""
     twin = Twin(mlp(), partial(Whole if first == "whole step" else AdamW, lr=1e-2))
     sample, go, come = torch.randn(8, 48), threading.Event(), threading.Event()
 

@@ -26,7 +26,7 @@ SAMPLE = torch.randn(8, 48, generator=torch.Generator().manual_seed(1))
 
 
 class Labelled(torch.Tensor):
-    """A subclass of a user's."""
+    """A user subclass."""
 
 
 @contextmanager
@@ -71,7 +71,7 @@ ASKS: dict[str, Callable[[nn.Parameter], Any]] = {
     "a parameter of it": nn.Parameter,
     "a parameter of its data": lambda p: nn.Parameter(p.data),
     "a buffer of it": lambda p: nn.Buffer(p.data),
-    "a subclass of the user's": lambda p: p.detach().as_subclass(Labelled) + 1,
+    "a user subclass": lambda p: p.detach().as_subclass(Labelled) + 1,
     "a subclass with a graph": lambda p: torch.autograd.grad(p.as_subclass(Labelled).sum(), p)[0],
     "scripted": lambda p: torch.jit.trace(lambda x: x @ x.T, torch.ones(2, 2))(p.detach()),
     "in numpy": lambda p: torch.from_numpy(p.detach().cpu().clone().numpy()),
@@ -199,7 +199,7 @@ def test_after_an_operator_on_other_tensors_lacked_memory_there_is_room() -> Non
             optimizer.step()
 
 
-def test_weights_trade_places_with_tensors_of_the_users() -> None:
+def test_weights_trade_places_with_user_tensors() -> None:
     """By ``data``, as some moving averages do. What had been ordinary is guarded then."""
     with block() as (twin, _):
         for model in (twin.model, twin.reference):
