@@ -73,6 +73,14 @@ def is_around(module: nn.Module) -> bool:
     return isinstance(module.__dict__.get(_PLACE), Around)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a call of ``module`` runs what `torch.compile` made of it."""
+    inner = module.__dict__.get(_PLACE)
+    if isinstance(inner, Around):
+        inner = inner.inner
+    return inner is not None or "_orig_mod" in module._modules
+
+
 class Around:
     """Replaces a module's call; see [Note: unseen hooks]."""
 

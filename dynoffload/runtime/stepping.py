@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dynoffload.around import after_call, before_call, choosing
+from dynoffload.around import after_call, before_call, choosing, is_compiled
 from dynoffload.distributed.replicas import as_backward_ends
 from dynoffload.distributed.sharded import Gathered, groups_of
 from dynoffload.memory.accelerator.accelerator import Accelerator
@@ -34,6 +34,7 @@ from dynoffload.runtime.modes import Mode
 from dynoffload.runtime.opening import Setup
 from dynoffload.runtime.overlap import Overlap
 from dynoffload.runtime.passes.activations import Activations, tensors_in
+from dynoffload.runtime.passes.compiled import CompiledModules
 from dynoffload.runtime.passes.hooks import Hook, watch_modules
 from dynoffload.runtime.passes.saved import Chunk
 from dynoffload.runtime.recording import Recording
@@ -115,6 +116,8 @@ class Stepping(Mode):
             names=self.adoption.store.names,
         )
         self.overlap = Overlap(self.model, self.activations)
+        if isinstance(self.device, Accelerator):
+            self.activations.compiled = CompiledModules(self.device)
 
     def _watch(self) -> None:
         """Install hooks until `_watching` is closed."""
@@ -128,6 +131,8 @@ class Stepping(Mode):
         watching.callback(self._forecast.unwatch)
         self._forecast.watch(units, on_ask=self._make_ready, on_revise=self._revise)
         watch_modules(watching, model, units, self._visit, self.settle)
+        if (compiled := self.activations.compiled) is not None:
+            compiled.watch(watching, model, units, self._visit)
         collectors: dict[nn.Parameter, Callable[[torch.Tensor], None]] = {
             one.parameter: partial(self._collect, one) for one in (*store.slots.values(), *rows)
         }
@@ -167,8 +172,10 @@ class Stepping(Mode):
     def _check_members(self, units: Sequence[Unit]) -> None:
         """Watch in one forward whether submodules of small modules run without these."""
         modules, unseen = dict(self.model.named_modules()), choosing(self.model)
+        # Whose hooks do nothing, but whose code is compiled anew for other hooks.
+        compiled = {one for m in modules.values() if is_compiled(m) for one in m.modules()}
         for unit in units if not self._checked else ():
-            for path in unit.members if len(unit.members) > 1 else ():
+            for path in unit.members if len(unit.members) > 1 and unit.module not in compiled else ():
                 if path != unit.path:
                     hook = Hook(partial(self._ran_within, unit))
                     handle = before_call(modules[path], hook, unseen)
@@ -404,6 +411,8 @@ class Stepping(Mode):
     def _collect(self, one: Slot | Fused, parameter: torch.Tensor) -> None:
         """Adopt a complete gradient, or make its update."""
         self.activations.settle()
+        if self.activations.compiled is not None:
+            self.activations.compiled.release()
         self.overlap.collect(one.parameter)
         made = self._in_backward
         if isinstance(one, Slot) and one.shared:

@@ -21,7 +21,7 @@ import functools
 import gc
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -43,7 +43,9 @@ for _one in (_Key.Python, _Key.PythonTLSSnapshot):
     _KEYS |= torch._C.DispatchKeySet(_one).raw_repr()
 _DATA: Any = torch.Tensor.data
 _SHOWN = ("__repr__", "__format__", "tolist")
-_eager = contextlib.ExitStack()  # while there are handlers, torch compiles nothing
+_compiling = False
+_set_eval_frame: Any = None  # of torch's compiler, whose import takes seconds
+_eager: list[Any] = []  # while there are handlers: torch runs compiled code as it was written
 
 handlers: list[Handler] = []
 """Of the sessions that run; the last one is called."""
@@ -54,13 +56,20 @@ def _dispatch(
 ) -> Any:
     if len(types) > 1 and not all(hasattr(one, "unguarded") for one in types):
         return NotImplemented  # a wrapper's class comes first, and unwraps it
-    return (handlers[-1] if handlers else call_below)(func, args, kwargs or {})
+    handler = handlers[-1] if handlers else call_below
+    if not _compiling:
+        return handler(func, args, kwargs or {})
+    before = _set_eval_frame(None)  # what is ours is not traced
+    try:
+        return handler(func, args, kwargs or {})
+    finally:
+        _set_eval_frame(before)
 
 
 def begin(handler: Handler) -> None:
     """Call ``handler`` for what touches guarded tensors, until `end`; see [Note: data]."""
     if not handlers:
-        _eager.enter_context(torch.compiler.set_stance("force_eager"))
+        _eager.append(torch.compiler.set_stance("force_eager"))
         torch.Tensor.data = property(_DATA.__get__, _set_data)  # type: ignore[assignment]
     handlers.append(handler)
 
@@ -71,7 +80,29 @@ def end(handler: Handler) -> None:
         handlers.remove(handler)
         if not handlers:
             del torch.Tensor.data
-            _eager.close()
+            _eager.pop().__exit__(None, None, None)
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Let torch run compiled code as if there were no handlers. It takes addresses: what it touches
+    must be there, and not guarded."""
+    from torch._dynamo import eval_frame
+
+    global _compiling, _set_eval_frame
+    _set_eval_frame = eval_frame.set_eval_frame
+    eval_frame.skip_code(_dispatch.__code__)
+    before = _eager[0].prev
+    with torch.compiler.set_stance(
+        before.stance,
+        skip_guard_eval_unsafe=before.skip_guard_eval_unsafe,
+        force_backend=before.backend,
+    ):
+        _compiling = True
+        try:
+            yield
+        finally:
+            _compiling = False
 
 
 def let_go() -> None:

@@ -37,11 +37,13 @@ import torch
 
 from dynoffload.distributed.sharded import Gathered
 from dynoffload.errors import BudgetError, StepLostError
+from dynoffload.memory.accelerator.guarded import fit, unguard
 from dynoffload.memory.device import Device
 from dynoffload.memory.pieces import is_dense
 from dynoffload.memory.region_allocator import users_of
 from dynoffload.runtime.adoption.store import bytes_of, offset_of, view_of
 from dynoffload.runtime.interrupts import uninterrupted
+from dynoffload.runtime.passes.compiled import CompiledModules
 from dynoffload.runtime.passes.finalization import Endings, Keeping
 from dynoffload.runtime.passes.saved import (
     ALIGNMENT,
@@ -145,6 +147,7 @@ class Activations:
         self._of_sources: Endings[int] = Endings()  # bytes
         self.kept = Keeping()
         self.gathered: Gathered | None = None
+        self.compiled: CompiledModules | None = None  # on an accelerator
         self._closed = False
         self._inputs: set[int] = set()  # storages of the model's inputs
         self._borrowed: Endings[None] = Endings()
@@ -314,7 +317,7 @@ class Activations:
         region = self.device.owner(tensor if tensor.numel() else storage)
         if region >= 0:
             self.on_borrow(region)
-            borrowed = InPlace(tensor, region)
+            borrowed = InPlace(tensor, region, compiled=self._is_compiled)
             self._borrowed.watch(borrowed, None)
             return borrowed
         if self.gathered is not None:
@@ -345,7 +348,7 @@ class Activations:
         known = self._entries.get(key)
         entry = known() if known is not None else None
         if entry is not None and entry.stands_for(tensor):
-            return form(tensor, entry, place)
+            return form(tensor, entry, place, self._is_compiled)
         chunk, offset = self._place(nbytes)
         ours = self.device.storage(chunk.region)
         entry = Entry(chunk, offset, self._source_of(storage), tensor)
@@ -354,7 +357,7 @@ class Activations:
         chunk.live += 1
         self._entered.watch(entry, chunk)
         # Made before a cast moves, because the tensor may be that cast.
-        packed = form(tensor, entry, place)
+        packed = form(tensor, entry, place, self._is_compiled)
         try:
             with torch.no_grad():
                 if whole:
@@ -424,8 +427,20 @@ class Activations:
                 self.settle()
                 self._last = chunk.region
                 self.on_chunk(chunk.region)
-            return packed.unpack(self.device.storage(chunk.region))
+            plain = packed.compiled and self._hold(chunk.region)
+            return packed.unpack(self.device.storage(chunk.region), plain=plain)
         packed.check()
         if packed.region >= 0:
             self.on_borrowed(packed.region)
+        if packed.compiled:
+            return (unguard if self._hold(packed.region) else fit)(packed.tensor)
         return packed.tensor
+
+    @property
+    def _is_compiled(self) -> bool:
+        """Whether a compiled module runs."""
+        return self.compiled is not None and self.compiled.running
+
+    def _hold(self, region: int) -> bool:
+        """Keep a region present until the running node of the graph has ended."""
+        return self.compiled is not None and self.compiled.hold(region)

@@ -106,12 +106,17 @@ class Entry:
 
 
 class Packed:
-    """A saved tensor whose bytes are stored in a chunk, ``offset`` elements into its entry."""
+    """A saved tensor whose bytes are stored in a chunk, ``offset`` elements into its entry.
 
-    __slots__ = ("conj", "dtype", "entry", "neg", "offset", "size", "stride")
+    It is ``compiled`` if a compiled module saved it.
+    """
 
-    def __init__(self, tensor: torch.Tensor, entry: Entry, offset: int) -> None:
-        self.entry, self.offset = entry, offset
+    __slots__ = ("compiled", "conj", "dtype", "entry", "neg", "offset", "size", "stride")
+
+    def __init__(
+        self, tensor: torch.Tensor, entry: Entry, offset: int, compiled: bool = False
+    ) -> None:
+        self.entry, self.offset, self.compiled = entry, offset, compiled
         self.dtype, self.size = tensor.dtype, tensor.size()
         self.stride: tuple[int, ...] = tensor.stride()
         self.conj, self.neg = tensor.is_conj(), tensor.is_neg()
@@ -120,9 +125,11 @@ class Packed:
         """Raise an error like autograd's if the original was modified since."""
         _check(self.entry.version, self.entry.witness._version, self.size, self.dtype)
 
-    def unpack(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Return the saved tensor; ``storage`` is that of its chunk's region."""
-        raw = fit(self._with_strides(self.raw_in(storage)))
+    def unpack(self, storage: torch.UntypedStorage, *, plain: bool = False) -> torch.Tensor:
+        """Return the saved tensor; ``storage`` is that of its chunk's region. It is ``plain`` if it
+        has no guard, and its region stays."""
+        raw = self._with_strides(self.raw_in(storage))
+        raw = raw if plain else fit(raw)
         if self.conj:
             raw = torch._conj(raw)
         return torch._neg_view(raw) if self.neg else raw
@@ -148,8 +155,10 @@ class Columns(Packed):
 
     __slots__ = ("nbytes", "place", "skew", "strides")
 
-    def __init__(self, tensor: torch.Tensor, entry: Entry, offset: int) -> None:
-        super().__init__(tensor, entry, offset)
+    def __init__(
+        self, tensor: torch.Tensor, entry: Entry, offset: int, compiled: bool = False
+    ) -> None:
+        super().__init__(tensor, entry, offset, compiled)
         self.strides, self.stride = self.stride, ()  # contiguous in the chunk
         self.place, self.nbytes = offset_of(tensor), tensor.untyped_storage().nbytes()
         self.skew = tensor.data_ptr() % ALIGNMENT // tensor.element_size()
@@ -177,11 +186,13 @@ class Columns(Packed):
 
 
 class InPlace:
-    """A saved tensor kept in place; ``region`` is that of the parameter it comes from, or -1."""
+    """A saved tensor kept in place; ``region`` is that of the parameter it comes from, or -1. It is
+    ``compiled`` if a compiled module saved it."""
 
-    __slots__ = ("__weakref__", "region", "tensor", "version")
+    __slots__ = ("__weakref__", "compiled", "region", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, region: int = -1) -> None:
+    def __init__(self, tensor: torch.Tensor, region: int = -1, *, compiled: bool = False) -> None:
+        self.compiled = compiled
         self.tensor = tensor if is_of_a_subclass(tensor) else tensor.detach()
         self.region, self.version = region, tensor._version
 
