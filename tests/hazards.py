@@ -84,6 +84,9 @@ each_paged_in_time = _each(KINDS, slow=_OTHERS)
 each_with_slices_in_time = _each([*KINDS, "emulated"], slow=_OTHERS)
 """For tests of many cases of what is paged by slices, which one that has stepped aside is not."""
 
+each_of_accelerators = _each(["emulated"])
+"""For what is of accelerators alone."""
+
 guarded = _each(["pager"])
 """For what only a backend that puts updates off can get wrong."""
 
@@ -112,10 +115,11 @@ class Side:
         *,
         share: float = 0.3,
         states: int = 2,
+        watched: bool = True,
         **config: Any,
     ) -> Iterator[Session | None]:
         """Open a block whose budget is ``share`` of what the model takes; note the state at its
-        end."""
+        end. Unless ``watched``, no mode of the emulated accelerator is on."""
         model.to(exactness.HOME)
         if self.backend is None:
             yield None
@@ -138,7 +142,7 @@ class Side:
                 gc.collect()
                 budget += budget // 5 + torch.accelerator.memory_allocated() + 16 * KiB
             if self.backend == "emulated":
-                below, device = accelerated(), DEVICE
+                below, device = accelerated(watched=watched), DEVICE
             with below:
                 with dynoffload.offload(
                     model, optimizer, budget=budget, pilot=None, device=device, config=options

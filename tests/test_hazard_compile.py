@@ -9,12 +9,22 @@ from __future__ import annotations
 
 import shutil
 
+import exactness
 import pytest
 import torch
-from hazards import Mlp, Side, batch, compared, each_backend_in_time, loss_of
+from hazards import (
+    Mlp,
+    Side,
+    batch,
+    compared,
+    each_backend_in_time,
+    each_of_accelerators,
+    loss_of,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import AdamW
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -64,6 +74,122 @@ def test_a_compiled_model(side: Side, backend: str, engine: str, what: str) -> N
                 with torch.no_grad():
                     side.see("score", loss_of(call, 50))
     side.step(loss_of(call, 5), optimizer)
+
+
+class Block(nn.Module):
+    """Three units, and a view of a parameter that is put aside."""
+
+    def __init__(self, *, keeps: bool) -> None:
+        super().__init__()
+        self.wide, self.norm, self.narrow = nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 64)
+        self.keeps, self.kept = keeps, torch.zeros(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.keeps:
+            self.kept = self.wide.weight.t()
+        return x + self.narrow(F.dropout(F.gelu(self.norm(self.wide(x))), 0.1, self.training))
+
+
+class Blocks(nn.Module):
+    """Compiled blocks, and a head that is not compiled."""
+
+    def __init__(self, engine: str, how: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(keeps=how == "a view kept") for _ in range(3))
+        self.head, self.how = nn.Linear(64, 5), how
+        for number, block in enumerate(self.blocks):
+            if how == "wrapped":
+                self.blocks[number] = torch.compile(block, backend=engine)
+            else:
+                block.compile(backend=engine)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = (
+                checkpoint(block, x, use_reentrant=False)
+                if self.how == "computed again"
+                else block(x)
+            )
+        return self.head(x)
+
+
+@compared(each_of_accelerators)
+@pytest.mark.parametrize(
+    ("engine", "how", "share"),
+    [
+        pytest.param("aot_eager", "in place", 0.4, marks=pytest.mark.slow),
+        ("aot_eager", "a view kept", 0.4),
+        ("aot_eager", "computed again", 0.4),
+        pytest.param("aot_eager", "wrapped", 0.7, marks=pytest.mark.slow),
+        pytest.param("aot_eager", "under autocast", 0.5, marks=pytest.mark.slow),
+        pytest.param("inductor", "in place", 0.4, marks=[no_compiler, pytest.mark.slow]),
+        pytest.param("inductor", "a view kept", 0.7, marks=[no_compiler, pytest.mark.slow]),
+    ],
+)
+def test_compiled_blocks(side: Side, backend: str, engine: str, how: str, share: float) -> None:
+    """They run compiled, not as they were written, with an evaluation and a look between steps."""
+    if backend == "torch" and engine == "inductor":
+        pytest.skip("torch makes no code for it")
+    torch._dynamo.reset()
+    counted = torch._dynamo.utils.counters["stats"]
+    counted.clear()
+    model = Blocks(engine, how)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+
+    def loss(step: int) -> torch.Tensor:
+        kind = exactness.HOME.type
+        with torch.autocast(kind, torch.bfloat16, enabled=how == "under autocast"):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(16, 64, generator=generator).to(exactness.HOME)
+            y = torch.randint(5, (16,), generator=generator).to(exactness.HOME)
+            return F.cross_entropy(model(x), y)
+
+    with side.offload(model, optimizer, watched=False, share=share):
+        for step in range(4):
+            side.step(loss(step), optimizer)
+            if how == "a view kept":
+                side.see("view", model.blocks[1].kept * 2)
+            if step == 2:
+                model.eval()
+                with torch.no_grad():
+                    side.see("score", loss(50))
+                model.train()
+    side.see("graphs", counted["unique_graphs"])
+    assert counted["unique_graphs"] >= 2
+
+
+@compared(each_of_accelerators)
+def test_a_compiled_block_that_fails(side: Side, backend: str) -> None:
+    """An error within a compiled call leaves nothing pinned, and the next call is compiled."""
+    torch._dynamo.reset()
+    model = Blocks("aot_eager", "in place")
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with side.offload(model, optimizer, watched=False, share=0.4):
+        for step in range(4):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(16, 64, generator=generator).to(exactness.HOME)
+            with pytest.raises(RuntimeError, match="size"):
+                model(x[:, : 32 + step])
+            if (paging := side.paging) is not None:
+                assert not any(cell.pins for cell in paging.device._cells.values())
+            side.step(model(x).square().mean(), optimizer)
+
+
+@compared(each_of_accelerators)
+def test_a_compiled_block_larger_than_half_of_the_pool(
+    side: Side, backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It runs as it was written, and a warning names it."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]), nn.Linear(64, 5))
+    model[0].compile(backend="eager")
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with side.offload(model, optimizer, watched=False, share=0.2):
+        for step in range(3):
+            x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step))
+            side.step(model(x.to(exactness.HOME)).square().mean(), optimizer)
+    if side.backend is not None:
+        assert "Sequential is compiled, and its parameters" in caplog.text
 
 
 @compared(each_backend_in_time)

@@ -175,7 +175,9 @@ class Stepping(Mode):
         # Whose hooks do nothing, but whose code is compiled anew for other hooks.
         compiled = {one for m in modules.values() if is_compiled(m) for one in m.modules()}
         for unit in units if not self._checked else ():
-            for path in unit.members if len(unit.members) > 1 and unit.module not in compiled else ():
+            for path in (
+                unit.members if len(unit.members) > 1 and unit.module not in compiled else ()
+            ):
                 if path != unit.path:
                     hook = Hook(partial(self._ran_within, unit))
                     handle = before_call(modules[path], hook, unseen)

@@ -90,7 +90,7 @@ def compiling() -> Iterator[None]:
     from torch._dynamo import eval_frame
 
     global _compiling, _set_eval_frame
-    _set_eval_frame = eval_frame.set_eval_frame
+    _set_eval_frame = eval_frame.set_eval_frame  # type: ignore[attr-defined]
     eval_frame.skip_code(_dispatch.__code__)
     before = _eager[0].prev
     with torch.compiler.set_stance(

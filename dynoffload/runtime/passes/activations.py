@@ -319,6 +319,8 @@ class Activations:
             self.on_borrow(region)
             borrowed = InPlace(tensor, region, compiled=self._is_compiled)
             self._borrowed.watch(borrowed, None)
+            if self.compiled is not None:
+                self.compiled.saved(borrowed)
             return borrowed
         if self.gathered is not None:
             shard = self.gathered.source_of(tensor)

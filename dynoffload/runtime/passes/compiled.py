@@ -12,6 +12,8 @@ does the root, inside which the paging of a session begins and ends.
 from __future__ import annotations
 
 import logging
+import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -23,10 +25,12 @@ from dynoffload.around import after_call, before_call, is_compiled
 from dynoffload.errors import BudgetError
 from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.accelerator.guarded import compiling, fit, is_guarded, unguard
-from dynoffload.memory.accelerator.rows import NOBODYS
+from dynoffload.memory.accelerator.rows import NOBODYS, tensors_over
+from dynoffload.memory.region_allocator import users_of
 from dynoffload.runtime.adoption.units import Unit
 from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.operators import tensors_of
+from dynoffload.runtime.passes.saved import InPlace
 from dynoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -42,6 +46,7 @@ class CompiledModules:
         self._module: nn.Module | None = None  # that runs
         self._regions: list[int] = []  # that it may touch
         self._tensors: list[tuple[torch.Tensor, int, int]] = []  # there, with region and version
+        self._saved: dict[int, list[weakref.ref[InPlace]]] = {}  # tensors over them, for backward
         self._calls = ExitStack()
         self._node: Any = None  # of the graph, that was given `_held` last
         self._held: list[int] = []
@@ -102,7 +107,8 @@ class CompiledModules:
         """Begin a call with the guarded tensors ``given``, among others."""
         if self.running or not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             return
-        tensors = [(s.parameter, s.region) for unit in units for s in unit.slots]
+        tensors: list[tuple[torch.Tensor, int]] = []
+        tensors += [(slot.parameter, slot.region) for unit in units for slot in unit.slots]
         tensors += [(tensor, self._device.lookup(tensor)) for tensor in given]
         regions = {region for _, region in tensors}
         if min(regions) <= NOBODYS:  # a row, or of another session
@@ -150,7 +156,22 @@ class CompiledModules:
             fit(tensor)
         for tensor in tensors_of(output):  # views of parameters
             fit(tensor)
+        self._guard_others(Counter(r for one, r, _ in tensors if isinstance(one, nn.Parameter)))
         self._device.used(regions)
+
+    def saved(self, one: InPlace) -> None:
+        """Know of a tensor over a parameter's memory that is saved for backward."""
+        self._saved.setdefault(one.region, []).append(weakref.ref(one))
+
+    def _guard_others(self, known: Counter[int]) -> None:
+        """Guard views of parameters that code has put aside, given how many tensors are ``known``
+        by region."""
+        for region, count in known.items():
+            saved = self._saved[region] = [one for one in self._saved.get(region, ()) if one()]
+            storage = self._device.storage(region)
+            if users_of(storage) > 1 + count + len(saved):
+                for tensor in tensors_over(storage):
+                    fit(tensor)
 
     # Backward
 
@@ -164,7 +185,7 @@ class CompiledModules:
         Raises:
             BudgetError: what the node takes does not fit together.
         """
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         if node is not self._node:
             self.release()
             self._node = node
