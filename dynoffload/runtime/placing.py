@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dynoffload.errors import ConfigError
-from dynoffload.memory.accelerator.guarded import fit, unguard
+from dynoffload.memory.accelerator.guarded import fit, set_data, unguard
 
 _CPU = torch.device("cpu")
 
@@ -21,8 +21,7 @@ _CPU = torch.device("cpu")
 def put(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Make ``tensor`` hold ``data``, maybe on another device."""
     if torch._has_compatible_shallow_copy_type(unguard(tensor), unguard(data)):
-        tensor.data = data
-        fit(tensor)
+        set_data(tensor, data)
     elif isinstance(tensor, nn.Parameter):
         put_in_place(tensor, data)
     else:

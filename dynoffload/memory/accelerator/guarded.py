@@ -70,7 +70,7 @@ def begin(handler: Handler) -> None:
     """Call ``handler`` for what touches guarded tensors, until `end`; see [Note: data]."""
     if not handlers:
         _eager.append(torch.compiler.set_stance("force_eager"))
-        torch.Tensor.data = property(_DATA.__get__, _set_data)  # type: ignore[assignment]
+        torch.Tensor.data = property(_DATA.__get__, set_data)  # type: ignore[assignment]
     handlers.append(handler)
 
 
@@ -147,6 +147,7 @@ def _guarded(kind: type[torch.Tensor]) -> type[torch.Tensor]:
     made: type[torch.Tensor] = types.new_class(
         kind.__name__, (kind,), exec_body=lambda namespace: namespace.update(members)
     )
+    _place()  # once found
     for known in (of_optimizers._foreach_supported_types, of_foreach._foreach_supported_types):
         if kind in known:
             known.append(made)  # as DTensor does
@@ -186,7 +187,7 @@ def _as_subclass(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor
     return fit(made)
 
 
-def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Set ``tensor.data``; see [Note: data]."""
     with torch._C.DisableTorchFunction():
         for one in (tensor, data):
@@ -299,6 +300,15 @@ def present(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     if isinstance(storage, RegionStorage) and storage.bring is not None:
         storage.bring(False)
     return storage
+
+
+def plain_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor``, if it is not guarded, or else a detached one over the same memory, with
+    the same version, that has no guard: only for while its region stays."""
+    if not is_guarded(tensor):
+        return tensor
+    with torch._C._DisableTorchDispatch():
+        return torch.Tensor.detach(tensor)
 
 
 def guard(tensor: torch.Tensor) -> torch.Tensor:

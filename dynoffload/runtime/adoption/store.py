@@ -35,8 +35,13 @@ _OWN_USERS = 2  # users of a parameter's storage: its own Python object, and the
 
 def view_of(storage: torch.UntypedStorage, like: torch.Tensor, offset: int = 0) -> torch.Tensor:
     """Return a tensor over ``storage`` with the dtype, shape and strides of ``like``."""
+    return fit(over(present(storage), like, offset))
+
+
+def over(storage: torch.UntypedStorage, like: torch.Tensor, offset: int = 0) -> torch.Tensor:
+    """Return what `view_of` returns, without a guard: the bytes are there and stay."""
     empty = torch.empty(0, dtype=like.dtype, device=storage.device)
-    return fit(empty.set_(present(storage), offset, like.size(), like.stride()))
+    return empty.set_(storage, offset, like.size(), like.stride())
 
 
 def offset_of(tensor: torch.Tensor) -> int:
@@ -77,7 +82,7 @@ def _put_gradient(gradient: torch.Tensor, ours: torch.Tensor) -> None:
     if gradient._base is None:
         put(gradient, ours)
     else:
-        torch.utils.swap_tensors(gradient, ours)  # type: ignore[no-untyped-call]
+        torch.utils.swap_tensors(gradient, fit(ours))  # type: ignore[no-untyped-call]
 
 
 class Store:
@@ -211,9 +216,9 @@ class Store:
         """
         if is_wrapper(slot.parameter):  # what replaces its memory stays in place
             return self._device.owner(slot.parameter) == slot.region
-        data = slot.parameter.data
-        if self._device.owner(data) == slot.region:
+        if self._device.owner(slot.parameter) == slot.region:
             return True
+        data = slot.parameter.data
         if not self.pages(data, slot):
             return False
         storage = data.untyped_storage()
@@ -264,10 +269,13 @@ class Store:
             nbytes = gradient.numel() * gradient.element_size()
             region = self._region_for(slot.gradient, nbytes, f"{slot.name}.grad", slot)
             slot.gradient = region
-            ours = view_of(self._device.storage(region), gradient)
-        self._device.acquire([region])
-        ours.copy_(gradient)
-        _put_gradient(gradient, ours)
+        self._device.acquire([region], pin=True)
+        try:
+            ours = over(self._device.storage(region), gradient)
+            ours.copy_(gradient)
+            _put_gradient(gradient, ours)
+        finally:
+            self._device.unpin([region])
 
     @torch.no_grad()
     def part_gradient(self, parameter: torch.Tensor) -> None:

@@ -434,8 +434,8 @@ class Activations:
         packed.check()
         if packed.region >= 0:
             self.on_borrowed(packed.region)
-        if packed.compiled:
-            return (unguard if self._hold(packed.region) else fit)(packed.tensor)
+            stays = packed.compiled and self._hold(packed.region)
+            return (unguard if stays else fit)(packed.tensor)
         return packed.tensor
 
     @property

@@ -23,7 +23,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dynoffload.memory.accelerator.guarded import fit, kind_of, present
+from dynoffload.memory.accelerator.guarded import fit, kind_of, plain_alias, present
 from dynoffload.memory.region_allocator import users_of
 from dynoffload.runtime.adoption.store import offset_of
 from dynoffload.runtime.counting import parts_of
@@ -193,7 +193,9 @@ class InPlace:
 
     def __init__(self, tensor: torch.Tensor, region: int = -1, *, compiled: bool = False) -> None:
         self.compiled = compiled
-        self.tensor = tensor if is_of_a_subclass(tensor) else tensor.detach()
+        # Unpacking guards it again.
+        alias = plain_alias(tensor)
+        self.tensor = tensor if is_of_a_subclass(tensor) else alias.detach()
         self.region, self.version = region, tensor._version
 
     def check(self) -> None:

@@ -28,6 +28,7 @@ from torch import nn
 
 from dynoffload.distributed.sharded import spread_like
 from dynoffload.host_optimizer import HostOptimizer
+from dynoffload.memory.accelerator.guarded import plain_alias
 from dynoffload.memory.local import local
 from dynoffload.memory.pager import Pager
 from dynoffload.runtime.adoption.slots import Slot
@@ -335,13 +336,16 @@ class PendingUpdates:
         if not updates:
             return []
         owner = self._device.owner
+        stay = {region for _, update in updates for region in update.regions}
 
         def shown(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
             value = local(value)
-            storage = storages.get(owner(value.untyped_storage()))
-            return value if storage is None else view_of(storage, value, offset_of(value))
+            region = owner(value.untyped_storage())
+            if (storage := storages.get(region)) is not None:
+                return view_of(storage, value, offset_of(value))
+            return plain_alias(value) if region in stay else value
 
         @unseen
         @torch.no_grad()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from dynoffload.memory.accelerator.guarded import plain_alias
 from dynoffload.memory.local import is_spread, local
 from dynoffload.runtime.adoption.held import are_shared, references
 from dynoffload.runtime.adoption.slicing import may_slice
@@ -38,8 +39,7 @@ _OF_ENTRY = 2  # references to a state entry: `ObservedState`'s and the original
 
 @unseen
 def _data_of(parameter: nn.Parameter) -> torch.Tensor:
-    data: torch.Tensor = local(parameter).data
-    return data
+    return plain_alias(local(parameter)).data
 
 
 def _with_gradients(groups: Iterable[Group]) -> list[nn.Parameter]:
