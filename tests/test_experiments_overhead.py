@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from exactness import needs_pager
+from forked_processes import fork_processes
 
 from dynoffload.config import OffloadConfig
 from dynoffload.errors import ConfigError
@@ -21,8 +22,10 @@ from dynoffload.runtime.sizing import sizing_of
 
 @needs_pager
 def test_where_the_time_of_a_step_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_processes(monkeypatch)
     spec = Spec("moe", "tiny", shape={"rows": 1, "length": 16}, threads=1)
     monkeypatch.setattr(overhead, "cases", lambda: {"tiny": Case(spec, 0.25, warmup=3)})
+    monkeypatch.setattr(overhead, "_RECORDED", 6)
     monkeypatch.setattr(overhead, "_TIER_SECONDS", 0.02)
     path = tmp_path / "overhead.json"
     carry_out(Overhead, Params(steps=2, spill_dir=Path("/var/tmp")), path)
