@@ -1,8 +1,13 @@
-"""Processes of a gloo group for tests: each runs a function of rank and world."""
+"""Processes of a gloo group for tests: each runs a function of rank and world, or a script."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
+import runpy
+import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -84,3 +89,33 @@ def _run(
     del result
     gc.collect()  # what holds the group is let go before it
     dist.destroy_process_group()
+
+
+def run_script(folder: Path, script: str, *words: str) -> str:
+    """Run a script in two processes as a launcher would; return what both have printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    files = [folder / f"printed{rank}" for rank in range(2)]
+    ranks = [
+        FORKED.Process(target=_run_script, args=(rank, port, script, words, file))
+        for rank, file in enumerate(files)
+    ]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join(LIMIT_S)
+    codes = [one.exitcode for one in ranks]
+    for one in ranks:
+        one.kill()
+    assert codes == [0, 0]
+    return "".join(file.read_text() for file in files)
+
+
+def _run_script(rank: int, port: int, script: str, words: tuple[str, ...], printed: Path) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    sys.argv = [script, *words]
+    with printed.open("w") as file, contextlib.redirect_stdout(file):
+        runpy.run_path(script, run_name="__main__")

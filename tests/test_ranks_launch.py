@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import needs_pager
+from gloo_ranks import run_script
 
 import dynoffload
 from dynoffload.errors import ConfigError
@@ -37,7 +38,7 @@ def launched(*words: str) -> tuple[str, str]:
 @needs_pager
 def test_the_example_trains_to_the_same_bits_under_the_launcher(tmp_path: Path) -> None:
     script = str(ROOT / "examples" / "two_processes.py")
-    expected, _ = launched(script, *TINY)
+    expected = run_script(tmp_path, script, *TINY)
     report = ["--report", str(tmp_path / "run.html")]
     run = ["-m", "dynoffload", "run", "--budget", "2MB", *report, script]
     printed, said = launched(*run, *TINY, "--offload")
