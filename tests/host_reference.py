@@ -274,3 +274,8 @@ def step_of_replica(rank: int, world: int, alone: bool, wrapped: str = "last") -
         optimizer.step()
     assert all(map(torch.equal, model.first.parameters(), before)) == bool(said)
     return said
+
+
+def steps_of_replicas(rank: int, world: int, alone: bool) -> list[str]:
+    """Return what `step_of_replica` returns, one after the other, of each time of making it."""
+    return [step_of_replica(rank, world, alone, made) for made in ("first", "last", "step")]
