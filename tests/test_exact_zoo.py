@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import random
 import tempfile
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import islice, product
 from pathlib import Path
@@ -29,7 +28,7 @@ from dynoffload.pilot.train import train_pilot
 from dynoffload.planning.footprint import footprint
 from dynoffload.profiler import load_trace, profile
 
-STEPS = 20
+STEPS, FEW = 20, 10
 PRESETS = {"moe": "tiny", "tree": "tiny-untied"}
 PAGES: dict[str, Any] = {"page_bytes": 4096, "min_paged_bytes": None}
 SHAPES: dict[str, dict[str, int]] = {
@@ -51,28 +50,27 @@ def loss_of(model: nn.Module, sample: Any) -> Tensor:
     return loss
 
 
-@dataclass(frozen=True)
-class Profiled:
-    """What profiling a network gave: its footprint in bytes, and a pilot trained on the traces."""
-
-    footprint: int
-    pilot: Pilot
+@cache
+def profiled(network: str) -> tuple[int, tempfile.TemporaryDirectory[str]]:
+    """Profile a network on other samples than it is tested on; return its footprint in bytes, and
+    the folder of its traces."""
+    model = zoo.build(network, PRESETS[network])
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    folder = tempfile.TemporaryDirectory()
+    paths = profile(
+        model, samples(network, 8, seed=5), out=folder.name, optimizer=optimizer, progress=False
+    )
+    return max(footprint(load_trace(path)) for path in paths), folder
 
 
 @cache
-def profiled(network: str) -> Profiled:
-    """Profile a network on other samples than it is tested on, and train its pilot."""
-    model = zoo.build(network, PRESETS[network])
-    optimizer = AdamW(model.parameters(), lr=1e-3)
+def trained(network: str) -> Pilot:
+    """Return a pilot that was trained on the traces, and saved."""
+    pilot = train_pilot(profiled(network)[1].name, progress=False).pilot
     with tempfile.TemporaryDirectory() as folder:
-        paths = profile(
-            model, samples(network, 8, seed=5), out=folder, optimizer=optimizer, progress=False
-        )
-        total = max(footprint(load_trace(path)) for path in paths)
-        pilot = train_pilot(folder, progress=False).pilot
         path = Path(folder) / "tiny.pilot"
         pilot.save(path)
-        return Profiled(total, Pilot.load(path))
+        return Pilot.load(path)
 
 
 def lies(seed: int, count: int = 7) -> list[list[int]]:
@@ -84,8 +82,9 @@ def lies(seed: int, count: int = 7) -> list[list[int]]:
 
 def pilot_of(network: str, steering: str, model: nn.Module) -> tuple[Any, str]:
     """Return the pilot and the policy of a way to steer."""
+    if steering == "trained":
+        return trained(network), "pilot"
     return {
-        "trained": (profiled(network).pilot, "pilot"),
         "lying": (LyingPilot(model, lies(seed=len(network))), "pilot"),
         "none": (None, "pilot"),
         "auto": ("auto", "pilot"),
@@ -94,43 +93,52 @@ def pilot_of(network: str, steering: str, model: nn.Module) -> tuple[Any, str]:
     }[steering]
 
 
-OTHERS = ("auto", "repeat", "on-demand")  # which need no pilot of before
-WAYS = ("trained", "lying", "none")
-BRIEF = set(zip(SHARES, WAYS, strict=True))  # every budget and every way to steer, once
-BRIEF_OTHERS = set(zip(("moe", "tree", "tree"), (SHARES[1],) * 3, OTHERS, strict=True))
+WAYS = ("trained", "lying", "none", "auto", "repeat", "on-demand")
 
 
-def _steerings() -> list[Any]:
-    """Return every budget and every way to steer once, and the policies that need no pilot under
-    one budget and on one of the networks; all pairs are in ``make slow``."""
-    cases = []
-    for network, share, steering in product(zoo.NETWORKS, SHARES, (*WAYS, *OTHERS)):
-        brief = (share, steering) in BRIEF or (network, share, steering) in BRIEF_OTHERS
-        marks = [] if brief else [pytest.mark.slow]
-        cases.append(pytest.param(network, share, steering, marks=marks))
-    return cases
+def check_float32(network: str, share: int, steering: str, steps: int) -> None:
+    """Compare losses, parameters, optimizer state and the ledger, under a share of the footprint.
 
-
-@pytest.mark.parametrize(("network", "share", "steering"), _steerings())
-def test_float32(network: str, share: int, steering: str) -> None:
-    """Losses, parameters, optimizer state and the ledger, under one share of the footprint."""
+    Args:
+        network: one of the two.
+        share: how many times the budget the footprint is.
+        steering: a way to steer.
+        steps: to train.
+    """
     model = zoo.build(network, PRESETS[network])
     pilot, policy = pilot_of(network, steering, model)
     stats = compare_runs(
         Twin(model, partial(AdamW, lr=1e-3)),
-        Loop(steps=STEPS),
-        samples(network, STEPS),
+        Loop(steps=steps),
+        samples(network, steps),
         loss_of,
-        profiled(network).footprint // share,
+        profiled(network)[0] // share,
         pilot=pilot,
         config={**PAGES, "policy": policy},
     ).stats
-    assert len(stats) == STEPS
+    assert len(stats) == steps
     assert stats["bytes_in"].sum() > 0, "nothing was paged"
     if steering == "lying":
-        assert pilot.asked >= STEPS, "the pilot was not asked"
+        assert pilot.asked >= steps, "the pilot was not asked"
     if steering == "trained":
         assert stats["accuracy"].notna().all(), "the pilot did not predict"
+
+
+@pytest.mark.parametrize(
+    ("network", "steering"), [("moe", "auto"), ("tree", "lying"), ("tree", "repeat")]
+)
+def test_float32_in_few_steps(network: str, steering: str) -> None:
+    """At an eighth."""
+    check_float32(network, 8, steering, FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("network", "share", "steering"), list(product(zoo.NETWORKS, SHARES, WAYS))
+)
+def test_float32(network: str, share: int, steering: str) -> None:
+    """Every budget and every way to steer."""
+    check_float32(network, share, steering, STEPS)
 
 
 @pytest.mark.slow
@@ -140,7 +148,7 @@ def test_two_hundred_steps(network: str, autocast: torch.dtype | None) -> None:
     """At length, learning on the way."""
     model = zoo.build(network, PRESETS[network])
     twin = Twin(model, partial(AdamW, lr=1e-3, fused=True))
-    budget, _ = least_budget(model, twin.optimizer, profiled(network).footprint // 4, PAGES)
+    budget, _ = least_budget(model, twin.optimizer, profiled(network)[0] // 4, PAGES)
     compare_runs(
         twin,
         Loop(steps=200, clip=1.0, autocast=autocast),
