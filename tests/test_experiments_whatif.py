@@ -4,6 +4,7 @@ the simulation at what they name."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -33,6 +34,14 @@ read_bps = 2e8
 write_bps = 2e8
 slow_bytes = "1MiB"
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _roughly() -> Iterator[None]:
+    """Search for budgets and links by a tenth."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whatif, "_PRECISION", 0.1)
+        yield
 
 
 @pytest.fixture(scope="module")

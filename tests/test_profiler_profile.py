@@ -18,7 +18,7 @@ from dynoffload.profiler import Phase, load_trace, profile
 
 def test_one_trace_per_batch_with_its_source(tmp_path: Path) -> None:
     model = zoo.build("tree", "tiny")
-    samples = list(itertools.islice(zoo.samples("tree"), 3))
+    samples = list(itertools.islice(zoo.samples("tree", max_nodes=48), 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     paths = profile(model, samples, out=tmp_path / "traces", optimizer=optimizer)
     assert [path.name for path in paths] == [f"step-{i:06d}.trace" for i in range(3)]

@@ -46,7 +46,7 @@ def _recorded(
 @pytest.fixture(scope="module")
 def moe() -> list[Trace]:
     """The steps of a routed network."""
-    return _recorded("moe", 56, {"experts": 16, "width": 8}, rows=1, length=8)
+    return _recorded("moe", 40, {"experts": 16, "width": 8}, rows=1, length=8)
 
 
 def test_hints_are_no_operators(moe: list[Trace], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,15 +136,15 @@ def test_a_hint_stands_where_it_was_given_and_a_pilot_is_better_for_it(moe: list
             layer = int(blocks[hint.blocks[0]].path.split(".")[1])
             assert not any(path.startswith(f"layers.{layer}.moe.experts") for path in before)
             assert any(path.startswith(f"layers.{max(layer - 1, 0)}") for path in before)
-    inside, aside = examples[:42], examples[42:]
+    inside, aside = examples[:30], examples[30:]
     bare = [Example(e.sample, e.blocks, e.source) for e in examples]
     pilot = fit_pilot(vocabulary, inside)
-    without = fit_pilot(vocabulary, bare[:42])
+    without = fit_pilot(vocabulary, bare[:30])
     ahead, at_hand = np.isfinite(placed_hints(pilot.template, inside)).mean(axis=(0, 1))
     assert 0.4 < ahead < 0.6  # about the second of two layers
     assert at_hand > 0.9
     with_hints = np.mean([one_ahead(pilot, example) for example in aside])
-    alone = np.mean([one_ahead(without, example) for example in bare[42:]])
+    alone = np.mean([one_ahead(without, example) for example in bare[30:]])
     assert with_hints > 0.99 > alone + 0.05
 
 

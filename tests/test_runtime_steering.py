@@ -50,7 +50,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Pilot]:
     model = zoo.build("moe", "tiny-wide")
     optimizer = AdamW(model.parameters(), lr=1e-3)
     paths = dynoffload.profile(
-        model, _samples(24, seed=5), out=folder, optimizer=optimizer, progress=False
+        model, _samples(16, seed=5), out=folder, optimizer=optimizer, progress=False
     )
     total = max(footprint(load_trace(path)) for path in paths)
     return total, train_pilot(folder, progress=False).pilot
