@@ -171,7 +171,7 @@ def test_steps_are_compared_on_the_same_sample() -> None:
 
 def test_demo(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "out" / "demo.html"
-    options: dict[str, Any] = {"tokens": 32, "profiled": 12, "steps": 6}
+    options: dict[str, Any] = {"tokens": 32, "profiled": 8, "steps": 4}
     params = demo.Params(preset="tiny", out=page, spill_dir=DISK, **options)
     (result,) = carry_out(demo.Demo, params)["rows"]
     assert result["losses_equal"] is True
@@ -197,7 +197,7 @@ def test_demo(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         next(line for line in lines if line.startswith(word))
         for word in ("Trained: ", "Price: ", "Look at ")
     )
-    assert "6 steps of a MoELM" in trained
+    assert "4 steps of a MoELM" in trained
     assert "every loss bit for bit the same" in trained
     for name in ("plain", "on_demand", "repeat_last", "pilot"):
         assert format_seconds(runs[name]["step_s"]) in price

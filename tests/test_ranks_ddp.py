@@ -29,7 +29,8 @@ from dynoffload.runtime import target
 from dynoffload.units import parse_bytes
 
 GROUPS = {
-    "loops": ["adamw", "sgd", "static", "no-sync", "hooked", "aside", "join"],
+    "loops": ["adamw", "static", "no-sync", "join"],
+    "more loops": ["sgd", "hooked", "aside"],
     "paths": ["unused-clip", "unused-zeros", "small-buckets", "routed-clip"],
     "views": ["views", "views-unused", "mapped", "on-demand", "rollback"],
     "slices": ["fused", "fused-looks", "fused-zeros"],
