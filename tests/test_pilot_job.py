@@ -47,7 +47,7 @@ def recorded(folder: Path, count: int = COUNT, seed: int = 0) -> Path:
     model = zoo.build("tree", "tiny", embedding=8, hidden=8)
     drawn = [
         SimpleNamespace(args=(tree,), source=tree.source)
-        for tree in islice(trees(max_nodes=40, seed=seed), count)
+        for tree in islice(trees(max_nodes=32, seed=seed), count)
     ]
     profile(model, drawn, out=folder, progress=False)
     return folder
@@ -60,7 +60,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(traces: Path) -> TrainResult:
-    return train_pilot(traces, progress=False)
+    return train_pilot(traces, progress=False, jobs=1)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def moe_traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def moe(moe_traces: Path) -> TrainResult:
-    return train_pilot(moe_traces, progress=False)
+    return train_pilot(moe_traces, progress=False, jobs=1)
 
 
 def _saved(result: TrainResult, path: Path) -> bytes:
