@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from exactness import needs_pager
-from forked_processes import fork_processes
 
 from dynoffload.config import OffloadConfig
 from dynoffload.errors import ConfigError
@@ -22,7 +21,6 @@ from dynoffload.runtime.sizing import sizing_of
 
 @needs_pager
 def test_where_the_time_of_a_step_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fork_processes(monkeypatch)
     spec = Spec("moe", "tiny", shape={"rows": 1, "length": 16}, threads=1)
     monkeypatch.setattr(overhead, "cases", lambda: {"tiny": Case(spec, 0.25, warmup=3)})
     monkeypatch.setattr(overhead, "_RECORDED", 6)
