@@ -31,7 +31,17 @@ from torch.autograd import forward_ad
 from dynoffload.errors import DynOffloadError
 
 _Key = torch._C.DispatchKey
-_AUTOCAST = {"cpu": _Key.AutocastCPU, "cuda": _Key.AutocastCUDA}
+_AUTOCAST = {
+    kind: getattr(_Key, f"Autocast{name}")
+    for kind, name in {
+        "cpu": "CPU",
+        "cuda": "CUDA",
+        "hpu": "HPU",
+        "mps": "MPS",
+        "privateuseone": "PrivateUse1",  # torch knows it by this name too
+        "xpu": "XPU",
+    }.items()
+}
 _BELOW_AUTOGRAD = (_Key.ADInplaceOrView, _Key.ZeroTensor, _Key.Negative, _Key.Conjugate)
 _OF_PRODUCTS = {"aten::_transformer_encoder_layer_fwd", "aten::_trilinear"}
 

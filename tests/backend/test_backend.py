@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from accelerator import DEVICE, kernels, late
 from exactness import assert_same
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dynoffload.below_modes import call_below
 
 OPERATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": lambda x, y: x + y,
@@ -45,6 +49,11 @@ def autocast(x: Tensor, y: Tensor) -> Tensor:
     return product
 
 
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return call_below(func, args, kwargs or {})
+
+
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_have_the_bits_of_the_cpu(name: str) -> None:
     x, y = torch.randn(6, 16), torch.randn(6, 16)
@@ -54,6 +63,16 @@ def test_operators_have_the_bits_of_the_cpu(name: str) -> None:
         with late():
             found.append(OPERATORS[name](x.to(device), y.to(device)).cpu())
     assert_same(found[1], found[0], name)
+
+
+def test_autocast_casts_the_products_of_an_operator_that_python_calls() -> None:
+    x, y, weight = (torch.randn(*size).to(DEVICE) for size in [(8, 64), (8, 64), (16, 64, 64)])
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        expected = F.bilinear(x, y, weight)
+        with Passing():
+            found = F.bilinear(x, y, weight)
+    assert_same(found.cpu(), expected.cpu(), "cast")
+    assert not torch.equal(expected.cpu(), F.bilinear(x, y, weight).cpu())
 
 
 def test_gradients_have_the_bits_of_the_cpu() -> None:
