@@ -163,7 +163,7 @@ class Side:
         self, make: Callable[[], nn.Module] | None = None, **options: Any
     ) -> Iterator[tuple[Any, AdamW]]:
         """Open a block for a new network, an `Mlp` by default, and its AdamW."""
-        model = Mlp() if make is None else make()
+        model = (Mlp() if make is None else make()).to(exactness.HOME)
         optimizer = AdamW(model.parameters(), lr=1e-2)
         with self.offload(model, optimizer, **options):
             yield model, optimizer
@@ -303,7 +303,7 @@ def trained(
     """
 
     def program(side: Side) -> None:
-        model = _call(make, case)
+        model = _call(make, case).to(exactness.HOME)  # some optimizers make their state at once
         its = _call(optimizer, case, model.parameters())
         with side.offload(model, its, **{key: _of(one, case) for key, one in options.items()}):
             for step in range(_of(steps, case)):

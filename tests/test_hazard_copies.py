@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from exactness import HOME
 from hazards import (
     Mlp,
     Side,
@@ -104,7 +105,7 @@ def test_a_state_dict_shows_later_steps(side: Side, when: str) -> None:
 def test_loading_in_mid_run(side: Side, assign: bool, kept: bool) -> None:
     """With ``assign=True`` the parameters' memory is the dict's, which the user may keep; the
     optimizer's parameters are then no longer the model's, so it is made anew."""
-    model = Tied()
+    model = Tied().to(HOME)
     optimizer = AdamW(model.parameters(), lr=1e-2)
     other = {key: value.clone() * 0.5 for key, value in model.state_dict().items()}
     with side.offload(model, optimizer, share=0.6):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from exactness import HOME
 from hazards import (
     Mlp,
     Side,
@@ -36,8 +37,8 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "half": lambda model: model.half(),
     "double": lambda model: model.double(),
     "a part": lambda model: model.head.double(),
-    "nothing by device": lambda model: model.to("cpu"),
-    "nothing by cpu()": lambda model: model.cpu(),
+    "nothing by device": lambda model: model.to(HOME),
+    "nothing by cpu()": lambda model: model.cpu().to(HOME),
     "nothing by dtype": lambda model: model.float(),
     "type": lambda model: model.type(torch.float64),
 }

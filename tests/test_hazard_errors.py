@@ -145,7 +145,7 @@ def test_anomaly_detection(backend: str) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             out = super().forward(x)
-            return out * torch.sqrt(torch.zeros(1) * out.sum()) if self.bad else out
+            return out * torch.sqrt(out.new_zeros(1) * out.sum()) if self.bad else out
 
     def program(side: Side) -> None:
         with side.block(Rooted) as (model, optimizer):

@@ -19,6 +19,7 @@ from exactness import assert_same, is_paged
 from hazards import (
     Mlp,
     Side,
+    batch,
     compared,
     each_backend_in_time,
     each_of_the_cpu,
@@ -150,8 +151,7 @@ def test_nothing_trains(side: Side) -> None:
     model = Mlp().requires_grad_(False)
     with side.offload(model, share=0.6):
         for step in range(6):
-            generator = torch.Generator().manual_seed(step)
-            x = torch.randn(4, 64, generator=generator).requires_grad_()
+            x = batch(step, rows=4)[0].requires_grad_()
             model(x).square().sum().backward()
             side.see("slope", x.grad)
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fused_networks import Chosen
-from hazards import Side, compared, each_with_slices_in_time, hazard, trained
+from hazards import Side, batch, compared, each_with_slices_in_time, hazard, trained
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
@@ -43,7 +43,7 @@ class Casting(Chosen):
 
 def loss_of(model: nn.Module, step: int) -> Tensor:
     """Return a loss in single precision, of a sample that hits two experts."""
-    rows = torch.randn(5, 32, generator=torch.Generator().manual_seed(step))
+    rows, _ = batch(step, rows=5, width=32)
     return (model(rows, [step, 5 + step]).float() ** 2).mean()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from exactness import HOME
 from hazards import (
     Mlp,
     Side,
@@ -103,7 +104,7 @@ def test_gradients_in_a_buffer_of_the_users(backend: str, caplog: pytest.LogCapt
 
     def program(side: Side) -> None:
         with side.block() as (model, optimizer):
-            flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+            flat = torch.zeros(sum(p.numel() for p in model.parameters()), device=HOME)
             parts = flat.split([p.numel() for p in model.parameters()])
             for parameter, part in zip(model.parameters(), parts, strict=True):
                 parameter.grad = part.view_as(parameter)
@@ -131,7 +132,7 @@ def test_gradients_in_a_buffer_of_the_users(backend: str, caplog: pytest.LogCapt
 @pytest.mark.parametrize("when", ["before", "inside"])
 def test_a_gradient_that_the_user_keeps(side: Side, when: str) -> None:
     """The tensor that was ``p.grad`` goes on being it, while nobody puts another in its place."""
-    model = Mlp()
+    model = Mlp().to(HOME)
     optimizer = SGD(model.parameters(), lr=1e-2, momentum=0.9)
     kept = []
     if when == "before":
@@ -157,7 +158,7 @@ def test_data_of_parameters_replaced(side: Side) -> None:
             side.step(loss_of(model, step), optimizer)
             model.layers[1].weight.data = model.layers[1].weight.data * 0.9
             if step == 1:
-                kept.append(torch.full((64, 64), 0.01))
+                kept.append(torch.full((64, 64), 0.01, device=HOME))
                 model.layers[2].weight.data = kept[0]
             if step == 3:
                 kept[0].mul_(2)

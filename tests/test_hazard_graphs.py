@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from exactness import HOME
 from hazards import (
     Mlp,
     Side,
@@ -109,7 +110,7 @@ def test_a_graph_kept_over_steps(side: Side) -> None:
             return self.out(state), state
 
     with side.block(Cell) as (model, optimizer):
-        state = torch.zeros(8, 64)
+        state = start = torch.zeros(8, 64, device=HOME)
         for step in range(6):
             x, y = batch(step)
             out, state = model(x, state)
@@ -118,7 +119,7 @@ def test_a_graph_kept_over_steps(side: Side) -> None:
             state = state.detach()
         out, state = model(x, state)
         optimizer.zero_grad()
-        loss_of(lambda x: model(x, torch.zeros(8, 64))[0], 1).backward()
+        loss_of(lambda x: model(x, start)[0], 1).backward()
         optimizer.step()
         side.fails("a graph that a step has overtaken", out.sum().backward)
         optimizer.zero_grad()

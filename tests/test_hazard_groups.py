@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from exactness import HOME
 from fused_networks import PAGES, Chosen, chosen_loss
 from hazards import (
     Mlp,
@@ -71,7 +72,7 @@ def test_unlisted_parameters_join(side: Side, model: Any, optimizer: Any, step: 
 @compared(each_backend_in_time)
 def test_parameters_outside_of_the_model_join(side: Side) -> None:
     """They stay where they are, and are stepped with the others."""
-    outside = nn.Linear(64, 64)
+    outside = nn.Linear(64, 64).to(HOME)
 
     def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
         if step == 2:

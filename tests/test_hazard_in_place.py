@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from exactness import HOME
 from hazards import Mlp, Side, compared, each_backend, loss_of, stepwise
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
@@ -37,7 +38,7 @@ def test_averaged_model(side: Side, foreach: bool) -> None:
 @compared(each_backend, aside=False)
 def test_the_average_trades_places_with_the_weights(side: Side) -> None:
     """Evaluation by the averaged weights: `.data` of all parameters is exchanged and put back."""
-    model = Mlp()
+    model = Mlp().to(HOME)
     average = copy.deepcopy(model)
     optimizer = AdamW(model.parameters(), lr=1e-2)
 
@@ -144,7 +145,7 @@ def test_batch_norm(side: Side, momentum: float | None) -> None:
 
     with side.block(make) as (model, optimizer):
         side.train(model, optimizer, range(5))
-        update_bn([torch.randn(8, 64) for _ in range(3)], model)
+        update_bn([torch.randn(8, 64).to(HOME) for _ in range(3)], model)
         side.step(loss_of(model, 9), optimizer)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from exactness import HOME
 from hazards import Side, compared, each_backend, each_backend_in_time, stepwise
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -88,7 +89,7 @@ MODES: dict[str, Callable[[], Any]] = {
 
 @contextmanager
 def autocast() -> Iterator[None]:
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+    with torch.no_grad(), torch.autocast(HOME.type, torch.bfloat16):
         yield
 
 
@@ -106,7 +107,8 @@ class Net(nn.Module):
 def sample(step: int) -> tuple[Tensor, Tensor]:
     """Return sequences, and which of their ends are padding."""
     x = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step))
-    return x, torch.arange(LENGTH).expand(2, -1) >= torch.tensor([[LENGTH], [LENGTH - 3]])
+    padding = torch.arange(LENGTH).expand(2, -1) >= torch.tensor([[LENGTH], [LENGTH - 3]])
+    return x.to(HOME), padding.to(HOME)
 
 
 def looks(side: Side, model: nn.Module, when: str) -> None:
@@ -131,7 +133,7 @@ def train(side: Side, model: nn.Module, optimizer: Any, steps: range) -> None:
 @compared(each_backend_in_time)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_each_layer_takes_the_kernel_that_it_takes_plainly(side: Side, kind: str) -> None:
-    model = Net(LAYERS[kind])
+    model = Net(LAYERS[kind]).to(HOME)
     optimizer = AdamW(model.parameters(), lr=1e-3)
     looks(side, model, "before the block")
     with side.offload(model, optimizer, share=0.5):
@@ -189,7 +191,7 @@ def test_operators_made_of_others(side: Side, model: Any, optimizer: Any, step: 
     for mode, enter in MODES.items():
         with enter():
             side.see(mode, model(x))
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(HOME.type, torch.bfloat16):
         loss = model(x).float().square().mean()
     side.step(loss, optimizer)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from exactness import HOME
 from hazards import (
     Side,
     batch,
@@ -82,7 +83,7 @@ def test_channels_last(side: Side, when: str) -> None:
     with side.offload(model, optimizer):
         for step in range(5):
             generator = torch.Generator().manual_seed(step)
-            x = torch.randn(4, 16, 4, 4, generator=generator)
+            x = torch.randn(4, 16, 4, 4, generator=generator).to(HOME)
             if step == 2 and when == "inside":
                 model.to(memory_format=torch.channels_last)
             if step > 2 or when == "before":
@@ -108,7 +109,7 @@ class Complex(nn.Module):
 @pytest.mark.parametrize("foreach", [False, True])
 def test_complex_parameters(side: Side, model: Any, optimizer: Any, step: int) -> None:
     x = torch.randn(4, 48, generator=torch.Generator().manual_seed(step), dtype=torch.complex64)
-    side.step(model(x), optimizer)
+    side.step(model(x.to(HOME)), optimizer)
 
 
 @each_backend_in_time

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from exactness import HOME
 from hazards import (
     Mlp,
     Side,
@@ -35,7 +36,7 @@ from dynoffload.errors import ConfigError
 @compared(each_backend, budgeted=False)
 def test_state_in_a_buffer_of_the_users(side: Side) -> None:
     """It stays where it is: the buffer shows every update."""
-    model = Mlp()
+    model = Mlp().to(HOME)
     weights = [layer.weight for layer in model.layers]
     optimizer = AdamW(model.parameters(), lr=1e-2)
     side.step(loss_of(model, 0), optimizer)
@@ -257,7 +258,7 @@ def test_an_optimizer_that_wraps_one_of_torch(
     """What it wraps is paged; of what it keeps itself it is said that nobody counts it."""
 
     def program(side: Side) -> None:
-        model = Mlp(depth=2)
+        model = Mlp(depth=2).to(HOME)
         optimizer = kind(AdamW(model.parameters(), lr=1e-2))
         with side.offload(model, optimizer, share=0.5) as session:
             for step in range(4):

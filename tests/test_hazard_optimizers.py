@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from exactness import HOME
 from hazards import (
     Side,
     compared,
@@ -239,7 +240,7 @@ def test_operands_of_a_whole_step_stay_together(backend: str, closure: bool) -> 
     def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
         def evaluated() -> Tensor:
             optimizer.zero_grad()
-            loss = model(torch.randn(8, 64)).square().mean()
+            loss = model(torch.randn(8, 64).to(HOME)).square().mean()
             loss.backward()
             return loss
 
@@ -263,7 +264,7 @@ def test_operands_between_backward_and_step_stay_together(backend: str) -> None:
 
     def each(side: Side, model: Any, optimizer: Any, step: int) -> None:
         weights, first, second = (list(one.parameters()) for one in model)
-        loss = model(torch.randn(8, 64)).square().mean()
+        loss = model(torch.randn(8, 64).to(HOME)).square().mean()
         loss.backward()
         with torch.no_grad():
             torch._foreach_lerp_(first, second, 0.1)

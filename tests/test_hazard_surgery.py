@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from exactness import is_paged
+from exactness import HOME, is_paged
 from hazards import (
     Mlp,
     Side,
@@ -35,7 +35,8 @@ class Adapted(nn.Module):
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
         self.base = base.requires_grad_(False)
-        self.down, self.up = nn.Linear(64, 16, bias=False), nn.Linear(16, 64, bias=False)
+        self.down = nn.Linear(64, 16, bias=False).to(HOME)
+        self.up = nn.Linear(16, 64, bias=False).to(HOME)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.up(self.down(x))
@@ -47,7 +48,7 @@ def operate(surgery: str, model: Any, optimizer: Optimizer) -> list[nn.Parameter
     before = set(model.parameters())
     match surgery:
         case "a module replaced":
-            layers[1] = nn.Linear(64, 64)
+            layers[1] = nn.Linear(64, 64).to(HOME)
         case "a parameter replaced":
             old = layers[1].weight
             layers[1].weight = new = nn.Parameter(old.detach().clone() * 0.5)
@@ -63,13 +64,13 @@ def operate(surgery: str, model: Any, optimizer: Optimizer) -> list[nn.Parameter
             for parameter in gone:
                 optimizer.state.pop(parameter, None)
         case "added":
-            layers.extend(nn.Linear(64, 64) for _ in range(4))
+            layers.extend(nn.Linear(64, 64).to(HOME) for _ in range(4))
         case "wrapped":
             layers[0], layers[2] = Adapted(layers[0]), Adapted(layers[2])
         case "traded":
             layers[0], layers[3] = layers[3], layers[0]
         case "grown":  # as an embedding is resized: the head gets more rows
-            model.head = nn.Linear(64, 20)
+            model.head = nn.Linear(64, 20).to(HOME)
             with torch.no_grad():
                 model.head.weight[:10] = head.weight
         case _:

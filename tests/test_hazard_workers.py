@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from exactness import Samples, only, small, small_loss
+from exactness import HOME, Samples, only, small, small_loss
 from hazards import Mlp, Side, batch, compared, each_backend_in_time, each_paged, loss_of, stepwise
 from torch import nn
 from torch.optim import AdamW
@@ -57,7 +57,8 @@ def test_data_loader_workers(side: Side, backend: str, kept: bool, method: str) 
             if epoch and not kept:
                 samples = loader()
             for number, sample in enumerate(samples):
-                side.step(small_loss(model, sample), optimizer)
+                tokens, targets = (part.to(HOME) for part in sample)
+                side.step(small_loss(model, (tokens, targets)), optimizer)
                 if number == 5:
                     break
 
