@@ -45,6 +45,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 import dynoffload
+from dynoffload.memory.accelerator.workspace import WorkspaceEstimate
 from dynoffload.memory.local import is_wrapper, wrapped
 from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.session import Session
@@ -99,12 +100,15 @@ class Side:
         backend: None for the plain run.
         notes: what the program has seen, in order.
         sessions: of the blocks that it opened, with their budgets.
+        peaks: of the blocks on the backend ``torch``: their budget, the bytes of regions that must
+            find room at once, and for each step the peak of torch's allocator and that of regions.
         aside: how many of them had stepped aside when they ended.
     """
 
     backend: str | None = None
     notes: list[tuple[str, Any]] = field(default_factory=list)
     sessions: list[tuple[Session, int]] = field(default_factory=list)
+    peaks: list[tuple[int, int, list[tuple[int, int]]]] = field(default_factory=list)
     aside: int = 0
 
     @contextmanager
@@ -148,6 +152,9 @@ class Side:
                     model, optimizer, budget=budget, pilot=None, device=device, config=options
                 ) as session:
                     self.sessions.append((session, budget))
+                    if self.backend == "torch":
+                        sizes = session._paging.device._workspace  # type: ignore[union-attr]
+                        self.peaks.append((budget, sizes._least, _noted_peaks(sizes)))
                     yield session
                     self.aside += not session.paging
                 assert_ordinary(model, optimizer, hooks=False, held=True)
@@ -228,8 +235,9 @@ def hazard(
         backend: of the paged side.
         program: takes the side.
         moves: whether to assert that bytes have moved, without which it would show little.
-        budgeted: whether to assert that no step took more than the budget. The memory of parameters
-            and gradients that the program holds itself is counted, and cannot leave.
+        budgeted: whether to assert that no step took more than the budget, nor the allocator of the
+            backend ``torch``. The memory of parameters and gradients that the program holds itself
+            is counted, and cannot leave.
         aside: whether to assert, of the backend ``aside``, that some session has stepped aside.
             It stays where the program keeps hold of paged memory, or makes no steps.
 
@@ -252,11 +260,41 @@ def hazard(
         for session, budget in paged.sessions:
             for step in session.log.steps if budgeted and backend != "torch" else ():
                 assert step.peak_fast_bytes <= budget, f"step {step.step}: {step.peak_fast_bytes}"
+        for budget, least, peaks in paged.peaks if budgeted else ():
+            _assert_allocated(budget, least, peaks)
         if moves:
             rows = [row for session, _ in paged.sessions for row in session.log.steps]
             moved = sum(row.bytes_in + row.bytes_out for row in rows)
             assert moved, "no byte was moved: this shows nothing"
     return paged
+
+
+def _noted_peaks(sizes: WorkspaceEstimate) -> list[tuple[int, int]]:
+    """Return a list that gets what ``sizes`` is told after each step."""
+    peaks, after = list[tuple[int, int]](), sizes.after
+
+    def noted(peak: int, regions: int) -> int:
+        peaks.append((peak, regions))
+        return after(peak, regions)
+
+    sizes.after = noted  # type: ignore[method-assign]
+    return peaks
+
+
+def _assert_allocated(budget: int, least: int, peaks: list[tuple[int, int]]) -> None:
+    """Assert that the peak of the backend's own allocator kept the budget after the first step.
+
+    A step may pass it by what it takes beside regions more than each step before: nobody knew. The
+    ``least`` bytes of regions are there in any case.
+    """
+    most = 0
+    for step, (peak, regions) in enumerate(peaks):
+        assert peak, "the allocator counted nothing: this shows nothing"
+        beside = peak - regions
+        if step:
+            allowed = max(budget, least + beside) + max(0, beside - most)
+            assert peak <= allowed, f"step {step}: {peak} were allocated under {budget}"
+        most = max(most, beside)
 
 
 def _frozen(value: Any) -> Any:

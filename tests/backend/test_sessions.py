@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import hazards
 import pytest
 from accelerator import DEVICE, late
 
 from dynoffload.experiments import gpu_check_training
 from dynoffload.experiments.gpu_check_cases import Case, cases
 from dynoffload.experiments.gpu_check_training import train_case
+from dynoffload.memory.accelerator.workspace import WorkspaceEstimate
 from dynoffload.units import KiB
 
 CASES = {case.describe(): case for case in cases(steps=3)}
@@ -48,3 +50,12 @@ def test_cases_of_gpu_check(name: str) -> None:
 
 def test_the_cases_of_each_run_are_there() -> None:
     assert set(CASES) >= IN_TIME
+
+
+def test_hazards_find_a_pool_that_leaves_no_room_for_operators(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hazards.hazard("torch", hazards.trained())
+    monkeypatch.setattr(WorkspaceEstimate, "after", lambda self, peak, regions: self._most)
+    with pytest.raises(AssertionError, match="were allocated under"):
+        hazards.hazard("torch", hazards.trained())
