@@ -97,14 +97,18 @@ def test_an_optimizer_whose_gradients_have_left_is_refused(closes: bool) -> None
     assert not torch.equal(model.out.weight, before)
 
 
-@pytest.mark.parametrize("closes", [True, False])
-def test_gradients_that_are_lost_are_named(closes: bool, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("how", ["closed", "dropped", "loads"])
+def test_gradients_that_are_lost_are_named(how: str, caplog: pytest.LogCaptureFixture) -> None:
     """They left, and no step was made: `p.grad` does not have them either."""
     model = odd()
     optimizer = HostOptimizer(model.parameters(), AdamW, threads=1)
+    saved = optimizer.state_dict()
     model(words(1)[0]).backward()
     assert model.out.weight.grad is None
-    if closes:
+    if how == "loads":
+        optimizer.load_state_dict(saved)
+        optimizer.zero_grad()
+    elif how == "closed":
         optimizer.close()
     del optimizer
     (record,) = caplog.records

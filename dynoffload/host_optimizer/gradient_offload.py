@@ -303,16 +303,21 @@ class GradientOffload:
         norm: torch.Tensor = torch.linalg.vector_norm(memory, order)
         return norm.to(self._link.device)
 
-    def close(self) -> None:
-        """Release all memory; no gradient can be sent afterwards. Warn of gradients not used."""
+    def warn_of_lost(self, what: str) -> None:
+        """Warn of gradients that no step has used, as ``what`` discards them."""
         self.settle()
         lost = next((state.name for state, one in self.gradients.items() if one.memory.any()), "")
         if lost:
             logger.warning(
-                "HostOptimizer was closed or dropped before step(): the gradients that it had "
-                "taken, as of %s, are lost: call step() or zero_grad() first, or repeat backward",
+                "HostOptimizer %s before step(): the gradients that it had taken, as of %s, are "
+                "lost: call step() or zero_grad() first, or repeat backward",
+                what,
                 lost,
             )
+
+    def close(self) -> None:
+        """Release all memory; no gradient can be sent afterwards. Warn of gradients not used."""
+        self.warn_of_lost("was closed or dropped")
         self.zero(set_to_none=True)
         self._adder.shutdown()
         while self._slot_memory:

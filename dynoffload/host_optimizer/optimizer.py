@@ -329,7 +329,8 @@ class HostOptimizer(Optimizer):
         """Load a state returned by `state_dict`, with any tiles and files; or one of the torch
         optimizer itself, in which case the parameters' own values become the masters.
 
-        Hooks see the state without tensors, as those are copied directly.
+        Hooks see the state without tensors, as those are copied directly. Gradients that left and
+        were not used by a step are lost, and a warning says so.
 
         Raises:
             ConfigError: it is of other parameters, or incomplete; nothing was changed.
@@ -353,6 +354,7 @@ class HostOptimizer(Optimizer):
         assert self._storage is not None
         self._storage.sync()
         self._loaded = True
+        self._storage.gradients.warn_of_lost("has loaded a state")
         self.zero_grad()
         steps = max((float(state.step) for state in self._states.values()), default=0.0)
         self._runner.restart(int(steps))
