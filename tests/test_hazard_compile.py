@@ -19,12 +19,16 @@ from hazards import (
     compared,
     each_backend_in_time,
     each_of_accelerators,
+    hazard,
     loss_of,
 )
+from mutants import Mutant, mutated
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
+
+from dynoffload.runtime.passes.compiled import CompiledModules
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -127,9 +131,14 @@ class Blocks(nn.Module):
     ],
 )
 def test_compiled_blocks(side: Side, backend: str, engine: str, how: str, share: float) -> None:
-    """They run compiled, not as they were written, with an evaluation and a look between steps."""
+    """They run compiled, not as they were written."""
     if backend == "torch" and engine == "inductor":
         pytest.skip("torch makes no code for it")
+    train_blocks(side, engine, how, share)
+
+
+def train_blocks(side: Side, engine: str, how: str, share: float) -> None:
+    """Train `Blocks`, with an evaluation and a look between steps."""
     torch._dynamo.reset()
     counted = torch._dynamo.utils.counters["stats"]
     counted.clear()
@@ -156,6 +165,35 @@ def test_compiled_blocks(side: Side, backend: str, engine: str, how: str, share:
                 model.train()
     side.see("graphs", counted["unique_graphs"])
     assert counted["unique_graphs"] >= 2
+
+
+COMPILED = [
+    Mutant(
+        CompiledModules,
+        "_open",
+        "self._device.use(regions)",
+        "[setattr(cell, 'pins', cell.pins + 1) for cell in self._device._all(regions)]",
+    ),
+    Mutant(
+        CompiledModules,
+        "hold",
+        "self._device.use([region])",
+        "[setattr(cell, 'pins', cell.pins + 1) for cell in self._device._all([region])]",
+    ),
+    Mutant(CompiledModules, "_guard_others", "fit(tensor)", "pass"),
+]
+
+
+@each_of_accelerators
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", COMPILED, ids=str)
+def test_a_mutant_of_compiled_modules_is_caught(backend: str, mutant: Mutant) -> None:
+    def program(side: Side) -> None:
+        train_blocks(side, "eager", "a view kept", 0.4)
+
+    hazard(backend, program)
+    with mutated(mutant), pytest.raises((AssertionError, RuntimeError)):
+        hazard(backend, program)
 
 
 @compared(each_of_accelerators)
