@@ -16,6 +16,7 @@ from devices import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from scans import compared
 
 from dynoffload.memory.device import Device
 from dynoffload.planning.lookahead import LookAhead
@@ -137,7 +138,8 @@ class Machine:
 
 @each_device()
 def test_bytes_survive_anything(kind: str, page: int, tmp_path: Path) -> None:
-    """On an accelerator whatever its streams do, with host memory for all or with a file below."""
+    """On an accelerator whatever its streams do, with host memory for all or with a file below.
+    What is evicted is what a scan of all regions finds."""
     count = 5
     options = st.just({})
     if kind == "accelerator":
@@ -156,7 +158,7 @@ def test_bytes_survive_anything(kind: str, page: int, tmp_path: Path) -> None:
         options=options,
     )
     def run(pages: list[int], less: int, work: list[Any], options: dict[str, Any]) -> None:
-        with opened(kind, 8 * page, page, tmp_path, **options) as device:
+        with compared(), opened(kind, 8 * page, page, tmp_path, **options) as device:
             machine = Machine(device, [n * page - less for n in pages])
             for step in work:
                 machine.run(step)

@@ -176,7 +176,7 @@ class MappedFile(MappedCache):
     def follow(self, uses: Sequence[Use], schedule: Schedule) -> None:
         """See `Device.follow`."""
         with self._mutex:
-            self._plan = PlanCursor(uses, schedule.actions)
+            self._follow(PlanCursor(uses, schedule.actions))
             self._busy.clear()
             self._inspect()
             self._work.notify()
@@ -184,7 +184,7 @@ class MappedFile(MappedCache):
     def advance(self, position: int) -> None:
         """See `Device.advance`. The use's present regions count as used; accesses are not seen."""
         with self._mutex:
-            self._plan.advance(position)
+            self._advance(position)
             for region in self._plan.regions():
                 cell = self._cells.get(region)
                 if cell is not None and cell.present:
@@ -242,7 +242,7 @@ class MappedFile(MappedCache):
     def resident(self) -> list[int]:
         """See `Device.resident`."""
         with self._mutex:
-            return sorted(cell.region for cell in self._present)
+            return sorted(cell.region for cell in self._cells.values() if cell.present)
 
     def taken_bytes(self) -> int:
         """See `Device.taken_bytes`: evicted memory is returned at once."""

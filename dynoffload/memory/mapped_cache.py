@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dynoffload.errors import SpillError
@@ -79,7 +79,7 @@ class MappedCache(RegionCache[MappedRegion]):
 
     def _dismiss(self, region: int) -> None:
         with self._mutex:
-            self._forget(self._cells.pop(region))
+            self._forget(self._remove(region))
 
     def _forget(self, cell: MappedRegion) -> None:
         """Release a region's pages, and discard the bytes in them."""
@@ -103,9 +103,8 @@ class MappedCache(RegionCache[MappedRegion]):
             self._mapping.drop(cell.offset, cell.padded)
         return not self._mapping.holds_data(cell.offset, cell.padded)
 
-    def _pin(self, some: Sequence[MappedRegion], by: int) -> None:
-        for cell in some:
-            cell.pins += by
+    def _pin(self, some: Iterable[MappedRegion], by: int) -> None:
+        super()._pin(some, by)
         if by < 0:
             self._unpinned.notify_all()
             self._work.notify()
@@ -117,16 +116,18 @@ class MappedCache(RegionCache[MappedRegion]):
         self._used += cell.padded
         assert self._used <= self.capacity, "the cache would pass the capacity"
         self._peak = max(self._peak, self._used)
-        self._present[cell] = None
         cell.present, cell.content, cell.cleared = True, True, False
+        self._order.add(cell)
 
     def _leave(self, cell: MappedRegion) -> None:
         """Stop counting a region's pages, which are gone."""
         if cell.present:
             cell.present = False
-            del self._present[cell]
             self._used -= cell.padded
         self._unused(cell)
+
+    def _is_evictable(self, cell: MappedRegion) -> bool:
+        return cell.present
 
     def _may_leave(self, cell: MappedRegion) -> bool:
         return cell.present and not cell.pins and cell.region not in self._busy
@@ -222,7 +223,7 @@ class MappedCache(RegionCache[MappedRegion]):
             else:
                 self._evict(cell, Cause.ROOM)
         self._inspected = time.monotonic()
-        self._used = sum(cell.padded for cell in self._present)
+        self._used = sum(cell.padded for cell in self._cells.values() if cell.present)
 
     def _unannounced(self) -> list[MappedRegion]:
         """Return absent regions with pages in memory; each run of neighbours is queried first."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Generic, TypeVar
 
 from dynoffload.memory.device import Cause, Counters, Device, Event, EventKind
+from dynoffload.memory.eviction_order import EvictionOrder
 from dynoffload.memory.spill import NoFile, SpillFile
 from dynoffload.planning.cursor import NEVER, PlanCursor
 from dynoffload.planning.schedule import Kind
@@ -108,10 +109,10 @@ class RegionCache(Device, Generic[Cell]):
     ) -> None:
         super().__init__(capacity, page_bytes, spill, base)
         self._cells: dict[int, Cell] = {}
-        self._present: dict[Cell, None] = {}  # those that take memory of the pool
+        self._order: EvictionOrder[Cell] = EvictionOrder(self._cells.values, self._place_in_order)
         self._mutex = threading.RLock()
         self._plan, self._tally = PlanCursor(), Tally()
-        self._used = self._peak = self._reserve = self._clock = 0
+        self._used = self._peak = self._reserve = self._clock = self._pinned_bytes = 0
 
     @abstractmethod
     def _bring(self, regions: Sequence[int], *, pin: bool, patient: bool = True) -> None:
@@ -120,6 +121,10 @@ class RegionCache(Device, Generic[Cell]):
     @abstractmethod
     def _forget(self, cell: Cell) -> None:
         """Release a region's memory in all tiers, and discard its content."""
+
+    @abstractmethod
+    def _is_evictable(self, cell: Cell) -> bool:
+        """Return whether a region is present, and can be evicted as soon as nothing holds it."""
 
     @abstractmethod
     def _may_leave(self, cell: Cell) -> bool:
@@ -140,7 +145,23 @@ class RegionCache(Device, Generic[Cell]):
     @property
     def _unpinned_bytes(self) -> int:
         """Bytes of the pool that pinned regions do not take."""
-        return self.capacity - sum(cell.padded for cell in self._cells.values() if cell.pins)
+        return self.capacity - self._pinned_bytes
+
+    def _pin(self, some: Iterable[Cell], by: int) -> None:
+        """Pin regions once more, or once less: ``by`` is 1 or -1."""
+        for cell in some:
+            was_pinned = cell.pins > 0
+            cell.pins += by
+            if (cell.pins > 0) != was_pinned:
+                self._pinned_bytes += by * cell.padded
+
+    def _remove(self, region: int) -> Cell:
+        """Stop tracking a region, with its pins."""
+        cell = self._cells.pop(region)
+        if cell.pins:
+            self._pinned_bytes -= cell.padded
+            cell.pins = 0
+        return cell
 
     def _use(self, cell: Cell) -> None:
         """Mark a region as used now."""
@@ -156,16 +177,35 @@ class RegionCache(Device, Generic[Cell]):
             cell.prefetched = False
             self._tally.wasted_bytes += cell.nbytes
 
+    def _place_in_order(self, cell: Cell) -> tuple[int, int] | None:
+        if self._is_evictable(cell):
+            return -self._plan.next_use(cell.region), cell.stamp
+        return None
+
     def _victim(self, later_than: int) -> Cell | None:
         """Return the evictable region with the farthest next use after ``later_than``; among
         equals the least recently used."""
-        found, best = None, (later_than, 0)
-        for cell in self._present:
-            if self._may_leave(cell):
-                next_use = self._plan.next_use(cell.region)
-                if next_use > later_than and (found is None or (next_use, -cell.stamp) > best):
-                    found, best = cell, (next_use, -cell.stamp)
-        return found
+        return self._order.first((-later_than,), self._may_leave)
+
+    def _follow(self, plan: PlanCursor) -> None:
+        """Begin a plan."""
+        self._plan = plan
+        self._renew_orders()
+
+    def _advance(self, position: int) -> None:
+        """Begin a use of the plan."""
+        for region in self._plan.advance(position):
+            cell = self._cells.get(region)
+            if cell is not None:
+                self._used_later(cell)
+
+    def _used_later(self, cell: Cell) -> None:
+        """Note that a region's next use may be later than before."""
+        self._order.add(cell)
+
+    def _renew_orders(self) -> None:
+        """Note that the next uses of all regions may have changed."""
+        self._order.renew()
 
     def _due(self) -> tuple[Kind, Cell] | None:
         """Return the next due transfer of the plan, skipping obsolete ones."""

@@ -81,7 +81,8 @@ class Accelerator(RegionPool):
             self._forget(cell)
             cell.storage.bring = None
             self._locked.discard(region)
-            del self._cells[region], self.regions[cell.storage._cdata]
+            self._failed.pop(self._remove(region), None)
+            del self.regions[cell.storage._cdata]
 
     def storage(self, region: int) -> torch.UntypedStorage:
         """See `Device.storage`: it is empty while the region is absent."""
@@ -137,8 +138,8 @@ class Accelerator(RegionPool):
         self.meet_owner(regions)
         self._bring(regions, pin=True)
         with self._mutex:
-            for region in written:
-                self._cells[region].written()
+            for cell in self._all(written):
+                self._written(cell)
 
     def at_once(
         self, regions: Sequence[int], written: Sequence[int], enqueue: Callable[[], _Made]
@@ -168,7 +169,7 @@ class Accelerator(RegionPool):
                     cell.stamp, cell.tick = self._clock, UNKNOWN
                 for region in written:
                     if region >= 0:
-                        self._cells[region].written()
+                        self._written(self._cells[region])
                 made = enqueue()
                 for cell in cells:
                     cell.tick = self._now
@@ -182,7 +183,7 @@ class Accelerator(RegionPool):
             for region in regions:
                 cell = self._cells.get(region)
                 if cell is not None:
-                    cell.pins -= 1
+                    self._pin([cell], -1)
                     cell.tick = self._now
 
     def acquire(self, regions: Sequence[int], *, pin: bool = False) -> None:
@@ -192,7 +193,7 @@ class Accelerator(RegionPool):
             self._bring(regions, pin=pin)
             for region in regions:
                 cell = self._cells[region]
-                cell.written()
+                self._written(cell)
                 cell.tick = UNKNOWN
 
     def lock(self, regions: Sequence[int]) -> None:
@@ -213,9 +214,9 @@ class Accelerator(RegionPool):
     def unpin(self, regions: Sequence[int]) -> None:
         """See `Device.unpin`."""
         with self._mutex:
-            for region in regions:
-                cell = self._cells[region]
-                cell.pins -= 1
+            cells = self._all(regions)
+            self._pin(cells, -1)
+            for cell in cells:
                 cell.tick = UNKNOWN
 
     @unseen
@@ -223,8 +224,7 @@ class Accelerator(RegionPool):
         with self._mutex:
             self._check_room(regions)
             cells = [self._cells[region] for region in dict.fromkeys(regions)]
-            for cell in cells:
-                cell.pins += 1
+            self._pin(cells, 1)
             kept = False
             try:
                 for cell in cells:
@@ -234,8 +234,7 @@ class Accelerator(RegionPool):
                 kept = pin
             finally:
                 if not kept:
-                    for cell in cells:
-                        cell.pins -= 1
+                    self._pin(cells, -1)
 
     def clear(self, regions: Sequence[int]) -> None:
         """See `Device.clear`."""
@@ -260,7 +259,7 @@ class Accelerator(RegionPool):
     def follow(self, uses: Sequence[Use], schedule: Schedule) -> None:
         """See `Device.follow`."""
         with self._mutex:
-            self._plan = PlanCursor(uses, schedule.actions)
+            self._follow(PlanCursor(uses, schedule.actions))
             self._go_on()
 
     def advance(self, position: int) -> None:
@@ -271,7 +270,7 @@ class Accelerator(RegionPool):
             behind.wait()  # with no lock held
         with self._mutex:
             self._workspace.see(self._streams.given_bytes, self._bare)
-            self._plan.advance(position)
+            self._advance(position)
             self._go_on()
 
     @unseen
@@ -376,5 +375,5 @@ class Accelerator(RegionPool):
                 cell.storage.bring = None
         self._close_host()
         self._cells.clear()  # frees their memory, even if this object is still referenced
-        self._present.clear()
+        self._renew_orders()
         self.regions.clear()

@@ -9,8 +9,10 @@ into another. So a region is within one piece, and a region larger than a piece 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from itertools import islice
 from typing import NoReturn
 
 import torch
@@ -19,6 +21,7 @@ from dynoffload.errors import BudgetError
 from dynoffload.memory.accelerator.region import DeviceRegion, Slot
 from dynoffload.memory.accelerator.rows import Rows
 from dynoffload.memory.accelerator.streams import StreamEvent, Streams
+from dynoffload.memory.eviction_order import EvictionOrder
 from dynoffload.memory.region_allocator import called
 from dynoffload.memory.spill import NoFile, SpillFile, transfer
 from dynoffload.planning.extents import Extents
@@ -48,6 +51,12 @@ class HostTier(Rows):
         if pages:
             self._add_piece(pages * page_bytes)
         self._draining: list[tuple[Slot, StreamEvent]] = []  # slots that copies still use
+        self._host_order: EvictionOrder[DeviceRegion] = EvictionOrder(
+            self._cells.values, self._place_in_host_order
+        )
+        self._in_transfer: OrderedDict[DeviceRegion, None] = OrderedDict()  # in order of begin
+        self._failed: dict[DeviceRegion, None] = {}  # those with an error
+        self._threads = threads
         self._workers: ThreadPoolExecutor | None = None
         if isinstance(spill, SpillFile):
             self._workers = ThreadPoolExecutor(threads, "dynoffload-file")
@@ -110,11 +119,12 @@ class HostTier(Rows):
             SpillError: regions to be evicted cannot be written.
         """
         for one in self._finish_done():
-            one.error = 0  # retry failed writes
+            self._take_error(one)  # retry failed writes
         while cell.slot is None:
             self._drain()
             cell.slot = self._take_slot(cell.padded)
             if cell.slot is not None:
+                self._host_order.add(cell)
                 return True
             victim = self._host_victim(cell, any_time=wait)
             if victim is not None:
@@ -142,7 +152,7 @@ class HostTier(Rows):
 
     def _leave_host(self, cell: DeviceRegion) -> None:
         """Release a region's slot, and discard its content there."""
-        cell.finish()
+        self._finish(cell)
         slot, cell.slot, cell.in_host = cell.slot, None, False
         if slot is not None and cell.copied is not None:
             self._draining.append((slot, cell.copied))
@@ -161,18 +171,30 @@ class HostTier(Rows):
     def _host_victim(self, wanted: DeviceRegion, *, any_time: bool) -> DeviceRegion | None:
         """Return the region to evict from host memory for ``wanted``: clean ones first, then the
         farthest next use. Unless ``any_time``, a dirty one must be used later than ``wanted``."""
-        found: DeviceRegion | None = None
-        best = (False, -1 if any_time else self._plan.next_use(wanted.region), 0)
-        for cell in self._cells.values():
-            if cell.slot is None or cell is wanted or not cell.slot_is_idle() or cell.error:
-                continue
-            free = not cell.in_host or cell.in_file
-            if not free and self._workers is None:
-                continue
-            rank = (free, self._plan.next_use(cell.region), -cell.stamp)
-            if rank > best:
-                found, best = cell, rank
-        return found
+        self._finish_done()
+        later_than = -1 if any_time else self._plan.next_use(wanted.region)
+        return self._host_order.first((True, -later_than), DeviceRegion.slot_is_idle)
+
+    def _place_in_host_order(self, cell: DeviceRegion) -> tuple[bool, int, int] | None:
+        if cell.slot is None or cell.io is not None or cell.error or self._workers is None:
+            return None
+        dirty = cell.in_host and not cell.in_file
+        return dirty, -self._plan.next_use(cell.region), cell.stamp
+
+    def _used_later(self, cell: DeviceRegion) -> None:
+        super()._used_later(cell)
+        self._host_order.add(cell)
+
+    def _renew_orders(self) -> None:
+        super()._renew_orders()
+        self._host_order.renew()
+
+    def _written(self, cell: DeviceRegion) -> None:
+        """Mark the accelerator's bytes as the only newest ones; a slot's are clean."""
+        had_others = cell.in_host
+        cell.written()
+        if had_others:
+            self._host_order.add(cell)
 
     def _send_below(self, cell: DeviceRegion) -> None:
         """Evict a region from host memory: at once, or begin to write it to the file."""
@@ -183,16 +205,17 @@ class HostTier(Rows):
 
     def _wait_for_any(self) -> bool:
         """Wait until a slot may be free; return whether any transfer was under way."""
-        under_way = [cell.io for cell in self._cells.values() if cell.io is not None]
+        under_way = [cell.io for cell in self._transferring() if cell.io is not None]
         if under_way:
             wait_for(under_way, return_when=FIRST_COMPLETED)
             return True
-        cells = sorted(self._cells.values(), key=lambda cell: cell.stamp)
-        copies = [copied for _, copied in self._draining] + [cell.copied for cell in cells]
-        oldest = next((copied for copied in copies if copied is not None), None)
-        if oldest is not None:
-            oldest.wait()
-        return oldest is not None
+        copies = [copied for _, copied in self._draining]
+        if not copies:
+            cell = self._host_order.first((True, 1), lambda cell: cell.copied is not None)
+            copies = [cell.copied] if cell is not None and cell.copied is not None else []
+        for copied in copies[:1]:
+            copied.wait()
+        return bool(copies)
 
     # The file
 
@@ -213,14 +236,14 @@ class HostTier(Rows):
         if cell.in_host:
             return True
         if cell.io is not None and (wait or cell.io.done()):
-            cell.finish()
+            self._finish(cell)
         elif cell.io is None:
             if not self._place(cell, wait=wait):
                 return False
-            cell.error = 0
+            self._take_error(cell)
             self._begin(cell, reads=True)
             if wait:
-                cell.finish()
+                self._finish(cell)
         if wait and cell.error:
             self._fail(cell)
         return cell.in_host
@@ -232,6 +255,7 @@ class HostTier(Rows):
         content = self._content(cell, cell.padded)
         cell.reads = reads
         fd = self._spill.fd
+        self._in_transfer[cell] = None
         cell.io = self._workers.submit(transfer, fd, content, cell.offset, reads=reads)
 
     def _check_file(self) -> None:
@@ -245,16 +269,34 @@ class HostTier(Rows):
 
     def _finish_done(self) -> list[DeviceRegion]:
         """Finish completed file transfers; return the regions whose transfers failed."""
-        if self._workers is None:
-            return []
-        for cell in self._cells.values():
-            if cell.io is not None and cell.io.done():
-                cell.finish()
-        return [cell for cell in self._cells.values() if cell.error]
+        while ended := [one for one in self._transferring() if one.io is None or one.io.done()]:
+            for cell in ended:
+                self._finish(cell)
+        return list(self._failed)
+
+    def _transferring(self) -> list[DeviceRegion]:
+        """Return the regions whose file transfers have begun; threads take them in order."""
+        return list(islice(self._in_transfer, self._threads))
+
+    def _finish(self, cell: DeviceRegion) -> None:
+        """Wait for a region's file transfer, if any."""
+        if cell in self._in_transfer:
+            cell.finish()
+            del self._in_transfer[cell]
+            if cell.error:
+                self._failed[cell] = None
+            self._host_order.add(cell)
+
+    def _take_error(self, cell: DeviceRegion) -> int:
+        """Return the errno of a region's failed transfer, which may be tried again."""
+        number, cell.error = cell.error, 0
+        self._failed.pop(cell, None)
+        self._host_order.add(cell)
+        return number
 
     def _fail(self, cell: DeviceRegion) -> NoReturn:
         assert isinstance(self._spill, SpillFile)
-        number, cell.error = cell.error, 0
+        number = self._take_error(cell)
         what = called(self.names, cell.region, cell.nbytes)
         raise self._spill.failed(number, what, reads=cell.in_file)
 
@@ -263,6 +305,8 @@ class HostTier(Rows):
         if self._workers is not None:
             self._workers.shutdown()
         self._draining.clear()
+        self._in_transfer.clear()
+        self._failed.clear()
         while self._pieces:
             piece, _ = self._pieces.pop()
             self._streams.release(piece, held=len(self._pieces) in self._given)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -84,7 +84,8 @@ class RegionPool(HostTier):
         self.name = f"accelerator {streams.name}"
         self._uses: deque[tuple[int, StreamEvent]] = deque()  # each with an event at its begin
         self._now = 0  # the number of the current use
-        self._leaving: list[DeviceRegion] = []  # in order
+        self._leaving: OrderedDict[DeviceRegion, None] = OrderedDict()  # in order
+        self._leaving_bytes = 0
         self._bare = self._bare_peak = 0  # used bytes without padding
         self._workspace = WorkspaceEstimate(self.capacity, least, budget)
         self._budget = self.capacity if budget is None else budget
@@ -94,6 +95,9 @@ class RegionPool(HostTier):
         self._at_work: Sequence[int] = ()  # regions of the work that `at_once` enqueues
         self.on_locked: Callable[[int], None] = self._locked.discard
         self._resize(self._workspace.capacity)
+
+    def _is_evictable(self, cell: DeviceRegion) -> bool:
+        return cell.state is State.PRESENT and cell.storage.bring is not None
 
     def _may_leave(self, cell: DeviceRegion) -> bool:
         held = cell.pins or cell.region in self._at_work
@@ -141,8 +145,9 @@ class RegionPool(HostTier):
         if cell.state is State.LEAVING:
             assert cell.gone is not None
             self._streams.after(cell.gone)  # before anything may write it
-            self._leaving.remove(cell)
+            self._no_longer_leaving(cell)
             cell.state, cell.gone, cell.here = State.PRESENT, None, True
+            self._order.add(cell)
         return True
 
     def _fill(self, cell: DeviceRegion, must: bool) -> bool:
@@ -163,12 +168,12 @@ class RegionPool(HostTier):
                 f"{format_bytes(self._used)} of regions: lower the budget, so that operators find "
                 "room beside it"
             ) from error
-        self._present[cell] = None
         self._used += cell.padded
         self._peak = max(self._peak, self._used)
         self._bare += cell.nbytes
         self._bare_peak = max(self._bare_peak, self._bare)
         cell.state = State.PRESENT
+        self._order.add(cell)
         return True
 
     def _give_content(self, cell: DeviceRegion, cause: Cause) -> None:
@@ -186,7 +191,7 @@ class RegionPool(HostTier):
     @unseen
     def _zero(self, cell: DeviceRegion) -> None:
         bytes_of(cell.storage, 0, cell.nbytes).zero_()
-        cell.written()
+        self._written(cell)
 
     def _copy_in(self, cell: DeviceRegion, cause: Cause) -> None:
         content, now = self._content(cell), self._streams.now()
@@ -216,8 +221,7 @@ class RegionPool(HostTier):
                 if not must and self._free < need:
                     return False
                 continue
-            leaving = sum(cell.padded for cell in self._leaving)
-            if self._free + leaving < need:
+            if self._free + self._leaving_bytes < need:
                 victim = self._victim(self._plan.position) or self._victim(-1)
                 if victim is not None:
                     self._leave(victim, Cause.ROOM)
@@ -225,7 +229,7 @@ class RegionPool(HostTier):
             if not self._leaving:
                 pinned = [c.region for c in self._cells.values() if c.pins]
                 raise self._no_room([c.region for c in wanted], pinned)
-            self._end(self._leaving[0])
+            self._end(next(iter(self._leaving)))
         return True
 
     def _leave(self, cell: DeviceRegion, cause: Cause) -> bool:
@@ -242,12 +246,13 @@ class RegionPool(HostTier):
             return True
         if not self._place(cell, wait=cause is not Cause.PLAN):
             return False
-        cell.finish()
+        self._finish(cell)
         content = self._content(cell)
         copy = self._streams.copy_out(content, cell.storage, [self._after(cell.tick)])
         cell.gone = cell.copied = copy
         cell.state, cell.in_host = State.LEAVING, True
-        self._leaving.append(cell)
+        self._leaving[cell] = None
+        self._leaving_bytes += cell.padded
         self._tally.bytes_out += cell.nbytes
         self._tally.begun(copy.span, EventKind.EVICT, cause, cell.region, cell.nbytes)
         return True
@@ -257,19 +262,26 @@ class RegionPool(HostTier):
         assert cell.gone is not None
         self._streams.after(cell.gone)
         cell.gone = None
-        self._leaving.remove(cell)
+        self._no_longer_leaving(cell)
         self._empty(cell)
 
+    def _no_longer_leaving(self, cell: DeviceRegion) -> None:
+        del self._leaving[cell]
+        self._leaving_bytes -= cell.padded
+
     def _reap(self) -> bool:
-        """Release the memory of regions whose copies out have ended; return whether any have."""
-        gone = [one for one in self._leaving if one.gone is not None and one.gone.reached()]
-        for cell in gone:
-            self._end(cell)
-        return bool(gone)
+        """Release the memory of regions whose copies out have ended; return whether any have.
+        Copies out end in the order in which they were queued."""
+        before = len(self._leaving)
+        while self._leaving:
+            oldest = next(iter(self._leaving))
+            if oldest.gone is None or not oldest.gone.reached():
+                break
+            self._end(oldest)
+        return len(self._leaving) < before
 
     def _empty(self, cell: DeviceRegion) -> None:
         self._streams.empty(cell.storage)
-        self._present.pop(cell, None)
         self._used -= cell.padded
         self._bare -= cell.nbytes
         cell.state, cell.here = State.ABSENT, False
@@ -358,7 +370,7 @@ class RegionPool(HostTier):
         """Release the memory of a leaving region, or evict the one with the farthest next use;
         return whether there was one."""
         if self._leaving:
-            self._end(self._leaving[0])
+            self._end(next(iter(self._leaving)))
             return True
         victim = self._victim(-1)
         if victim is not None:
@@ -371,4 +383,4 @@ class RegionPool(HostTier):
         for event in (cell.ready, cell.gone, cell.copied):
             if event is not None:
                 event.wait()
-        cell.finish()
+        self._finish(cell)

@@ -90,8 +90,6 @@ class DeviceRegion(CachedRegion):
 
     def slot_is_idle(self) -> bool:
         """Return whether no transfer uses the slot."""
-        if self.io is not None and self.io.done():
-            self.finish()
         if self.copied is not None and self.copied.reached():
             self.copied = None
         return self.copied is None and self.io is None
