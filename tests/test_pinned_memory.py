@@ -125,3 +125,22 @@ def test_a_forked_process_does_not_unmap_it() -> None:
     assert child(program)
     memory.clear()
     assert not is_mapped(address)
+
+
+@linux
+@pytest.mark.parametrize("advised", [True, False])
+def test_all_pages_are_touched_in_parts(monkeypatch: pytest.MonkeyPatch, advised: bool) -> None:
+    """Also where the kernel lacks the advice; the last part is smaller."""
+    monkeypatch.setattr(pinned, "_TOUCHED", 4 * PAGE)
+    if not advised:
+        monkeypatch.setattr(pinned, "_POPULATE_WRITE", -1)
+    pages = 4 * 50 + 1
+    address = pinned.map_memory(pages * PAGE)
+    present = (ctypes.c_ubyte * pages)()
+    pinned.libc().mincore(address, pages * PAGE, present)
+    assert not any(present)
+    pinned._touch(address, pages * PAGE)
+    pinned.libc().mincore(address, pages * PAGE, present)
+    assert all(present)
+    assert ctypes.string_at(address, pages * PAGE) == bytes(pages * PAGE)
+    pinned.libc().munmap(address, pages * PAGE)
