@@ -45,11 +45,10 @@ def _victim(self: Any, later_than: int) -> Any:
             next_use = self._plan.next_use(cell.region)
             if next_use > later_than and (found is None or (next_use, -cell.stamp) > best):
                 found, best = cell, (next_use, -cell.stamp)
-    assert self._pinned_bytes == sum(cell.padded for cell in self._cells.values() if cell.pins)
+    assert self._pinned.keys() == {cell for cell in self._cells.values() if cell.pins}
     if isinstance(self, RegionPool):
         leaving = [cell for cell in self._cells.values() if cell.state is State.LEAVING]
         assert self._leaving.keys() == set(leaving)
-        assert self._leaving_bytes == sum(cell.padded for cell in leaving)
     return found
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 from emulated import emulated
 from hypothesis import given
 from hypothesis import strategies as st
 from mutants import Program
 from scans import compared
 
+from dynoffload.memory import eviction_order
 from dynoffload.memory.eviction_order import EvictionOrder
 
 COUNT = 8
@@ -30,7 +35,9 @@ def test_the_first_is_the_lowest_whatever_was_noted(work: list[tuple[str, int, i
     """Only places that fall are noted. Places differ by their second part."""
     places: dict[int, tuple[int, int]] = {}
     held: set[int] = set()
-    order: EvictionOrder[int] = EvictionOrder(range(COUNT).__iter__, places.get)
+    order: EvictionOrder[int] = EvictionOrder(
+        range(COUNT).__iter__, places.__contains__, lambda one: places[one]
+    )
 
     def may_leave(member: int) -> bool:
         return member not in held
@@ -55,10 +62,65 @@ def test_the_first_is_the_lowest_whatever_was_noted(work: list[tuple[str, int, i
 
 def test_entries_that_are_out_of_date_are_bounded() -> None:
     stamps = dict.fromkeys(range(50), 0)
-    order: EvictionOrder[int] = EvictionOrder(stamps.keys, lambda one: (stamps[one], one))
+    order: EvictionOrder[int] = EvictionOrder(
+        stamps.keys, stamps.__contains__, lambda one: (stamps[one], one)
+    )
     for turn in range(10_000):
         order.add(turn % 50)
-        assert len(order._entries) <= 2 * 50 + 64
+        assert len(order._entries) <= 2 * 50 + 64 + 1
+
+
+@pytest.mark.parametrize("call", ["first", "renew", "add"])
+def test_no_member_is_lost_where_a_signal_ends_a_call(call: str) -> None:
+    """At each line; members that are passed over, outdated or gone are at the front."""
+    ended, line = True, 0
+    while ended:
+        line += 1
+        places = {one: (one, one) for one in range(10)}
+        order: EvictionOrder[int] = EvictionOrder(
+            lambda places=places: places, places.__contains__, places.__getitem__
+        )
+        order.renew()
+        order._limit = 11  # another entry is one too many
+        places[1], places[5] = (20, 1), (-1, 5)
+        del places[0]
+        calls: dict[str, Callable[[], object]] = {
+            "first": lambda order=order: order.first((9,), (4).__lt__),
+            "renew": order.renew,
+            "add": lambda order=order: [order.add(5), order.add(5)],
+        }
+        order.add(5)
+        ended = _ends_at(line, calls[call])
+        left = []
+        while (found := order.first((99,), lambda one: True)) is not None:
+            left.append(found)
+            del places[found]
+        assert left == [5, 2, 3, 4, 6, 7, 8, 9, 1]
+    assert line > 5
+
+
+def _ends_at(line: int, call: Callable[[], object]) -> bool:
+    """Interrupt a call as it comes to this line; return whether it comes so far."""
+    left = line
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != eviction_order.__file__:
+            return None
+        left -= event == "line"
+        if not left:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
 
 
 def test_a_program_evicts_what_scans_find(tmp_path: Path) -> None:
@@ -82,7 +144,7 @@ def test_the_work_for_an_eviction_does_not_grow_with_the_regions() -> None:
             calls += 1
             return places[one]
 
-        order: EvictionOrder[int] = EvictionOrder(lambda: range(count), place)
+        order: EvictionOrder[int] = EvictionOrder(lambda: range(count), lambda one: True, place)
         order.renew()
         calls, first = 0, None
         for turn in range(100):

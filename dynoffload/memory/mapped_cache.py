@@ -116,8 +116,8 @@ class MappedCache(RegionCache[MappedRegion]):
         self._used += cell.padded
         assert self._used <= self.capacity, "the cache would pass the capacity"
         self._peak = max(self._peak, self._used)
-        cell.present, cell.content, cell.cleared = True, True, False
         self._order.add(cell)
+        cell.present, cell.content, cell.cleared = True, True, False
 
     def _leave(self, cell: MappedRegion) -> None:
         """Stop counting a region's pages, which are gone."""

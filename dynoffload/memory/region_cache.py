@@ -109,10 +109,13 @@ class RegionCache(Device, Generic[Cell]):
     ) -> None:
         super().__init__(capacity, page_bytes, spill, base)
         self._cells: dict[int, Cell] = {}
-        self._order: EvictionOrder[Cell] = EvictionOrder(self._cells.values, self._place_in_order)
+        self._order: EvictionOrder[Cell] = EvictionOrder(
+            self._cells.values, self._is_evictable, self._place_in_order
+        )
+        self._pinned: dict[Cell, None] = {}
         self._mutex = threading.RLock()
         self._plan, self._tally = PlanCursor(), Tally()
-        self._used = self._peak = self._reserve = self._clock = self._pinned_bytes = 0
+        self._used = self._peak = self._reserve = self._clock = 0
 
     @abstractmethod
     def _bring(self, regions: Sequence[int], *, pin: bool, patient: bool = True) -> None:
@@ -145,22 +148,21 @@ class RegionCache(Device, Generic[Cell]):
     @property
     def _unpinned_bytes(self) -> int:
         """Bytes of the pool that pinned regions do not take."""
-        return self.capacity - self._pinned_bytes
+        return self.capacity - sum(cell.padded for cell in self._pinned if cell.pins)
 
     def _pin(self, some: Iterable[Cell], by: int) -> None:
         """Pin regions once more, or once less: ``by`` is 1 or -1."""
         for cell in some:
-            was_pinned = cell.pins > 0
+            if by > 0:
+                self._pinned[cell] = None
             cell.pins += by
-            if (cell.pins > 0) != was_pinned:
-                self._pinned_bytes += by * cell.padded
+            if not cell.pins:
+                self._pinned.pop(cell, None)
 
     def _remove(self, region: int) -> Cell:
         """Stop tracking a region, with its pins."""
         cell = self._cells.pop(region)
-        if cell.pins:
-            self._pinned_bytes -= cell.padded
-            cell.pins = 0
+        self._pinned.pop(cell, None)
         return cell
 
     def _use(self, cell: Cell) -> None:
@@ -177,10 +179,8 @@ class RegionCache(Device, Generic[Cell]):
             cell.prefetched = False
             self._tally.wasted_bytes += cell.nbytes
 
-    def _place_in_order(self, cell: Cell) -> tuple[int, int] | None:
-        if self._is_evictable(cell):
-            return -self._plan.next_use(cell.region), cell.stamp
-        return None
+    def _place_in_order(self, cell: Cell) -> tuple[int, int]:
+        return -self._plan.next_use(cell.region), cell.stamp
 
     def _victim(self, later_than: int) -> Cell | None:
         """Return the evictable region with the farthest next use after ``later_than``; among
@@ -201,7 +201,8 @@ class RegionCache(Device, Generic[Cell]):
 
     def _used_later(self, cell: Cell) -> None:
         """Note that a region's next use may be later than before."""
-        self._order.add(cell)
+        if self._is_evictable(cell):
+            self._order.add(cell)
 
     def _renew_orders(self) -> None:
         """Note that the next uses of all regions may have changed."""

@@ -7,7 +7,10 @@ region's storage is empty, so that its tensors and all their aliases keep their 
 [Note: ahead]  Room that is free only once a copy out has ended could be reused at once, with the
 compute stream made to wait. A copy in that follows would wait with it, and begin no sooner than
 the work that needs it. So plans use only room that is already free. And the host may run ahead of
-the accelerator by a few uses only, as it would find no such room further ahead.
+the accelerator by a few uses only, as it would find no such room further ahead. That is a number of
+uses, not of milliseconds: what a plan fetches is due some uses before its own, however long they
+are. With more uses ahead the host is blocked less, but more of them come to regions that have found
+no room, and the accelerator waits for those copies instead.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class HostTier(Rows):
             self._add_piece(pages * page_bytes)
         self._draining: list[tuple[Slot, StreamEvent]] = []  # slots that copies still use
         self._host_order: EvictionOrder[DeviceRegion] = EvictionOrder(
-            self._cells.values, self._place_in_host_order
+            self._cells.values, self._may_be_sent_below, self._place_in_host_order
         )
         self._in_transfer: OrderedDict[DeviceRegion, None] = OrderedDict()  # in order of begin
         self._failed: dict[DeviceRegion, None] = {}  # those with an error
@@ -122,9 +122,10 @@ class HostTier(Rows):
             self._take_error(one)  # retry failed writes
         while cell.slot is None:
             self._drain()
+            if self._workers is not None:
+                self._host_order.add(cell)
             cell.slot = self._take_slot(cell.padded)
             if cell.slot is not None:
-                self._host_order.add(cell)
                 return True
             victim = self._host_victim(cell, any_time=wait)
             if victim is not None:
@@ -175,15 +176,19 @@ class HostTier(Rows):
         later_than = -1 if any_time else self._plan.next_use(wanted.region)
         return self._host_order.first((True, -later_than), DeviceRegion.slot_is_idle)
 
-    def _place_in_host_order(self, cell: DeviceRegion) -> tuple[bool, int, int] | None:
-        if cell.slot is None or cell.io is not None or cell.error or self._workers is None:
-            return None
+    def _may_be_sent_below(self, cell: DeviceRegion) -> bool:
+        """Return whether a region has a slot, and the file below may have its bytes instead."""
+        has_slot = cell.slot is not None and self._workers is not None
+        return has_slot and cell.io is None and not cell.error
+
+    def _place_in_host_order(self, cell: DeviceRegion) -> tuple[bool, int, int]:
         dirty = cell.in_host and not cell.in_file
         return dirty, -self._plan.next_use(cell.region), cell.stamp
 
     def _used_later(self, cell: DeviceRegion) -> None:
         super()._used_later(cell)
-        self._host_order.add(cell)
+        if self._may_be_sent_below(cell):
+            self._host_order.add(cell)
 
     def _renew_orders(self) -> None:
         super()._renew_orders()
@@ -193,7 +198,7 @@ class HostTier(Rows):
         """Mark the accelerator's bytes as the only newest ones; a slot's are clean."""
         had_others = cell.in_host
         cell.written()
-        if had_others:
+        if had_others and self._may_be_sent_below(cell):
             self._host_order.add(cell)
 
     def _send_below(self, cell: DeviceRegion) -> None:
@@ -282,16 +287,16 @@ class HostTier(Rows):
         """Wait for a region's file transfer, if any."""
         if cell in self._in_transfer:
             cell.finish()
-            del self._in_transfer[cell]
             if cell.error:
                 self._failed[cell] = None
             self._host_order.add(cell)
+            del self._in_transfer[cell]
 
     def _take_error(self, cell: DeviceRegion) -> int:
         """Return the errno of a region's failed transfer, which may be tried again."""
+        self._host_order.add(cell)
         number, cell.error = cell.error, 0
         self._failed.pop(cell, None)
-        self._host_order.add(cell)
         return number
 
     def _fail(self, cell: DeviceRegion) -> NoReturn:

@@ -85,7 +85,6 @@ class RegionPool(HostTier):
         self._uses: deque[tuple[int, StreamEvent]] = deque()  # each with an event at its begin
         self._now = 0  # the number of the current use
         self._leaving: OrderedDict[DeviceRegion, None] = OrderedDict()  # in order
-        self._leaving_bytes = 0
         self._bare = self._bare_peak = 0  # used bytes without padding
         self._workspace = WorkspaceEstimate(self.capacity, least, budget)
         self._budget = self.capacity if budget is None else budget
@@ -145,9 +144,9 @@ class RegionPool(HostTier):
         if cell.state is State.LEAVING:
             assert cell.gone is not None
             self._streams.after(cell.gone)  # before anything may write it
-            self._no_longer_leaving(cell)
-            cell.state, cell.gone, cell.here = State.PRESENT, None, True
+            del self._leaving[cell]
             self._order.add(cell)
+            cell.state, cell.gone, cell.here = State.PRESENT, None, True
         return True
 
     def _fill(self, cell: DeviceRegion, must: bool) -> bool:
@@ -172,8 +171,8 @@ class RegionPool(HostTier):
         self._peak = max(self._peak, self._used)
         self._bare += cell.nbytes
         self._bare_peak = max(self._bare_peak, self._bare)
-        cell.state = State.PRESENT
         self._order.add(cell)
+        cell.state = State.PRESENT
         return True
 
     def _give_content(self, cell: DeviceRegion, cause: Cause) -> None:
@@ -221,7 +220,8 @@ class RegionPool(HostTier):
                 if not must and self._free < need:
                     return False
                 continue
-            if self._free + self._leaving_bytes < need:
+            leaving = sum(cell.padded for cell in self._leaving)
+            if self._free + leaving < need:
                 victim = self._victim(self._plan.position) or self._victim(-1)
                 if victim is not None:
                     self._leave(victim, Cause.ROOM)
@@ -252,7 +252,6 @@ class RegionPool(HostTier):
         cell.gone = cell.copied = copy
         cell.state, cell.in_host = State.LEAVING, True
         self._leaving[cell] = None
-        self._leaving_bytes += cell.padded
         self._tally.bytes_out += cell.nbytes
         self._tally.begun(copy.span, EventKind.EVICT, cause, cell.region, cell.nbytes)
         return True
@@ -262,12 +261,8 @@ class RegionPool(HostTier):
         assert cell.gone is not None
         self._streams.after(cell.gone)
         cell.gone = None
-        self._no_longer_leaving(cell)
-        self._empty(cell)
-
-    def _no_longer_leaving(self, cell: DeviceRegion) -> None:
         del self._leaving[cell]
-        self._leaving_bytes -= cell.padded
+        self._empty(cell)
 
     def _reap(self) -> bool:
         """Release the memory of regions whose copies out have ended; return whether any have.
