@@ -106,6 +106,8 @@ class Accelerator(RegionPool):
         storage = RegionStorage(0, device=self.device)  # type: ignore[no-untyped-call]
         cell = DeviceRegion(-1, 0, padded, nbytes, pins=1, storage=storage)
         with self._mutex:
+            self._clock += 1
+            cell.stamp = self._clock
             free = self._unpinned_bytes
             if padded > free:
                 raise BudgetError(
