@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ import dynoffload
 from dynoffload.managed import managers
 from dynoffload.runtime.counting import ordinary_bytes
 from dynoffload.runtime.session import Session
+from dynoffload.runtime.updates.pending import PendingUpdates
 
 CONFIG: dict[str, Any] = {**SMALL_PAGES, "step_aside": False}
 
@@ -95,6 +97,33 @@ def pending() -> Any:
     assert session._paging is not None
     assert session._paging.updates is not None
     return session._paging.updates.pending.by_slot
+
+
+@pytest.mark.parametrize("roomy", [True, False])
+def test_small_updates_whose_regions_are_there_are_made_together(roomy: bool) -> None:
+    """By one call of the optimizer where a 32nd of the pool has room for them."""
+    model = mlp(layers=6)
+    optimizer = AdamW(model.parameters(), lr=1e-2, foreach=True)
+    calls: list[int] = []
+    run = PendingUpdates.run
+
+    def counting(self: PendingUpdates, groups: list[Any], state: Any) -> None:
+        calls.append(sum(len(group["params"]) for group in groups))
+        run(self, groups, state)
+
+    with accelerated(), mock.patch.object(PendingUpdates, "run", counting):
+        budget = footprint_of(model, 4) * (64 if roomy else 2)
+        with dynoffload.offload(
+            model, optimizer, budget=budget, pilot=None, device=DEVICE, config=CONFIG
+        ):
+            for _ in range(4):
+                mlp_loss(model, torch.ones(2, 48)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                calls.clear()
+            with torch.no_grad():
+                model(torch.ones(2, 48))
+    assert (max(calls) == 6) is roomy
 
 
 def test_counting_brings_nothing() -> None:

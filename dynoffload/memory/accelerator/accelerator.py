@@ -182,6 +182,12 @@ class Accelerator(RegionPool):
             finally:
                 self._at_work = before
 
+    def are_here(self, regions: Sequence[int]) -> bool:
+        """Return whether work on all ``regions`` need neither fetch nor wait."""
+        with self._mutex:
+            cells = self._all(regions)
+            return all(cell.state is State.PRESENT and cell.ready is None for cell in cells)
+
     def used(self, regions: Sequence[int]) -> None:
         """Report that the work announced by `use` has been enqueued."""
         with self._mutex:

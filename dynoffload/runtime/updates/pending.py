@@ -28,6 +28,7 @@ from torch import nn
 
 from dynoffload.distributed.sharded import spread_like
 from dynoffload.host_optimizer import HostOptimizer
+from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.accelerator.guarded import plain_alias
 from dynoffload.memory.local import local
 from dynoffload.memory.pager import Pager
@@ -45,6 +46,7 @@ OF_SCALER = ("grad_scale", "found_inf")
 """Attributes that a `GradScaler` sets on an optimizer for one step."""
 
 _TOGETHER = 4  # updates made by one call take this part of the pool at most
+_EARLY, _MOST = 32, 64  # those made early, this part, and so many
 
 _Updates = Mapping[Slot, Update | SliceUpdate]
 _Storages = Mapping[int, torch.UntypedStorage]
@@ -111,6 +113,8 @@ class PendingUpdates:
     def flush(self, *slots: Slot) -> None:
         """Make the pending updates of ``slots``' parameters now, if there are any."""
         waiting = [slot for slot in slots if slot in self.by_slot or slot in self._making]
+        if waiting and isinstance(self._device, Accelerator):
+            waiting += self._early(self._device, waiting)
         try:
             for some in self._together(waiting) if len(waiting) > 1 else [waiting]:
                 if some:
@@ -120,6 +124,19 @@ class PendingUpdates:
                 self.failure.report_undone()
                 note(error, undone=False)
             raise
+
+    def _early(self, device: Accelerator, slots: Sequence[Slot]) -> list[Slot]:
+        """Return further slots, all of whose regions are there. For the host, one call of the
+        optimizer takes as long for some small parameters as for one."""
+        room, early = device.capacity // _EARLY, []
+        for slot, update in itertools.islice(list(self.by_slot.items()), _MOST):
+            if slot not in slots and isinstance(update, Update):
+                room -= sum(map(device.size, update.regions))
+                if room < 0:
+                    break
+                if device.are_here(update.regions):
+                    early.append(slot)
+        return early
 
     def _together(self, slots: Sequence[Slot]) -> Iterator[list[Slot]]:
         """Yield ``slots`` in groups whose updates one call of the optimizer makes.
