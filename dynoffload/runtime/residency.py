@@ -14,8 +14,8 @@ they got, and operators that draw random numbers.
 
 [Note: not dispatched]  Code that takes a tensor's address past the dispatcher sees an empty
 storage: user kernels launched with `data_ptr()`, and numpy. Storages that Python code accesses, to
-copy or save them, fetch their regions (`RegionStorage`). Compiled code would take addresses too: it
-runs as it was written.
+copy or save them, fetch their regions (`RegionStorage`). Compiled code takes addresses too: it
+runs as it was written, but for the modules of `dynoffload.runtime.passes.compiled`.
 """
 
 from __future__ import annotations
