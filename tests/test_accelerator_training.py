@@ -105,13 +105,23 @@ def test_small_updates_whose_regions_are_there_are_made_together(roomy: bool) ->
     model = mlp(layers=6)
     optimizer = AdamW(model.parameters(), lr=1e-2, foreach=True)
     calls: list[int] = []
-    run = PendingUpdates.run
+    run, make, within = PendingUpdates.run, PendingUpdates.make, list[int]()
 
     def counting(self: PendingUpdates, groups: list[Any], state: Any) -> None:
         calls.append(sum(len(group["params"]) for group in groups))
         run(self, groups, state)
 
-    with accelerated(), mock.patch.object(PendingUpdates, "run", counting):
+    def alone(self: PendingUpdates, updates: Any) -> None:
+        assert not within, "what one update makes, such as state, is not adopted before others"
+        within.append(1)
+        make(self, updates)
+        within.pop()
+
+    with (
+        accelerated(),
+        mock.patch.object(PendingUpdates, "run", counting),
+        mock.patch.object(PendingUpdates, "make", alone),
+    ):
         budget = footprint_of(model, 4) * (64 if roomy else 2)
         with dynoffload.offload(
             model, optimizer, budget=budget, pilot=None, device=DEVICE, config=CONFIG

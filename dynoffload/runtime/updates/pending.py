@@ -113,7 +113,7 @@ class PendingUpdates:
     def flush(self, *slots: Slot) -> None:
         """Make the pending updates of ``slots``' parameters now, if there are any."""
         waiting = [slot for slot in slots if slot in self.by_slot or slot in self._making]
-        if waiting and isinstance(self._device, Accelerator):
+        if waiting and not self._making and isinstance(self._device, Accelerator):
             waiting += self._early(self._device, waiting)
         try:
             for some in self._together(waiting) if len(waiting) > 1 else [waiting]:
@@ -130,7 +130,7 @@ class PendingUpdates:
         optimizer takes as long for some small parameters as for one."""
         room, early = device.capacity // _EARLY, []
         for slot, update in itertools.islice(list(self.by_slot.items()), _MOST):
-            if slot not in slots and isinstance(update, Update):
+            if slot not in slots and isinstance(update, Update) and self._may_join(update):
                 room -= sum(map(device.size, update.regions))
                 if room < 0:
                     break
@@ -147,7 +147,7 @@ class PendingUpdates:
         for slot in slots:
             update = self.by_slot.get(slot)
             key: Any = slot
-            if isinstance(update, Update) and (update.state or not state_tensors(self._optimizer)):
+            if isinstance(update, Update) and self._may_join(update):
                 key = id(update.group), update.context
             alike.setdefault(key, []).append(slot)
         for some in alike.values():
@@ -156,6 +156,10 @@ class PendingUpdates:
                 yield some
             else:
                 yield from ([slot] for slot in some)
+
+    def _may_join(self, update: Update) -> bool:
+        """Return whether a call of the optimizer may make others too: it makes no state."""
+        return bool(update.state) or not state_tensors(self._optimizer)
 
     @uninterrupted
     def _flush(self, slots: Sequence[Slot]) -> None:
