@@ -156,6 +156,7 @@ class RegionCache(Device, Generic[Cell]):
             if by > 0:
                 self._pinned[cell] = None
             cell.pins += by
+            assert cell.pins >= 0, f"region {cell.region} is unpinned more often than pinned"
             if not cell.pins:
                 self._pinned.pop(cell, None)
 

@@ -35,7 +35,7 @@ from dynoffload.runtime.opening import Setup
 from dynoffload.runtime.overlap import Overlap
 from dynoffload.runtime.passes.activations import Activations, tensors_in
 from dynoffload.runtime.passes.compiled import CompiledModules
-from dynoffload.runtime.passes.hooks import Hook, watch_modules
+from dynoffload.runtime.passes.hooks import Hook, in_backward, watch_modules
 from dynoffload.runtime.passes.saved import Chunk
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.unseen import unseen
@@ -214,6 +214,8 @@ class Stepping(Mode):
     def _begin_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], order: list[Unit] | None
     ) -> None:
+        if self.activations.compiled is not None and not in_backward():
+            self.activations.compiled.end()
         self._take_back_frozen()
         self.overlap.begin_forward()
         if self.migrator.phase is Phase.BACKWARD:

@@ -22,7 +22,7 @@ import gc
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -43,6 +43,10 @@ for _one in (_Key.Python, _Key.PythonTLSSnapshot):
     _KEYS |= torch._C.DispatchKeySet(_one).raw_repr()
 _DATA: Any = torch.Tensor.data
 _SHOWN = ("__repr__", "__format__", "tolist")
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+_hidden: dict[types.CodeType, None] = {}
+_taken: list[torch.UntypedStorage] = []
 _compiling = False
 _set_eval_frame: Any = None  # of torch's compiler, whose import takes seconds
 _eager: list[Any] = []  # while there are handlers: torch runs compiled code as it was written
@@ -56,21 +60,36 @@ def _dispatch(
 ) -> Any:
     if len(types) > 1 and not all(hasattr(one, "unguarded") for one in types):
         return NotImplemented  # a wrapper's class comes first, and unwraps it
-    handler = handlers[-1] if handlers else call_below
-    if not _compiling:
-        return handler(func, args, kwargs or {})
-    before = _set_eval_frame(None)  # what is ours is not traced
-    try:
-        return handler(func, args, kwargs or {})
-    finally:
-        _set_eval_frame(before)
+    return (_handle if handlers else call_below)(func, args, kwargs or {})
+
+
+def untraced(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Hide ``function`` from torch's compiler, in whose code it may be called."""
+
+    @functools.wraps(function)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        if not _compiling:
+            return function(*args, **kwargs)
+        before = _set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _set_eval_frame(before)
+
+    _hidden[call.__code__] = None  # type: ignore[attr-defined] # the same for all functions
+    return call
+
+
+@untraced
+def _handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return handlers[-1](func, args, kwargs)
 
 
 def begin(handler: Handler) -> None:
     """Call ``handler`` for what touches guarded tensors, until `end`; see [Note: data]."""
     if not handlers:
         _eager.append(torch.compiler.set_stance("force_eager"))
-        torch.Tensor.data = property(_DATA.__get__, set_data)  # type: ignore[assignment]
+        torch.Tensor.data = property(_get_data, set_data)  # type: ignore[assignment]
     handlers.append(handler)
 
 
@@ -83,6 +102,13 @@ def end(handler: Handler) -> None:
             _eager.pop().__exit__(None, None, None)
 
 
+def may_compile() -> bool:
+    """Return whether `compiling` is what the user expects, who has set no stance since `begin`."""
+    from torch._dynamo import eval_frame
+
+    return bool(_eager) and eval_frame._stance is _eager[0].stance
+
+
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
     """Let torch run compiled code as if there were no handlers. It takes addresses: what it touches
@@ -91,18 +117,27 @@ def compiling() -> Iterator[None]:
 
     global _compiling, _set_eval_frame
     _set_eval_frame = eval_frame.set_eval_frame  # type: ignore[attr-defined]
-    eval_frame.skip_code(_dispatch.__code__)
+    for code in (_dispatch.__code__, *_hidden):
+        eval_frame.skip_code(code)
     before = _eager[0].prev
     with torch.compiler.set_stance(
         before.stance,
         skip_guard_eval_unsafe=before.skip_guard_eval_unsafe,
         force_backend=before.backend,
     ):
-        _compiling = True
+        outside, _compiling = _compiling, True
         try:
             yield
         finally:
-            _compiling = False
+            _compiling = outside
+
+
+def take_data() -> list[torch.UntypedStorage]:
+    """Return the storages of tensors whose ``data`` was taken while torch compiled: what writes to
+    these counts no version."""
+    taken = list(_taken)
+    _taken.clear()
+    return taken
 
 
 def let_go() -> None:
@@ -185,6 +220,13 @@ def _as_subclass(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor
     made: torch.Tensor = unguard(torch.ops.aten.alias.default(tensor))
     made.__class__ = kind
     return fit(made)
+
+
+def _get_data(tensor: torch.Tensor) -> torch.Tensor:
+    if _compiling and tensor.layout is torch.strided and not tensor.is_meta:
+        _taken.append(tensor.untyped_storage())
+    data: torch.Tensor = _DATA.__get__(tensor)
+    return data
 
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:

@@ -37,7 +37,7 @@ import torch
 
 from dynoffload.distributed.sharded import Gathered
 from dynoffload.errors import BudgetError, StepLostError
-from dynoffload.memory.accelerator.guarded import fit, unguard
+from dynoffload.memory.accelerator.guarded import fit, unguard, untraced
 from dynoffload.memory.device import Device
 from dynoffload.memory.pieces import is_dense
 from dynoffload.memory.region_allocator import users_of
@@ -286,6 +286,8 @@ class Activations:
                 self._drop(chunk)
 
     def _drop(self, chunk: Chunk) -> None:
+        if self.compiled is not None:
+            self.compiled.let_go(chunk.region)
         if users_of(self.device.storage(chunk.region)) > 1:
             self._waiting.append(chunk)  # user code still holds an unpacked tensor
             return
@@ -307,6 +309,7 @@ class Activations:
 
     # Hooks
 
+    @untraced
     @unseen
     def pack(self, tensor: torch.Tensor) -> Packed | InPlace:
         """Return the stand-in for a tensor that autograd saves, moved to a chunk if possible."""
@@ -407,6 +410,7 @@ class Activations:
     def _note_peak(self) -> None:
         self._peak = max(self._peak, self._moved + self.kept_bytes)
 
+    @untraced
     @unseen
     def unpack(self, packed: Packed | InPlace) -> torch.Tensor:
         """Return a saved tensor for backward.

@@ -4,9 +4,9 @@ Compiled code takes addresses and has no hooks inside. So all parameters of a co
 fetched before its call, and stay, as ordinary tensors without guards, until it ends. What it saves
 for backward stays from when a node of the graph takes it until the next node does.
 
-A module that is not compiled when hooks are installed, or whose parameters take more than a part of
-the pool, runs as it was written (see [Note: not dispatched] in `dynoffload.runtime.residency`). So
-does the root, inside which the paging of a session begins and ends.
+Compiled code of which this cannot take care runs as it was written (see [Note: not dispatched] in
+`dynoffload.runtime.residency`). So does the root, inside which the paging of a session begins and
+ends.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ import torch
 from torch import nn
 
 from dynoffload.around import after_call, before_call, is_compiled
+from dynoffload.distributed.replicas import as_backward_ends
 from dynoffload.errors import BudgetError
+from dynoffload.memory.accelerator import guarded
 from dynoffload.memory.accelerator.accelerator import Accelerator
-from dynoffload.memory.accelerator.guarded import compiling, fit, is_guarded, unguard
+from dynoffload.memory.accelerator.guarded import fit, is_guarded, unguard
 from dynoffload.memory.accelerator.rows import NOBODYS, tensors_over
 from dynoffload.memory.region_allocator import users_of
 from dynoffload.runtime.adoption.units import Unit
@@ -46,11 +48,18 @@ class CompiledModules:
         self._module: nn.Module | None = None  # that runs
         self._regions: list[int] = []  # that it may touch
         self._tensors: list[tuple[torch.Tensor, int, int]] = []  # there, with region and version
-        self._saved: dict[int, list[weakref.ref[InPlace]]] = {}  # tensors over them, for backward
+        # Tensors over parameters of compiled modules that are saved for backward, by region.
+        self._saved: dict[int, list[weakref.ref[InPlace]]] = {}
         self._calls = ExitStack()
-        self._node: Any = None  # of the graph, that was given `_held` last
+        self._node: tuple[int, int] | None = None  # of the graph, that was given `_held` last
+        self._task = -1  # the backward that calls `release` as it ends
         self._held: list[int] = []
-        self._warned = False
+        self._warned: set[str] = set()
+
+    @property
+    def running(self) -> bool:
+        """Whether one of them runs."""
+        return self._module is not None
 
     def watch(
         self,
@@ -67,35 +76,50 @@ class CompiledModules:
             units: of the model.
             on_visit: called with each unit in a module that is about to run.
         """
+        self._saved = {}
         by_module: dict[nn.Module, list[Unit]] = {}
         for unit in units:
             by_module.setdefault(unit.module, []).append(unit)
-        within = {
-            module: [u for inner in module.modules() for u in by_module.get(inner, ())]
-            for module in model.modules()
-            if module is not model and is_compiled(module)
-        }
         watching.callback(self.end)
-        for module, inside in within.items():
-            slices = any(u.number is not None or u.gathers for u in inside)
-            if not inside or slices or any(slot.is_slice for u in inside for slot in u.slots):
+        for module in model.modules():
+            if module is model or not is_compiled(module):
                 continue
+            inside = [u for inner in module.modules() for u in by_module.get(inner, ())]
+            regions = {region for unit in inside for region in unit.regions}
+            taken, pool = sum(map(self._device.size, regions)), self._device.capacity
+            if any(unit.gathers or slot.is_slice for unit in inside for slot in unit.slots):
+                self._warn(module, "has parameters that are paged by slices or as shards")
+            elif taken > pool // _SHARE:
+                self._warn(
+                    module,
+                    f"has parameters of {format_bytes(taken)}, more than half of the pool of "
+                    f"{format_bytes(pool)}: compile smaller modules, or raise the budget",
+                )
+            elif inside:
+                self._saved.update((region, []) for region in regions)
+                self._watch(watching, module, inside, on_visit)
 
-            def before(
-                one: nn.Module, args: Any, kwargs: Any, inside: Sequence[Unit] = inside
-            ) -> None:
-                given = [tensor for tensor in tensors_of((args, kwargs)) if is_guarded(tensor)]
-                self._begin(one, inside, given, lambda unit: on_visit(unit, one, args))
+    def _watch(
+        self,
+        watching: ExitStack,
+        module: nn.Module,
+        inside: Sequence[Unit],
+        on_visit: Callable[[Unit, nn.Module, Sequence[Any]], None],
+    ) -> None:
+        def before(one: nn.Module, args: Any, kwargs: Any) -> None:
+            given = [tensor for tensor in tensors_of((args, kwargs)) if is_guarded(tensor)]
+            self._begin(one, inside, given, lambda unit: on_visit(unit, one, args))
 
-            watching.callback(before_call(module, before, {module}).remove)
-            watching.callback(after_call(module, self._end_call, {module}).remove)
+        watching.callback(before_call(module, before, {module}).remove)
+        watching.callback(after_call(module, self._end_call, {module}).remove)
+
+    def _warn(self, module: nn.Module, why: str) -> None:
+        name = type(getattr(module, "_orig_mod", module)).__name__
+        if name not in self._warned:
+            self._warned.add(name)
+            logger.warning("%s is compiled, and runs as it was written, as it %s", name, why)
 
     # A call
-
-    @property
-    def running(self) -> bool:
-        """Whether one of them runs."""
-        return self._module is not None
 
     def _begin(
         self,
@@ -105,30 +129,19 @@ class CompiledModules:
         visit: Callable[[Unit], None],
     ) -> None:
         """Begin a call with the guarded tensors ``given``, among others."""
-        if self.running or not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        if self.running or not guarded.may_compile():
             return
         tensors: list[tuple[torch.Tensor, int]] = []
         tensors += [(slot.parameter, slot.region) for unit in units for slot in unit.slots]
         tensors += [(tensor, self._device.lookup(tensor)) for tensor in given]
-        regions = {region for _, region in tensors}
-        if min(regions) <= NOBODYS:  # a row, or of another session
-            return
-        taken = sum(map(self._device.size, regions))
-        if taken > self._device.capacity // _SHARE:
-            if not self._warned:
-                self._warned = True
-                logger.warning(
-                    "%s is compiled, and its parameters of %s take more than half of the pool of "
-                    "%s: such modules run as they were written; compile smaller ones, or raise "
-                    "the budget",
-                    type(getattr(module, "_orig_mod", module)).__name__,
-                    format_bytes(taken),
-                    format_bytes(self._device.capacity),
-                )
-            return
-        for unit in units:
-            visit(unit)
-        self._open(module, tensors)
+        if any(region <= NOBODYS for _, region in tensors):
+            self._warn(module, "is given tensors that are paged by slices or by another session")
+        elif not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            self._warn(module, "is called where saved-tensor hooks are disabled")
+        else:
+            for unit in units:
+                visit(unit)
+            self._open(module, tensors)
 
     @uninterrupted
     def _open(self, module: nn.Module, tensors: Sequence[tuple[torch.Tensor, int]]) -> None:
@@ -138,7 +151,7 @@ class CompiledModules:
         for tensor, region in tensors:
             self._tensors.append((tensor, region, tensor._version))
             unguard(tensor)
-        self._calls.enter_context(compiling())
+        self._calls.enter_context(guarded.compiling())
 
     @uninterrupted
     def _end_call(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -148,26 +161,30 @@ class CompiledModules:
         self._calls.close()
         tensors, self._tensors = self._tensors, []
         regions, self._regions = self._regions, []
-        written = [region for one, region, version in tensors if one._version != version]
-        if written:
-            self._device.use(written, written)
-            self._device.used(written)
+        written = {region for one, region, version in tensors if one._version != version}
+        written.update(map(self._device.lookup, guarded.take_data()))
+        changed = list(written & {*regions})
+        self._device.use(changed, changed)
+        self._device.used(changed)
         for tensor, _, _ in tensors:
             fit(tensor)
         for tensor in tensors_of(output):  # views of parameters
             fit(tensor)
-        self._guard_others(Counter(r for one, r, _ in tensors if isinstance(one, nn.Parameter)))
+        self._guard_others({id(tensor): region for tensor, region, _ in tensors})
         self._device.used(regions)
 
     def saved(self, one: InPlace) -> None:
         """Know of a tensor over a parameter's memory that is saved for backward."""
-        self._saved.setdefault(one.region, []).append(weakref.ref(one))
+        if one.region in self._saved:
+            self._saved[one.region].append(weakref.ref(one))
 
-    def _guard_others(self, known: Counter[int]) -> None:
-        """Guard views of parameters that code has put aside, given how many tensors are ``known``
-        by region."""
-        for region, count in known.items():
-            saved = self._saved[region] = [one for one in self._saved.get(region, ()) if one()]
+    def _guard_others(self, known: dict[int, int]) -> None:
+        """Guard views of parameters that code has put aside, given the tensors that are ``known``,
+        by identity with their regions."""
+        for region, count in Counter(known.values()).items():
+            if region not in self._saved:
+                continue
+            saved = self._saved[region] = [one for one in self._saved[region] if one()]
             storage = self._device.storage(region)
             if users_of(storage) > 1 + count + len(saved):
                 for tensor in tensors_over(storage):
@@ -180,17 +197,22 @@ class CompiledModules:
         """Keep a region of what a compiled module saved, for the running node of the graph.
 
         Returns:
-            Whether there is such a node.
+            Whether there is such a node, and it saves nothing for a graph of its own.
 
         Raises:
             BudgetError: what the node takes does not fit together.
         """
-        node: Any = torch._C._current_autograd_node()
-        if node is not self._node:
+        running: Any = torch._C._current_autograd_node()
+        task = torch._C._current_graph_task_id()
+        node = None if running is None else (task, running._sequence_nr())
+        if node != self._node:
             self.release()
             self._node = node
         if node is None:
             return False
+        if task != self._task:
+            self._task = task
+            as_backward_ends(self.release)
         if region not in self._held:
             try:
                 self._device.use([region])
@@ -201,7 +223,13 @@ class CompiledModules:
                 )
                 raise
             self._held.append(region)
-        return True
+        return not torch.is_grad_enabled()
+
+    def let_go(self, region: int) -> None:
+        """Hold a region no more, whose content nobody needs."""
+        if region in self._held:
+            self._held.remove(region)
+            self._device.used([region])
 
     @uninterrupted
     def release(self) -> None:
@@ -211,7 +239,7 @@ class CompiledModules:
             self._device.used(held)
 
     def end(self) -> None:
-        """End a call whose end was not seen, and let go what is held."""
+        """End a call or a backward whose end was not seen."""
         if self._module is not None:
             self._end_call(self._module, (), None)
         self.release()

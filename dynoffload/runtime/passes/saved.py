@@ -23,7 +23,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dynoffload.memory.accelerator.guarded import fit, kind_of, plain_alias, present
+from dynoffload.memory.accelerator.guarded import fit, kind_of, plain_alias, present, untraced
 from dynoffload.memory.region_allocator import users_of
 from dynoffload.runtime.adoption.store import offset_of
 from dynoffload.runtime.counting import parts_of
@@ -299,6 +299,7 @@ def _references_of_autocast() -> dict[bool, tuple[int, int]]:
             found[tensor._base is not None] = references
 
     class Hooks:  # decorated as the real ones are: each decorator adds a reference
+        @untraced
         @unseen
         def pack(self, tensor: torch.Tensor) -> torch.Tensor:
             return self._pack(tensor)

@@ -130,12 +130,13 @@ class PendingUpdates:
         optimizer takes as long for some small parameters as for one."""
         room, early = device.capacity // _EARLY, []
         for slot, update in itertools.islice(list(self.by_slot.items()), _MOST):
-            if slot not in slots and isinstance(update, Update) and self._may_join(update):
+            if slot in slots or not isinstance(update, Update) or not self._may_join(update):
+                continue
+            if device.are_here(update.regions):
                 room -= sum(map(device.size, update.regions))
                 if room < 0:
                     break
-                if device.are_here(update.regions):
-                    early.append(slot)
+                early.append(slot)
         return early
 
     def _together(self, slots: Sequence[Slot]) -> Iterator[list[Slot]]:
