@@ -7,7 +7,9 @@ compiled parts. Compared with plain PyTorch compiled the same way.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+from typing import Any
 
 import exactness
 import pytest
@@ -199,6 +201,89 @@ def test_a_mutant_of_compiled_modules_is_caught(backend: str, mutant: Mutant) ->
         hazard(backend, program)
 
 
+@torch.compiler.disable
+def written_by_data(weight: torch.Tensor) -> None:
+    """Write past the version counter."""
+    with torch.no_grad():
+        weight.data.mul_(0.9)
+
+
+class Odd(nn.Module):
+    """A compiled block that does what its ``what`` names, with a head that is not its own."""
+
+    def __init__(self, what: str, head: nn.Linear) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(64, 96), nn.Linear(96, 64)
+        self.what, self.others = what, [head]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.what == "a write by data":
+            written_by_data(self.wide.weight)
+        if self.what == "the weight of another":
+            x = F.linear(x, self.others[0].weight)
+        y = self.narrow(F.gelu(self.wide(x)))
+        if self.what == "a stance" and torch.compiler.is_dynamo_compiling():
+            y = y * 2
+        return x + y
+
+
+class Raises(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise ValueError("in backward")
+
+
+@compared(each_of_accelerators)
+@pytest.mark.parametrize(
+    "what",
+    [
+        "frozen",
+        "a graph of the gradient",
+        "the weight of another",
+        "a write by data",
+        "a stance",
+        "backward raises",
+    ],
+)
+def test_what_compiled_blocks_may_meet(side: Side, backend: str, what: str) -> None:
+    """With an evaluation between steps. As a step ends nothing is pinned."""
+    torch._dynamo.reset()
+    head = nn.Linear(64, 64)
+    model = nn.Sequential(*(Odd(what, head) for _ in range(3)), nn.Sequential(head))
+    for block in model[:3]:
+        block.compile(backend="eager" if what == "a graph of the gradient" else "aot_eager")
+        block.requires_grad_(what != "frozen" or block is model[2])
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    force = torch.compiler.set_stance if what == "a stance" else lambda _: contextlib.nullcontext()
+    with side.offload(model, optimizer, watched=False, share=0.4):
+        for step in range(4):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(16, 64, generator=generator).to(exactness.HOME).requires_grad_()
+            with force("force_eager"):
+                y = model(x)
+            loss = y.square().mean()
+            if what == "a graph of the gradient":
+                (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+                loss = loss + gradient.square().mean()
+            if what == "backward raises":
+                with pytest.raises(ValueError, match="in backward"):
+                    model(Raises.apply(model[0](x))).sum().backward()
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+            side.step(loss, optimizer)
+            if (paging := side.paging) is not None:
+                pinned = [cell for cell in paging.device._cells.values() if cell.pins]
+                assert not pinned
+            with torch.no_grad(), force("force_eager"):
+                side.see("score", model(x))
+
+
 @compared(each_of_accelerators)
 def test_a_compiled_block_that_fails(side: Side, backend: str) -> None:
     """An error within a compiled call leaves nothing pinned, and the next call is compiled."""
@@ -230,7 +315,7 @@ def test_a_compiled_block_larger_than_half_of_the_pool(
             x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step))
             side.step(model(x.to(exactness.HOME)).square().mean(), optimizer)
     if side.backend is not None:
-        assert "Sequential is compiled, and its parameters" in caplog.text
+        assert "Sequential is compiled, and runs as it was written" in caplog.text
 
 
 @compared(each_backend_in_time)

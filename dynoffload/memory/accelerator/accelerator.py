@@ -185,8 +185,10 @@ class Accelerator(RegionPool):
     def are_here(self, regions: Sequence[int]) -> bool:
         """Return whether work on all ``regions`` need neither fetch nor wait."""
         with self._mutex:
-            cells = self._all(regions)
-            return all(cell.state is State.PRESENT and cell.ready is None for cell in cells)
+            return all(
+                cell.state is State.PRESENT and (cell.ready is None or cell.ready.reached())
+                for cell in self._all(regions)
+            )
 
     def used(self, regions: Sequence[int]) -> None:
         """Report that the work announced by `use` has been enqueued."""
