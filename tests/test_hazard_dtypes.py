@@ -19,6 +19,7 @@ from hazards import (
     Side,
     batch,
     compared,
+    each_backend,
     each_backend_in_time,
     each_paged,
     hazard,
@@ -69,6 +70,16 @@ def test_converted_in_mid_run(backend: str, change: str) -> None:
     optimizer = partial(AdamW, lr=1e-2, foreach=False)
     program = trained(Casting, each, optimizer=optimizer, steps=5, share=share)
     hazard(backend, program, moves=False, budgeted=change not in ("double", "type"))
+
+
+@compared(each_backend)
+def test_a_part_converted_and_back(side: Side, backend: str) -> None:
+    """Its parameters stay those of the optimizer, which goes on with their state."""
+    with side.block(Casting) as (model, optimizer):
+        for step in range(5):
+            side.step(loss_of(model, step), optimizer)
+            if step == 2:
+                model.layers[0].to(torch.bfloat16).to(torch.float32)
 
 
 @each_paged

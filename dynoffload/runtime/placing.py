@@ -7,6 +7,8 @@ belong to the object and stay with it.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterable
 
 import torch
@@ -25,16 +27,24 @@ def put(tensor: torch.Tensor, data: torch.Tensor) -> None:
     elif isinstance(tensor, nn.Parameter):
         put_in_place(tensor, data)
     else:
-        torch.utils.swap_tensors(tensor, data)  # type: ignore[no-untyped-call]
-        fit(tensor)
+        _swap(tensor, data)
 
 
 def put_in_place(parameter: nn.Parameter, data: torch.Tensor) -> None:
     """Make ``parameter`` hold ``data``, on another device."""
     made = nn.Parameter(unguard(data), requires_grad=parameter.requires_grad)
     made.__dict__.update(parameter.__dict__)
-    torch.utils.swap_tensors(parameter, made)  # type: ignore[no-untyped-call]
-    fit(parameter)
+    _swap(parameter, made)
+
+
+def _swap(tensor: torch.Tensor, made: torch.Tensor) -> None:
+    if weakref.getweakrefs(tensor):  # which torch refuses, and leaves in cycles as it compiles
+        gc.collect()
+    torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if (hooks := getattr(tensor, name)) is not None:
+            setattr(tensor, name, hooks)  # the object keeps them, and its new tensor calls them
+    fit(tensor)
 
 
 def to_meta(parameter: nn.Parameter) -> None:

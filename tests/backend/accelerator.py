@@ -82,6 +82,12 @@ class _Module(ModuleType):
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
         return torch.get_rng_state()
 
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        return [torch.get_rng_state()]
+
+    def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
+        torch.set_rng_state(states[0])
+
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
         torch.set_rng_state(state)
 

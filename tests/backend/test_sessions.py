@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import hazards
 import pytest
+import torch
 from accelerator import DEVICE, late
+from torch import nn
 
+import dynoffload
 from dynoffload.experiments import gpu_check_training
 from dynoffload.experiments.gpu_check_cases import Case, cases
 from dynoffload.experiments.gpu_check_training import train_case
 from dynoffload.memory.accelerator.workspace import WorkspaceEstimate
-from dynoffload.units import KiB
+from dynoffload.units import KiB, MiB
 
 CASES = {case.describe(): case for case in cases(steps=3)}
 IN_TIME = {
@@ -50,6 +54,27 @@ def test_cases_of_gpu_check(name: str) -> None:
 
 def test_the_cases_of_each_run_are_there() -> None:
     assert set(CASES) >= IN_TIME
+
+
+def test_hooks_of_parameters_are_called_in_each_session_of_a_model_from_the_cpu() -> None:
+    """Torch swaps its tensors here, to and from: hooks of the user's, and those that page
+    gradients, without which the second session passes its budget."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(16)))
+    optimizer, seen = torch.optim.AdamW(model.parameters(), lr=1e-3), list[str]()
+    model[3][0].weight.register_post_accumulate_grad_hook(lambda _: seen.append("made"))
+    model[3][0].weight.register_hook(lambda _: seen.append("before"))
+    for _ in range(2):
+        gc.collect()
+        budget = torch.accelerator.memory_allocated() + MiB
+        with dynoffload.offload(
+            model, optimizer, budget=budget, pilot=None, device=DEVICE, config=hazards.SMALL_PAGES
+        ) as session:
+            for _ in range(4):
+                model(torch.ones(4, 128, device=DEVICE)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert max(session.stats.peak_allocated_bytes[2:]) <= budget
+    assert seen == ["before", "made"] * 8
 
 
 def test_hazards_find_a_pool_that_leaves_no_room_for_operators(

@@ -10,7 +10,8 @@ later. So its bit is written to where a tensor keeps its keys. The place is foun
 memory of some tensors with their keys, and each tensor is checked once its bit is set.
 
 [Note: data]  ``x.data = p.data`` is no operator. It gives ``x`` the memory of another tensor, and
-on some backends needs equal keys. So `torch.Tensor` has a property of ours in its place meanwhile.
+on some backends needs equal keys, for which modules ask before they are converted. So torch has a
+property and a function of ours in these places meanwhile.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ _KEYS = 0
 for _one in (_Key.Python, _Key.PythonTLSSnapshot):
     _KEYS |= torch._C.DispatchKeySet(_one).raw_repr()
 _DATA: Any = torch.Tensor.data
+_COMPATIBLE = torch._has_compatible_shallow_copy_type
 _SHOWN = ("__repr__", "__format__", "tolist")
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -90,6 +92,7 @@ def begin(handler: Handler) -> None:
     if not handlers:
         _eager.append(torch.compiler.set_stance("force_eager"))
         torch.Tensor.data = property(_get_data, set_data)  # type: ignore[assignment]
+        torch._has_compatible_shallow_copy_type = _are_compatible  # type: ignore[assignment]
     handlers.append(handler)
 
 
@@ -99,6 +102,7 @@ def end(handler: Handler) -> None:
         handlers.remove(handler)
         if not handlers:
             del torch.Tensor.data
+            torch._has_compatible_shallow_copy_type = _COMPATIBLE
             _eager.pop().__exit__(None, None, None)
 
 
@@ -220,6 +224,11 @@ def _as_subclass(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor
     made: torch.Tensor = unguard(torch.ops.aten.alias.default(tensor))
     made.__class__ = kind
     return fit(made)
+
+
+def _are_compatible(tensor: torch.Tensor, data: torch.Tensor) -> bool:
+    """Return whether ``tensor.data`` can be set to ``data``, by which modules are converted."""
+    return _COMPATIBLE(plain_alias(tensor), plain_alias(data))
 
 
 def _get_data(tensor: torch.Tensor) -> torch.Tensor:

@@ -77,17 +77,20 @@ class CompiledModules:
             on_visit: called with each unit in a module that is about to run.
         """
         self._saved = {}
+        modules = dict(model.named_modules())
         by_module: dict[nn.Module, list[Unit]] = {}
         for unit in units:
-            by_module.setdefault(unit.module, []).append(unit)
+            for owner in [modules[path] for path in unit.members] or [unit.module]:
+                by_module.setdefault(owner, []).append(unit)
         watching.callback(self.end)
-        for module in model.modules():
-            if module is model or not is_compiled(module):
-                continue
-            inside = [u for inner in module.modules() for u in by_module.get(inner, ())]
+        for module in filter(is_compiled, model.modules()):
+            owned = [u for inner in module.modules() for u in by_module.get(inner, ())]
+            inside = list(dict.fromkeys(owned))
             regions = {region for unit in inside for region in unit.regions}
             taken, pool = sum(map(self._device.size, regions)), self._device.capacity
-            if any(unit.gathers or slot.is_slice for unit in inside for slot in unit.slots):
+            if module is model:
+                self._warn(module, "is the root, which pages while it runs: compile its layers")
+            elif any(unit.gathers or slot.is_slice for unit in inside for slot in unit.slots):
                 self._warn(module, "has parameters that are paged by slices or as shards")
             elif taken > pool // _SHARE:
                 self._warn(
