@@ -218,8 +218,8 @@ class HostTier(Rows):
         if not copies:
             cell = self._host_order.first((True, 1), lambda cell: cell.copied is not None)
             copies = [cell.copied] if cell is not None and cell.copied is not None else []
-        for copied in copies[:1]:
-            copied.wait()
+        if copies:
+            copies[0].wait()
         return bool(copies)
 
     # The file
