@@ -39,7 +39,8 @@ WAYS = {
     OURS: BUDGETED,
     FILES: BUDGETED,
     IN_BACKWARD: BUDGETED,
-    **{name: name for name in (DTR, "save-on-cpu", CHECKPOINT, "fsdp2", "host-optimizer")},
+    **{name: name for name in (DTR, "save-on-cpu", CHECKPOINT)},
+    **{name: name for name in ("fsdp2", "host-optimizer", "torchao")},
 }
 """Way by its name in ``--ways`` -> mode of its `Spec`."""
 HEADROOM = (0.9, 0.75, 0.5)

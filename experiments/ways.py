@@ -6,8 +6,9 @@ by the network's routers. `DTR` drops activations and recomputes
 them under a budget. `CHECKPOINT` is plain training with
 `torch.utils.checkpoint` around each block of the network; ``save-on-cpu`` with
 `torch.autograd.graph.save_on_cpu`. ``fsdp2`` is `fully_shard` of each block and of the root with
-`CPUOffloadPolicy`, in a group of one process. ``host-optimizer`` is `dynoffload.HostOptimizer`. The
-last two update on the CPU, so their bits differ from an update on the accelerator. `DEEPSPEED` is
+`CPUOffloadPolicy`, in a group of one process. ``host-optimizer`` is `dynoffload.HostOptimizer`,
+``torchao`` the `CPUOffloadOptimizer` of that library, whose gradients leave as they are made. The
+last three update on the CPU, so their bits differ from an update on the accelerator. `DEEPSPEED` is
 ZeRO-3 with parameters and state in files, by DeepSpeed's AdamW. Its arithmetic differs, and it
 updates experts that no token hit. `ACCELERATE` is `disk_offload`.
 """
@@ -293,6 +294,17 @@ def _host_optimizer(spec: Spec, model: nn.Module, pilot: Any) -> Iterator[Ready]
 
 
 @contextlib.contextmanager
+def _torchao(spec: Spec, model: nn.Module, pilot: Any) -> Iterator[Ready]:
+    from torch.optim import AdamW
+
+    _peer("torchao")
+    device, offload = place_of(spec), importlib.import_module("torchao.optim").CPUOffloadOptimizer
+    if device.type not in ("cuda", "xpu"):
+        raise ConfigError(f"torchao offloads optimizers on cuda and xpu, and this is {device.type}")
+    yield Ready(offload(model.to(device).parameters(), AdamW, offload_gradients=True, lr=spec.lr))
+
+
+@contextlib.contextmanager
 def _budgeted(spec: Spec, model: nn.Module, pilot: Any) -> Iterator[Ready]:
     import dynoffload
 
@@ -340,6 +352,7 @@ WAYS: dict[str, Way] = {
     "save-on-cpu": _save_on_cpu,
     "fsdp2": _fsdp2,
     "host-optimizer": _host_optimizer,
+    "torchao": _torchao,
     DEEPSPEED: _deepspeed,
     ACCELERATE: _accelerate,
 }

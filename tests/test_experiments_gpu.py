@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from emulated import DEVICE, accelerated, emulated
+from torch import nn
 
-from dynoffload.errors import BackendError
+from dynoffload.errors import BackendError, ConfigError
 from dynoffload.experiments import gpu, gpu_rows, trainer, ways
 from dynoffload.experiments.gpu import COUNTED, FILES, OURS, PLAIN, WAYS, Gpu, Params
 from dynoffload.experiments.gpu_rows import MEASURED, NO_ROOM, NOT_MEASURED, measure, measure_link
@@ -137,6 +138,14 @@ class Machine:
             row |= {"seconds": max(compute, whole / MACHINE_BPS) * 1.01, "stall_s": 0.0}
             row |= {"bytes_in": whole, "bytes_out": whole // 2, "losses": ["0x1.8p+0"]}
         return row
+
+
+def test_torchao_is_named_where_it_cannot_run() -> None:
+    with (
+        pytest.raises(ConfigError, match="not installed|offloads optimizers on cuda and xpu"),
+        ways.WAYS["torchao"](Spec("moe", "tiny"), nn.Linear(2, 2), None),
+    ):
+        pytest.fail("it must not begin")
 
 
 def test_every_way_is_tried_until_it_has_no_room(
