@@ -46,7 +46,7 @@ def plain() -> dict[str, Any]:
     return row
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if WAYS[way] != BUDGETED])
+@pytest.mark.parametrize("way", [way for way in WAYS if WAYS[way] not in (BUDGETED, "torchao")])
 def test_each_peer_trains_the_same(way: str, plain: dict[str, Any]) -> None:
     """On the CPU all have the same bits, those that update on the CPU too."""
     row = row_of(replace(SMALL, mode=WAYS[way], budget=4 * MiB))
@@ -142,7 +142,7 @@ class Machine:
 
 def test_torchao_is_named_where_it_cannot_run() -> None:
     with (
-        pytest.raises(ConfigError, match="not installed|offloads optimizers on cuda and xpu"),
+        pytest.raises(ConfigError, match=r"not installed|optimizers on cuda and xpu"),
         ways.WAYS["torchao"](Spec("moe", "tiny"), nn.Linear(2, 2), None),
     ):
         pytest.fail("it must not begin")
