@@ -7,6 +7,7 @@ must be the plain one: as the block begins, after steps, and after the block.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -128,6 +129,59 @@ def looks(side: Side, model: nn.Module, when: str) -> None:
 def train(side: Side, model: nn.Module, optimizer: Any, steps: range) -> None:
     for step in steps:
         side.step(model(*sample(step)).square().mean(), optimizer)
+
+
+def bytes_at(weight: torch.Tensor) -> Any:
+    """Return what a kernel that is given the address would touch."""
+    nbytes = weight.numel() * weight.element_size()
+    return (ctypes.c_char * nbytes).from_address(weight.data_ptr())
+
+
+class Scaled(torch.autograd.Function):
+    """Multiplies by a weight that it reads at its address, as kernels of one's own do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * torch.frombuffer(bytearray(bytes_at(weight)), dtype=x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        read = torch.frombuffer(bytearray(bytes_at(weight)), dtype=x.dtype)
+        return gradients[0] * read, (gradients[0] * x).sum(0)
+
+
+class Scale(nn.Module):
+    """A layer by `Scaled`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Scaled.apply(x, self.weight)
+
+
+@compared(each_backend_in_time)
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_kernel_is_given_the_address_of_a_weight(side: Side, backend: str, writes: bool) -> None:
+    """And reads it in forward and backward, or writes it between steps, hidden from autograd."""
+    if backend == "torch":
+        pytest.skip("its memory cannot be read at its address")
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), Scale(512)) for _ in range(4)))
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with side.offload(model, optimizer, watched=False, share=0.3):
+        for step in range(4):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(8, 512, generator=generator)
+            side.step(model(x).square().mean(), optimizer)
+            if writes:
+                for layer in model:
+                    values = torch.full((512,), 0.5 + step).numpy().tobytes()
+                    bytes_at(layer[1].weight)[: len(values)] = values
+            with torch.no_grad():
+                side.see("score", model(x))
 
 
 @compared(each_backend_in_time)

@@ -13,7 +13,7 @@ is called once more. Not retried are operators that write their arguments, as it
 they got, and operators that draw random numbers.
 
 [Note: not dispatched]  Code that takes a tensor's address past the dispatcher sees an empty
-storage: user kernels launched with `data_ptr()`, and numpy. Storages that Python code accesses, to
+storage, as numpy does. `data_ptr()` fetches the region, for kernels (`Accelerator.lend`). Storages that Python code accesses, to
 copy or save them, fetch their regions (`RegionStorage`). Compiled code takes addresses too: it
 runs as it was written, but for the modules of `dynoffload.runtime.passes.compiled`.
 """

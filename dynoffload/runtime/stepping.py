@@ -266,6 +266,8 @@ class Stepping(Mode):
         """Called as the forward of a unit begins."""
         if self.loss:
             self.loss.check()
+        if isinstance(self.device, Accelerator):
+            self.device.end_loans()
         self._recording.sample()
         if (made := self._in_backward) is not None:
             for slot in unit.slots:
@@ -482,6 +484,8 @@ class Stepping(Mode):
 
     def _end_step(self) -> None:
         """Called after the optimizer has stepped."""
+        if isinstance(self.device, Accelerator):
+            self.device.end_loans()
         self.activations.sweep()
         self.overlap.end_step()
         self.adoption.buffers.sweep()

@@ -19,6 +19,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 _Made = TypeVar("_Made")
 
+_LENT = 8  # one over the part of the pool that lent regions may take
 _READ_AHEAD = 8  # planned fetches whose bytes are read from the file in advance
 
 
@@ -77,6 +79,7 @@ class Accelerator(RegionPool):
             self._cells[region] = cell
             self.regions[storage._cdata] = region
         storage.bring, storage.content = bring, place.nbytes
+        storage.lend = partial(self.lend, region)
 
     def _dismiss(self, region: int) -> None:
         with self._mutex:
@@ -84,6 +87,7 @@ class Accelerator(RegionPool):
             self._forget(cell)
             cell.storage.bring = None
             self._locked.discard(region)
+            self._lent.pop(region, None)
             self._failed.pop(self._remove(region), None)
             del self.regions[cell.storage._cdata]
 
@@ -208,6 +212,29 @@ class Accelerator(RegionPool):
                 cell = self._cells[region]
                 self._written(cell)
                 cell.tick = UNKNOWN
+
+    def lend(self, region: int) -> None:
+        """Make a region present for a kernel that is given its address and may write it. It stays
+        until `end_loans`, or until others that are lent after it take an eighth of the pool.
+
+        Raises:
+            BudgetError: it does not fit.
+            SpillError: the file cannot be read or written.
+        """
+        self.acquire([region], pin=True)
+        with self._mutex:
+            if region in self._lent:
+                self.unpin([region])
+            self._lent[region] = None
+            while sum(map(self.size, self._lent)) > self.capacity // _LENT and len(self._lent) > 1:
+                self.unpin([self._lent.popitem(last=False)[0]])
+
+    def end_loans(self) -> None:
+        """Let what was lent leave: the kernels have been launched."""
+        if self._lent:
+            with self._mutex:
+                self.unpin(list(self._lent))
+                self._lent.clear()
 
     def lock(self, regions: Sequence[int]) -> None:
         """See `Device.lock`."""

@@ -177,6 +177,7 @@ def _guarded(kind: type[torch.Tensor]) -> type[torch.Tensor]:
         "__copy__": _copy,
         "__deepcopy__": _deepcopy,
         "__reduce_ex__": _reduce_ex,
+        "data_ptr": _data_ptr,
         **{name: _shown(kind, name) for name in _SHOWN},
     }
     if issubclass(kind, nn.Parameter):
@@ -266,6 +267,14 @@ def _reduce_ex(tensor: torch.Tensor, protocol: Any) -> Any:
     """Return what an unguarded tensor over the same memory returns, which reads no byte yet."""
     alias: Any = _as_kind(tensor, unguard(torch.Tensor.detach(tensor)))
     return alias.__reduce_ex__(protocol)
+
+
+def _data_ptr(tensor: torch.Tensor) -> int:
+    """Return the address, for a kernel that is launched at once; see `Accelerator.lend`."""
+    storage = tensor.untyped_storage()
+    if isinstance(storage, RegionStorage) and storage.bring is not None:
+        storage.lend()
+    return int(torch.Tensor.data_ptr(tensor))
 
 
 def _deepcopy(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:

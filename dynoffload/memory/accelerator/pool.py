@@ -91,6 +91,7 @@ class RegionPool(HostTier):
         self._closed = self._said_full = False
         self._process = os.getpid()
         self._locked: set[int] = set()
+        self._lent: OrderedDict[int, None] = OrderedDict()  # pinned regions, in order
         self._at_work: Sequence[int] = ()  # regions of the work that `at_once` enqueues
         self.on_locked: Callable[[int], None] = self._locked.discard
         self._resize(self._workspace.capacity)

@@ -27,10 +27,12 @@ class RegionStorage(torch.UntypedStorage):
     Attributes:
         bring: called before its bytes are accessed, with whether they may be written; None once
             it is an ordinary storage.
+        lend: called before its address is given away.
         content: bytes that it has while it is present.
     """
 
     bring: Callable[[bool], None] | None = None
+    lend: Callable[[], None]
     content = 0
 
     def clone(self) -> torch.UntypedStorage:
