@@ -12,10 +12,11 @@ list separately. Lists that do not fit together are processed in parts, with the
 is called once more. Not retried are operators that write their arguments, as it is unknown how far
 they got, and operators that draw random numbers.
 
-[Note: not dispatched]  Code that takes a tensor's address past the dispatcher sees an empty
-storage, as numpy does. `data_ptr()` fetches the region, for kernels (`Accelerator.lend`). Storages that Python code accesses, to
-copy or save them, fetch their regions (`RegionStorage`). Compiled code takes addresses too: it
-runs as it was written, but for the modules of `dynoffload.runtime.passes.compiled`.
+[Note: not dispatched]  Code that takes a tensor's address past the dispatcher, as numpy does, sees
+an empty storage. `data_ptr()` fetches the region, for kernels (`Accelerator.lend`). Storages that
+Python code accesses, to copy or save them, fetch their regions (`RegionStorage`). Compiled code
+takes addresses too: it runs as it was written, but for the modules of
+`dynoffload.runtime.passes.compiled`.
 """
 
 from __future__ import annotations
