@@ -33,6 +33,7 @@ from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.accelerator.guarded import is_guarded
 from dynoffload.memory.accelerator.storages import RowStorage
 from dynoffload.runtime import opening, target, unseen
+from dynoffload.runtime.operators import counting_writes
 
 COMPUTE, IN, OUT = range(3)
 _POISON = 0xFB  # as float32 -2.6e36, as an index far outside
@@ -332,7 +333,8 @@ class Watcher(TorchDispatchMode):
         if any(isinstance(leaf, torch.Tensor) and is_guarded(leaf) for leaf in leaves):
             return func(*args, **kwargs)  # it comes below
         self.see(func, args, kwargs)
-        return call_below(func, args, kwargs)
+        with counting_writes(func, args, kwargs):  # which torch does, without a mode
+            return call_below(func, args, kwargs)
 
     def _seeing(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def seen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

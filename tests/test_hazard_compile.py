@@ -338,8 +338,10 @@ def test_a_compiled_function_over_the_weights(side: Side, backend: str) -> None:
 
 @compared(each_backend_in_time)
 @pytest.mark.parametrize("strict", [False, True])
-def test_an_exported_model(side: Side, strict: bool) -> None:
+def test_an_exported_model(side: Side, backend: str, strict: bool) -> None:
     """Exported while updates wait, which are made as at their step; it shares the weights."""
+    if strict and backend in ("emulated", "torch"):
+        pytest.skip("torch cannot trace guarded parameters")
     torch._dynamo.reset()
     with side.block(lambda: Mlp(depth=3)) as (model, optimizer):
         for step in range(4):
