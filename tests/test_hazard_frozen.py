@@ -69,7 +69,7 @@ def test_frozen_and_thawed_in_mid_run(side: Side, set_to_none: bool) -> None:
         layer.requires_grad_(False)
     optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     with side.offload(model, optimizer):
-        for step in range(7):
+        for step in range(14):
             side.step(loss_of(model, step), optimizer, set_to_none=set_to_none)
             if step in (1, 2, 3):
                 model.layers[3 - step].requires_grad_(True)
