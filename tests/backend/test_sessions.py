@@ -77,6 +77,25 @@ def test_hooks_of_parameters_are_called_in_each_session_of_a_model_from_the_cpu(
     assert seen == ["before", "made"] * 8
 
 
+def test_a_session_leaves_nothing_on_the_accelerator() -> None:
+    gc.collect()
+    before = torch.accelerator.memory_allocated()
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4))).to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    budget = torch.accelerator.memory_allocated() + MiB
+    with dynoffload.offload(
+        model, optimizer, budget=budget, pilot=None, device=DEVICE, config=hazards.SMALL_PAGES
+    ):
+        for _ in range(3):
+            model(torch.ones(4, 128, device=DEVICE)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert model[0].weight.data_ptr()
+    del model, optimizer
+    gc.collect()
+    assert torch.accelerator.memory_allocated() == before
+
+
 def test_hazards_find_a_pool_that_leaves_no_room_for_operators(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -19,7 +19,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -65,8 +64,10 @@ class Accelerator(RegionPool):
             )
         storage = RegionStorage(0, device=self._streams.device)  # type: ignore[no-untyped-call]
 
-        def bring(writes: bool) -> None:
-            if writes:
+        def bring(writes: bool, lends: bool) -> None:
+            if lends:
+                self.lend(region)
+            elif writes:
                 self.acquire([region])
             else:
                 self.meet_owner([region])
@@ -79,7 +80,6 @@ class Accelerator(RegionPool):
             self._cells[region] = cell
             self.regions[storage._cdata] = region
         storage.bring, storage.content = bring, place.nbytes
-        storage.lend = partial(self.lend, region)
 
     def _dismiss(self, region: int) -> None:
         with self._mutex:

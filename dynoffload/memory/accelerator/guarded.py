@@ -273,7 +273,7 @@ def _data_ptr(tensor: torch.Tensor) -> int:
     """Return the address, for a kernel that is launched at once; see `Accelerator.lend`."""
     storage = tensor.untyped_storage()
     if isinstance(storage, RegionStorage) and storage.bring is not None:
-        storage.lend()
+        storage.bring(True, True)
     return int(torch.Tensor.data_ptr(tensor))
 
 
@@ -358,7 +358,7 @@ def present(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """Return ``storage``, whose bytes are there if it is that of a region: torch would resize an
     empty one to put a tensor over it."""
     if isinstance(storage, RegionStorage) and storage.bring is not None:
-        storage.bring(False)
+        storage.bring(False, False)
     return storage
 
 

@@ -25,14 +25,12 @@ class RegionStorage(torch.UntypedStorage):
     """A storage that is empty while its region is absent.
 
     Attributes:
-        bring: called before its bytes are accessed, with whether they may be written; None once
-            it is an ordinary storage.
-        lend: called before its address is given away.
+        bring: called before its bytes are accessed, with whether they may be written, and
+            whether the address is given away; None once it is an ordinary storage.
         content: bytes that it has while it is present.
     """
 
-    bring: Callable[[bool], None] | None = None
-    lend: Callable[[], None]
+    bring: Callable[[bool, bool], None] | None = None
     content = 0
 
     def clone(self) -> torch.UntypedStorage:
@@ -61,7 +59,7 @@ def _brings(name: str, *, writes: bool) -> None:
 
     def method(self: RegionStorage, *args: Any, **kwargs: Any) -> Any:
         if self.bring is not None:
-            self.bring(writes)
+            self.bring(writes, False)
         return inherited(self, *args, **kwargs)
 
     setattr(RegionStorage, name, method)
