@@ -270,7 +270,7 @@ def hazard(
 
 
 def _noted_peaks(sizes: WorkspaceEstimate) -> list[tuple[int, int]]:
-    """Return a list that gets what ``sizes`` is told after each step."""
+    """Return a list that gets the arguments of each call of ``sizes.after``."""
     peaks, after = list[tuple[int, int]](), sizes.after
 
     def noted(peak: int, regions: int) -> int:

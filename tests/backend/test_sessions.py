@@ -57,8 +57,8 @@ def test_the_cases_of_each_run_are_there() -> None:
 
 
 def test_hooks_of_parameters_are_called_in_each_session_of_a_model_from_the_cpu() -> None:
-    """Torch swaps its tensors here, to and from: hooks of the user's, and those that page
-    gradients, without which the second session passes its budget."""
+    """Torch swaps its tensors here, to and from: user hooks, and those that page gradients, without
+    which the second session passes its budget."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(16)))
     optimizer, seen = torch.optim.AdamW(model.parameters(), lr=1e-3), list[str]()
     model[3][0].weight.register_post_accumulate_grad_hook(lambda _: seen.append("made"))

@@ -9,8 +9,9 @@ whose copies do nothing, so a copied model is a plain one. Hooks installed throu
 
 [Note: compiled models]  `torch.compile` would trace hooks, and compile what they call. The root's
 hooks run outside the compiled region, before and after it. Unit hooks do nothing inside it:
-parameters of a compiled forward are fetched when touched. `torch.export` runs a model on tensors
-without data: there is nothing to page, and all hooks do nothing.
+parameters of a compiled forward are fetched when touched, or before it on accelerators
+(`dynoffload.runtime.passes.compiled`). `torch.export` runs a model on tensors without data: there
+is nothing to page, and all hooks do nothing.
 
 [Note: removed hooks]  `Module.__call__` collects its hooks before it runs them. A hook removed by
 an earlier one in the same call still runs, so `Hook.end` makes it do nothing.
