@@ -1,21 +1,19 @@
 """The pilot: predicts which blocks a sample will run, and in which order.
 
-Model inputs: `features`, `codes`. Structure shared by all orders: `template`, `loops`. Choices per
-sample: `boosting` (with `association` and `trees`), corrected within the step by `correction` and
-`tracking`. `pilot` is the predictor and its file. Training: `labels` of traces, `fit`, `train`;
-within a run, `online`. Scores: `evaluate`.
+`general` ranks the blocks of any network by what `evidence` says about them; `structure` (with
+`template` and `loops`) is what the orders of a network share. `pilot` is the predictor and its
+file, `tracking` updates a prediction within the step. `train` makes a pilot from the `labels` of
+traces. Scores: `evaluate`.
 
-LightGBM, safetensors and rich are imported by the functions that use them.
+Safetensors and rich are imported by the functions that use them.
 """
 
 from __future__ import annotations
 
-from dynoffload.pilot.online import OnlineLearner
 from dynoffload.pilot.pilot import Pilot, Prediction
 from dynoffload.pilot.train import TrainResult, evaluate_pilot, train_pilot
 
 __all__ = [
-    "OnlineLearner",
     "Pilot",
     "Prediction",
     "TrainResult",

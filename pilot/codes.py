@@ -1,8 +1,6 @@
-"""Codes: a sample's elements as integer columns, and the numbering of n-grams seen in training."""
+"""Codes: a sample's elements as integer columns, and hashes of their n-grams."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -50,27 +48,3 @@ def hash_prefixes(columns: Codes, orders: int) -> list[Codes]:
             state ^= state >> _SHIFT
             result.append(state.view(np.int64))
     return result
-
-
-def look_up(book: Codes, hashes: Codes) -> Codes:
-    """Return the number, from 1, of each hash in a book of ascending hashes; 0 if unknown."""
-    if not book.size:
-        return np.zeros(hashes.shape, dtype=np.int64)
-    places = np.minimum(np.searchsorted(book, hashes), book.size - 1)
-    return np.where(book[places] == hashes, places + 1, 0)
-
-
-def learn_book(hashes: Sequence[Codes], *, least: int, most: int) -> Codes:
-    """Return the ``most`` frequent of the n-grams seen in at least ``least`` samples.
-
-    Args:
-        hashes: one array per sample.
-        least: samples that must contain an n-gram.
-        most: n-grams kept.
-    """
-    shown = [np.unique(h) for h in hashes if h.size]
-    if not shown:
-        return np.zeros(0, dtype=np.int64)
-    keys, counts = np.unique(np.concatenate(shown), return_counts=True)
-    keys, counts = keys[counts >= least], counts[counts >= least]
-    return np.sort(keys[np.argsort(-counts, kind="stable")[:most]])

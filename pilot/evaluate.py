@@ -6,10 +6,9 @@ training vocabulary; a block unknown to it (-1) is always wrong.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from rapidfuzz.distance import Levenshtein
@@ -18,9 +17,6 @@ from dynoffload.pilot.features import Example
 from dynoffload.pilot.template import learn_template, tokens
 from dynoffload.pilot.tracking import StepTracker
 from dynoffload.planning.blocks import Block
-
-if TYPE_CHECKING:
-    from dynoffload.pilot.pilot import Pilot
 
 TUNING_SAMPLES = 200
 """Training samples used to choose the most frequent order's threshold."""
@@ -144,19 +140,20 @@ def score(
     )
 
 
-def one_ahead(pilot: Pilot, example: Example) -> float:
-    """Return the share of a step's blocks predicted correctly when the previous block ran."""
-    step = StepTracker(pilot, example.sample)
-    expected = step.remaining()
-    hints = list(example.hints)
-    right = 0
+def one_ahead(step: StepTracker, example: Example) -> float:
+    """Return the share of a step's blocks predicted correctly when the previous block ran.
+
+    Hints about the next decision are left out: they show what is decided, and predict nothing.
+    """
+    expected, right, hints = step.expect()[0], 0, deque(example.hints)
     for place, block in enumerate(example.blocks):
         while hints and hints[0].place <= place:
-            hint = hints.pop(0)
-            step.hint(hint.blocks, hint.values)
+            hint = hints.popleft()
+            if not step.at_hand(hint.blocks):
+                step.hint(hint.blocks, hint.values)
         if step.decided:
-            expected = step.remaining()
+            expected = step.expect()[0]
         right += expected[:1] == [block]
         step.observe(block)
-        expected = expected[1:] if expected[:1] == [block] else step.remaining()
+        expected = expected[1:] if expected[:1] == [block] else step.expect()[0]
     return right / max(len(example.blocks), 1)

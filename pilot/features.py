@@ -1,7 +1,4 @@
-"""Features of samples and blocks: the inputs of the pilot's models.
-
-`Example` is one recorded sample with its order. Nothing is scaled, as trees only compare.
-"""
+"""Recorded samples with their orders, hints and sites: what pilots learn from."""
 
 from __future__ import annotations
 
@@ -16,11 +13,6 @@ from dynoffload.profiler.experts import split_path
 from dynoffload.profiler.input_features import InputFeatures
 
 Floats = npt.NDArray[np.float32]
-
-MAX_VALUES = 32
-"""The most named numbers of a sample that the models use."""
-LARGEST = 3e38
-"""The largest magnitude of a number of a sample; larger ones are cut off."""
 
 
 @dataclass(frozen=True)
@@ -55,28 +47,6 @@ class BlockHint:
     values: tuple[float, ...]
 
 
-def varying_numbers(samples: Sequence[InputFeatures]) -> tuple[str, ...]:
-    """Return the names of the numbers that vary between samples, at most `MAX_VALUES`."""
-    names = sorted({name for sample in samples for name in sample.values})
-    varying = [n for n in names if len({sample.values.get(n, 0.0) for sample in samples}) > 1]
-    return tuple(varying[:MAX_VALUES])
-
-
-def numbers_of(sample: InputFeatures, names: Sequence[str]) -> Floats:
-    """Return a sample's number of elements and its named numbers, ``[1 + names]``; 0 if missing."""
-    values = [float(len(sample.elements)), *(sample.values.get(name, 0.0) for name in names)]
-    limited = np.clip(np.array(values, dtype=np.float64), -LARGEST, LARGEST)
-    return np.nan_to_num(limited).astype(np.float32)
-
-
-def block_features(blocks: Sequence[Block], chosen: Sequence[int]) -> Floats:
-    """Return the features of blocks, ``[chosen, 9]``: log(1 + n) of each of the six idiom counts,
-    of the block's bytes and of its activation bytes, and its place in the vocabulary."""
-    rows = [(*blocks[i].idioms, blocks[i].nbytes, blocks[i].activation_bytes) for i in chosen]
-    counts = np.log1p(np.array(rows, dtype=np.float64).reshape(len(rows), 8))
-    return np.column_stack((counts, np.array(chosen) / len(blocks))).astype(np.float32)
-
-
 def sites_of(blocks: Sequence[Block], chosen: Sequence[int]) -> npt.NDArray[np.int64]:
     """Return the number of the site each chosen block belongs to.
 
@@ -89,11 +59,6 @@ def sites_of(blocks: Sequence[Block], chosen: Sequence[int]) -> npt.NDArray[np.i
         head, _, tail = site.rpartition(".")
         sites.append(head if part is None and tail.isdigit() else site)
     return np.array([names.setdefault(site, len(names)) for site in sites], np.int64)
-
-
-def site_stops(sites: npt.NDArray[np.int64]) -> tuple[int, ...]:
-    """Return where each run of equal sites ends, for the sites of blocks ``[blocks]``."""
-    return (*(np.flatnonzero(np.diff(sites)) + 1).tolist(), len(sites))
 
 
 def sigmoid(x: Floats) -> Floats:

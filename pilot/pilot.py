@@ -1,45 +1,70 @@
-"""The predictor and its file: input features of a sample in, predicted order of blocks out.
+"""The pilot of one network, and its file: features of a sample in, predicted order of blocks out.
 
-`Pilot` starts from the template of its network, predicts with its model which optional blocks run,
-fills the loops from the sample's elements, and returns the resulting order. The session calls
-`Pilot.check` once and `predict` before each step. A prediction takes well under a millisecond on
-one core.
+A pilot starts as the general one and knows nothing of its network but the blocks. `predict` gives
+the order of a sample; `observe` learns from what ran: evidence, how far to trust each kind of it,
+and how far the network's hints. `consolidate` learns the structure of the orders anew, when it is
+`due`. All of it is online; a file holds what a pilot has learned so far.
+
+[Note: adaptation]  The general pilot's log-odds of a slot are corrected by a linear mix of some of
+its features, by a bias of the slot, and by its habit: the weight of what it did in the step before.
+All are learned by gradient descent on the log-loss, as in logistic mixing (Mattern, "Mixing
+strategies in data compression", 2012). With p the chance and y the outcome, a step adds RATE (y -
+p) to the bias, of which FORGET decays, and HABIT_RATE (y - p) l to the habit, where l is 1 if the
+slot ran in the step before, else -1.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from dynoffload.errors import PilotError
-from dynoffload.pilot.boosting import BoostedTables
-from dynoffload.pilot.correction import Correction, Posterior
+from dynoffload.pilot.evidence import BIAS, HABIT, NAMES, Evidence, Shown
+from dynoffload.pilot.features import BlockHint, Floats, sigmoid
+from dynoffload.pilot.general import General, packaged
 from dynoffload.pilot.loops import LoopModel
-from dynoffload.pilot.template import LOOP, OrderTemplate
+from dynoffload.pilot.structure import Structure, learn_structure
+from dynoffload.pilot.template import LOOP, OrderTemplate, tokens
+from dynoffload.pilot.tracking import Hinted, StepTracker
 from dynoffload.planning.blocks import Vocabulary
 from dynoffload.profiler.input_features import InputFeatures
 from dynoffload.profiler.safefile import BadFileError, pack, read_file, write_whole
 
-Floats = npt.NDArray[np.float32]
-
 FORMAT = "dynoffload.pilot"
 """Key of the metadata of a pilot file's safetensors header."""
-VERSION = 6
+VERSION = 7
 """Version of its layout; any other is refused."""
 MAX_SLOTS = 1 << 16
 """The most slots of a pilot's template."""
-MAX_ORDER = 1 << 20
-"""The most blocks of one prediction; longer orders are cut off."""
 MAX_NAMED = 64
 """The most names of numbers that a card lists."""
+
+RATE, FORGET = 0.3, 0.02
+"""Learning rate of a slot's bias, and the share of it that decays each step."""
+HABIT_RATE, MAX_HABIT = 0.03, 4.0
+"""Learning rate of a slot's habit, and its limit in either direction."""
+MIX_RATE, HINT_RATE = 0.02, 0.02
+"""Learning rates of the mix of features, and of that with hints."""
+MIXED = [
+    NAMES.index(name)
+    for name in (
+        *("share", "lately 0.4", "lately 0.1", "lately 0.02", "given last", "codes"),
+        *("likeliest code", "codes in site", "neighbours", "by best number"),
+    )
+]
+"""The features that are mixed in; all are log-odds."""
+KEPT = 64
+"""The latest steps from which the structure is learned."""
+LATER = 128
+"""Steps between two consolidations, at most; the first come after 1, 2, 4, ... steps."""
+_TRUST = np.array([[0.0, 0.5, 1.0], [0.0, 0.2, 2.0]], np.float32)  # ahead, at hand
+_SURE = 0.02  # slots whose chance is as near to 0 or 1, and right, do not teach the mix
 
 
 @dataclass(frozen=True)
@@ -58,38 +83,55 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class _Asked:
+    """The latest prediction, until its step is observed."""
+
+    sample: InputFeatures
+    shown: Shown
+    features: Floats
+    mixed: Floats
+    odds: Floats
+    step: StepTracker
+
+
+@dataclass
 class Pilot:
-    """A trained predictor of block orders for one network.
+    """Predicts block orders of one network, and adapts to it.
 
     Attributes:
         vocabulary: the network's blocks.
-        template: the structure shared by all orders.
-        model: predicts which optional blocks run; None if there are none.
-        loops: a model for each of the template's loops, in its order.
-        threshold: the probability from which an optional block is predicted.
-        varying: the blocks whose presence or place varied in training, scored separately.
-        most_frequent: the one order that fits the training samples best, a baseline for scores.
+        general: where it starts from.
+        structure: what the orders share, as far as known.
+        evidence: what the steps so far say.
         card: how it was made, as plain JSON data; also the basis of `unlike`.
-        correction: learned statistics of the model's errors; None if there is no model.
-        bundles: the number of each optional slot's bundle, ascending from 0: slots that always run
-            together are predicted as one.
+        trust: weights of a hint, given ahead and at hand: a constant, the pilot's own log-odds, and
+            the hint's.
     """
 
     vocabulary: Vocabulary
-    template: OrderTemplate
-    model: BoostedTables | None
-    loops: tuple[LoopModel, ...]
-    threshold: float
-    varying: frozenset[int] = frozenset()
-    most_frequent: tuple[int, ...] = ()
+    general: General = field(default_factory=packaged)
     card: dict[str, Any] = field(default_factory=dict)
-    correction: Correction | None = None
-    bundles: tuple[int, ...] = ()
 
-    @cached_property
-    def bundle_of(self) -> npt.NDArray[np.int64]:
-        """The bundle of each optional slot; without ``bundles`` each slot is its own."""
-        return np.array(self.bundles or range(len(self.template.optional)), dtype=np.int64)
+    def __post_init__(self) -> None:
+        blocks = self.vocabulary.blocks
+        self.structure = learn_structure(blocks, [], [])
+        self.evidence = Evidence(blocks)
+        self.trust = _TRUST.copy()
+        self._mix = np.zeros(1 + len(MIXED), np.float32)
+        self._latest: deque[tuple[InputFeatures, list[int]]] = deque(maxlen=KEPT)
+        self._next = 1
+        self._asked: _Asked | None = None
+        self._place()
+
+    def _place(self) -> None:
+        template = self.structure.template
+        slots = [template.slots[place] for place in template.single]
+        new = self.evidence.place(slots)
+        if new and self._latest:
+            filled = [tokens(order, template.families) for _, order in self._latest]
+            for number in new:
+                self.evidence.recall(number, [slots[number] in one for one in filled])
+        self._chain = self.evidence.nested()
 
     def predict(self, sample: InputFeatures) -> Prediction:
         """Return the predicted order of blocks of a sample.
@@ -98,55 +140,98 @@ class Pilot:
             sample: the result of `describe_input` for the forward call.
         """
         start = time.perf_counter()
-        chances = self.chances(sample)
-        blocks, confidence = self.decode(sample, chances, self.threshold)
+        asked = self._ask(sample)
+        blocks, confidence = asked.step.expect()
+        self._asked = asked
         return Prediction(blocks, time.perf_counter() - start, confidence)
 
-    def chances(self, sample: InputFeatures) -> Floats:
-        """Return calibrated P(runs) for each optional slot; empty without a model."""
-        posterior = self.start(sample)
-        if posterior is None:
-            return np.zeros(0, dtype=np.float32)
-        return posterior.chances[self.bundle_of]
+    def _ask(self, sample: InputFeatures) -> _Asked:
+        shown = self.evidence.show(sample)
+        features = self.evidence.features(shown)
+        mixed = np.ones((1 + len(MIXED), features.shape[1]), np.float32)
+        mixed[1:] = np.clip(features[MIXED], -5, 5)
+        of = self.evidence.statistics
+        before = 2 * of[4] - 1 if self.evidence.steps else np.zeros(len(of[4]), np.float32)
+        odds = self.general.odds(features) + self._mix @ mixed + of[BIAS] + of[HABIT] * before
+        step = StepTracker(self.structure, sample, odds, self._chain, self.trust)
+        return _Asked(sample, shown, features, mixed, odds, step)
 
-    def start(self, sample: InputFeatures) -> Posterior | None:
-        """Return the model's posterior for a step, updated as it runs; None without a model."""
-        if self.model is None or self.correction is None:
-            return None
-        return Posterior(self.correction, self.model.probabilities(sample))
+    @property
+    def features(self) -> Floats:
+        """What the general pilot looked at in the latest prediction, ``[NAMES, slots]``."""
+        assert self._asked is not None
+        return self._asked.features
 
-    def decode(
-        self, sample: InputFeatures, chances: Floats, threshold: float, start: int = 0
-    ) -> tuple[list[int], Floats]:
-        """Return the order given by probabilities and a threshold, and each block's confidence.
+    @property
+    def tracker(self) -> StepTracker | None:
+        """The tracker of the step predicted last; None once that step is observed."""
+        return None if self._asked is None else self._asked.step
+
+    def observe(
+        self, sample: InputFeatures, blocks: Sequence[int], hints: Sequence[BlockHint] = ()
+    ) -> None:
+        """Learn from the order that a sample ran.
 
         Args:
-            sample: the sample of the step.
-            chances: P(runs) of the optional slots.
-            threshold: the probability from which an optional slot is included.
-            start: the slot to begin at.
+            sample: the object passed to `predict`, if it was called.
+            blocks: the order it ran, negative for a block unknown to the vocabulary.
+            hints: the network's routing hints, if they were not passed to the `tracker`.
         """
-        template = self.template
-        surety = np.ones(template.blocks.size, dtype=np.float32)
-        surety[template.optional] = chances
-        taken = surety >= threshold
-        taken[:start] = False
-        blocks: list[int] = []
-        confidence: list[Floats] = []
-        at = start
-        ends = zip((*template.loops, len(taken)), (*self.loops, None), strict=True)
-        for place, loop in ends:
-            if place < start or len(blocks) >= MAX_ORDER:
-                continue
-            part = taken[at:place]
-            blocks += template.blocks[at:place][part].tolist()
-            confidence.append(surety[at:place][part])
-            if loop is not None:
-                run = loop.predict(sample)
-                blocks += run
-                confidence.append(np.full(len(run), loop.fidelity, dtype=np.float32))
-            at = place + 1
-        return blocks[:MAX_ORDER], np.concatenate(confidence)[:MAX_ORDER]
+        asked, self._asked = self._asked, None
+        if asked is None or asked.sample is not sample:
+            asked = self._ask(sample)
+        order = [block for block in blocks if block >= 0]
+        if hints:
+            for _ in follow(asked.step, order, hints):
+                pass
+        filled = tokens(order, self.structure.template.families)
+        ran = np.array([slot in filled for slot in self.evidence.slots], np.bool_)
+        self._adapt(asked, ran)
+        self.evidence.observe(asked.shown, ran)
+        self._latest.append((sample, order))
+
+    def _adapt(self, asked: _Asked, ran: Any) -> None:
+        """Learn from a step's outcome; see [Note: adaptation]."""
+        residual = ran - sigmoid(asked.odds)
+        of = self.evidence.statistics
+        of[BIAS] = (1 - FORGET) * (of[BIAS] + RATE * residual)
+        if self.evidence.steps:
+            of[HABIT] += HABIT_RATE * residual * (2 * of[4] - 1)
+            np.clip(of[HABIT], -MAX_HABIT, MAX_HABIT, out=of[HABIT])
+        unsure = np.abs(residual) > _SURE
+        count = max(5, int(unsure.sum()))
+        self._mix += MIX_RATE * (asked.mixed @ np.where(unsure, residual, 0)) / count
+        for kind, hinted in enumerate(asked.step.hinted):
+            self._trust(kind, hinted, ran)
+
+    def _trust(self, kind: int, hinted: Hinted, ran: Any) -> None:
+        if not hinted:
+            return
+        slots = np.array([*hinted])
+        rows = np.array([*hinted.values()], np.float32)
+        residual = ran[slots] - sigmoid(rows @ self.trust[kind])
+        self.trust[kind] += HINT_RATE * (residual @ rows) / max(5, len(slots))
+
+    @property
+    def due(self) -> bool:
+        """Whether enough steps were seen since the last `consolidate`."""
+        return self.evidence.steps >= self._next
+
+    def consolidate(self) -> None:
+        """Learn the structure and the tables anew from the latest steps.
+
+        Raises:
+            PilotError: the orders have too many places for blocks.
+        """
+        steps = self.evidence.steps
+        self._next = steps + min(max(1, steps), LATER)
+        if not self._latest:
+            return
+        samples, orders = zip(*self._latest, strict=True)
+        self.structure = learn_structure(self.vocabulary.blocks, samples, orders)
+        self._place()
+        if steps >= 16:
+            self.evidence.refit()
 
     def check(self, fingerprint: str) -> None:
         """Check that this pilot was trained for the given network.
@@ -190,20 +275,13 @@ class Pilot:
         """
         document = {
             "vocabulary": self.vocabulary.to_json(),
-            "slots": [list(slot) for slot in self.template.slots],
-            "always": sorted(self.template.always),
-            "families": [sorted(family) for family in self.template.families],
-            "loops": [loop.to_json() for loop in self.loops],
-            "model": self.model.document() if self.model is not None else None,
-            "threshold": self.threshold,
-            "varying": sorted(self.varying),
-            "most_frequent": list(self.most_frequent),
+            "slots": [list(slot) for slot in self.structure.template.slots],
+            "families": [sorted(family) for family in self.structure.template.families],
+            "loops": [loop.to_json() for loop in self.structure.loops],
+            "evidence": self.evidence.document(),
             "card": self.card,
-            "bundles": list(self.bundles),
         }
-        arrays: dict[str, npt.NDArray[Any]] = {}
-        if self.model is not None and self.correction is not None:
-            arrays = {**self.model.arrays(), **self.correction.arrays()}
+        arrays = {**self.evidence.arrays(), "mix": self._mix, "trust": self.trust}
         try:
             write_whole(Path(path), pack(document, arrays, FORMAT, VERSION))
         except BadFileError as error:
@@ -228,39 +306,22 @@ class Pilot:
             )
         try:
             document, arrays = read_file(path, FORMAT, VERSION)
-            vocabulary = Vocabulary.from_json(document["vocabulary"])
-            size = len(vocabulary.blocks)
-            template = _load_template(document, size)
-            optional = len(template.optional)
-            bundles = _load_bundles(document["bundles"], optional)
-            model = correction = None
-            if (document["model"] is None) != (not optional):
-                raise ValueError("a model without optional blocks, or these without a model")
-            if optional:
-                model = BoostedTables.load(document["model"], arrays, bundles[-1] + 1)
-                correction = Correction.load(arrays, model.sites)
-            loops = tuple(LoopModel.from_json(s, size) for s in document["loops"])
+            if not isinstance(document["card"], dict):
+                raise ValueError("an impossible card")
+            made = cls(Vocabulary.from_json(document["vocabulary"]), card=document["card"])
+            blocks = made.vocabulary.blocks
+            template = _load_template(document, len(blocks))
+            loops = tuple(LoopModel.from_json(s, len(blocks)) for s in document["loops"])
             if len(loops) != len(template.loops):
                 raise ValueError("another number of loops than models for them")
-            threshold = float(document["threshold"])
-            if not 0 < threshold <= 1 or not isinstance(document["card"], dict):
-                raise ValueError("an impossible threshold or card")
-            varying = frozenset(map(int, document["varying"]))
-            most_frequent = tuple(map(int, document["most_frequent"]))
-            if not all(0 <= block < size for block in (*varying, *most_frequent)):
-                raise ValueError("a block outside the vocabulary")
-            return cls(
-                vocabulary,
-                template,
-                model,
-                loops,
-                threshold,
-                varying,
-                most_frequent,
-                document["card"],
-                correction,
-                bundles,
-            )
+            made.structure = Structure(template, loops)
+            slots = [template.slots[place] for place in template.single]
+            made.evidence = Evidence.load(blocks, slots, document["evidence"], arrays)
+            made._chain = made.evidence.nested()
+            made._mix = _weights("mix", arrays, made._mix.shape)
+            made.trust = _weights("trust", arrays, made.trust.shape)
+            made._next = made.evidence.steps + min(max(1, made.evidence.steps), LATER)
+            return made
         except OSError as error:
             raise PilotError(f"{path}: cannot be read ({error.strerror or error})") from error
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -268,6 +329,20 @@ class Pilot:
                 f"{path}: cannot be used as a pilot: {error}. Train the pilot again: dynoffload "
                 f"pilot train TRACES -o {path.name}"
             ) from error
+
+
+def follow(
+    step: StepTracker, order: Sequence[int], hints: Sequence[BlockHint]
+) -> Iterator[tuple[int, int]]:
+    """Pass a recorded step's hints and blocks to a tracker; yield each block and its place, before
+    it is observed."""
+    at = 0
+    for place, block in enumerate(order):
+        while at < len(hints) and hints[at].place <= place:
+            step.hint(hints[at].blocks, hints[at].values)
+            at += 1
+        yield place, block
+        step.observe(block)
 
 
 def shown_by(samples: Sequence[InputFeatures]) -> dict[str, Any]:
@@ -281,20 +356,17 @@ def shown_by(samples: Sequence[InputFeatures]) -> dict[str, Any]:
     }
 
 
-def _load_bundles(document: Any, optional: int) -> tuple[int, ...]:
-    """Return the bundles of a stored pilot; ValueError if they are invalid."""
-    bundles = tuple(int(number) for number in document)
-    steps = [0, *(after - before for before, after in pairwise(bundles))]
-    if len(bundles) != optional or bundles[:1] not in ((), (0,)) or not set(steps) <= {0, 1}:
-        raise ValueError("bundles that are not of these slots")
-    return bundles
+def _weights(name: str, arrays: Any, shape: tuple[int, ...]) -> Floats:
+    found = np.asarray(arrays[name])
+    if found.shape != shape or found.dtype != np.float32 or not (np.abs(found) <= 1e3).all():
+        raise ValueError(f"{name} that are no weights")
+    return found.copy()
 
 
 def _load_template(document: Any, blocks: int) -> OrderTemplate:
     """Build a template from its stored form; ValueError if it is not one."""
     slots = tuple((int(block), int(occurrence)) for block, occurrence in document["slots"])
     families = tuple(frozenset(map(int, family)) for family in document["families"])
-    always = frozenset(map(int, document["always"]))
     first = LOOP - len(families) + 1
     if len(slots) > MAX_SLOTS:
         raise ValueError(f"more slots than {MAX_SLOTS}")
@@ -306,6 +378,4 @@ def _load_template(document: Any, blocks: int) -> OrderTemplate:
         raise ValueError("slots that are not of this vocabulary")
     if not all(0 <= block < blocks for family in families for block in family):
         raise ValueError("looping blocks that are not of this vocabulary")
-    if not all(0 <= slot < len(slots) for slot in always):
-        raise ValueError("a slot that is not there")
-    return OrderTemplate(slots, always, families)
+    return OrderTemplate(slots, families)

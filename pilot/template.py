@@ -1,8 +1,8 @@
 """The order template: the structure shared by the orders of all samples.
 
 `OrderTemplate` merges every occurrence of a block in any sample into one canonical sequence of
-slots, records which slots are always filled, and marks runs of blocks that repeat a varying number
-of times (such as one cell per tree node) as loops. Loops do not nest; unknown blocks are skipped.
+slots, and marks runs of blocks that repeat a varying number of times (such as one cell per tree
+node) as loops. Loops do not nest; unknown blocks are skipped.
 
 A slot is ``(block, occurrence)`` or ``(LOOP - family, run)``: a block that always runs twice has
 two slots, and a family of looping blocks with two separate runs has two loops.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,14 +39,12 @@ class OrderTemplate:
     """The canonical sequence of slots of one network.
 
     Attributes:
-        slots: every slot seen in training, in canonical order.
-        always: indices into ``slots`` of those filled in every training sample.
+        slots: every slot, in canonical order.
         families: the looping blocks of each family; family ``f`` is coded ``LOOP - f``.
     """
 
     slots: tuple[Slot, ...]
-    always: frozenset[int]
-    families: tuple[frozenset[int], ...]
+    families: tuple[frozenset[int], ...] = ()
 
     @cached_property
     def blocks(self) -> npt.NDArray[np.int64]:
@@ -54,11 +52,9 @@ class OrderTemplate:
         return np.array([slot[0] for slot in self.slots], dtype=np.int64)
 
     @cached_property
-    def optional(self) -> npt.NDArray[np.int64]:
-        """Indices of the slots that hold one block in some samples only, ascending."""
-        sure = np.zeros(len(self.slots), dtype=np.bool_)
-        sure[list(self.always)] = True
-        return np.flatnonzero(~sure & (self.blocks >= 0))
+    def single(self) -> npt.NDArray[np.int64]:
+        """Indices of the slots that hold one block, ascending."""
+        return np.flatnonzero(self.blocks >= 0)
 
     @cached_property
     def loops(self) -> tuple[int, ...]:
@@ -71,9 +67,9 @@ class OrderTemplate:
         return {slot: place for place, slot in enumerate(self.slots)}
 
     @cached_property
-    def optional_number(self) -> dict[Slot, int]:
-        """The number of each optional slot among the optional ones."""
-        return {self.slots[place]: number for number, place in enumerate(self.optional.tolist())}
+    def number_of(self) -> dict[Slot, int]:
+        """The number of each slot of one block among these."""
+        return {self.slots[place]: number for number, place in enumerate(self.single.tolist())}
 
     @cached_property
     def family_of(self) -> dict[int, int]:
@@ -86,6 +82,9 @@ def learn_template(
 ) -> OrderTemplate:
     """Learn the template of a network from the block orders of its samples.
 
+    Blocks that no sample ran have a slot each, after that of the block before them in the
+    vocabulary.
+
     Args:
         orders: one list of block indices per sample; negative ones (unseen blocks) are skipped.
         blocks: the vocabulary's blocks, whose paths break ties.
@@ -96,10 +95,27 @@ def learn_template(
     """
     families = tuple(f for f in _families(orders, blocks) if not f & unrolled)
     filled = [tokens(order, families) for order in orders]
-    counts = Counter(slot for slots in filled for slot in slots)
     slots = _canonical([list(slots) for slots in filled], blocks, families)
-    always = frozenset(i for i, slot in enumerate(slots) if counts[slot] == len(orders))
-    return OrderTemplate(tuple(slots), always, families)
+    return OrderTemplate(tuple(_with_unseen(slots, families, len(blocks))), families)
+
+
+def _with_unseen(
+    slots: Sequence[Slot], families: tuple[frozenset[int], ...], blocks: int
+) -> list[Slot]:
+    """Return ``slots`` with one more for each block that has none."""
+    there = {block for block, _ in slots}.union(*families)
+    after: dict[int, list[Slot]] = defaultdict(list)  # block, -1 for the begin -> slots after it
+    before, first = -1, set(slots)
+    for block in range(blocks):
+        if block not in there:
+            after[before].append((block, 0))
+        elif (block, 0) in first:
+            before = block
+    made = after[-1]
+    for slot in slots:
+        made.append(slot)
+        made += after[slot[0]] if slot[1] == 0 and slot[0] >= 0 else ()
+    return made
 
 
 def tokens(order: Order, families: tuple[frozenset[int], ...]) -> dict[Slot, tuple[int, ...]]:
@@ -124,13 +140,15 @@ def _families(orders: Sequence[Order], blocks: Sequence[Block]) -> tuple[frozens
     Blocks form a family if each leads to the other (a strongly connected component) or if they
     share a path. Of two consecutive loops, the second never leads back to the first.
     """
-    from scipy.sparse.csgraph import connected_components
-
     counts: dict[str, set[int]] = {}
     for order in orders:
         for path, count in Counter(blocks[b].path for b in order if b >= 0).items():
             counts.setdefault(path, set()).add(count)
     loops = {path for path, seen in counts.items() if max(seen) > 1 and len(seen) > 1}
+    if not loops:
+        return ()
+    from scipy.sparse.csgraph import connected_components
+
     looping = {b.index for b in blocks if b.path in loops}
     presence = Counter(block for order in orders for block in set(order) if block >= 0)
     while True:

@@ -1,48 +1,64 @@
 """Tracks a running step and updates the prediction of its remaining blocks.
 
 `OrderTracker` repeats the last order but for the network's hints, without a pilot. `StepTracker`
-observes each block as it runs, matches it to the template, updates the `Posterior` of
-the optional blocks, and returns the expected rest of the order. It follows forward only, as
-backward replays forward.
+observes each block as it runs, matches it to the template, and returns the expected rest of the
+order. Hints are mixed with the pilot's log-odds. Of slots of which each runs only if the one before
+it does, what is known of one decides about the others. It follows forward only, as backward replays
+forward.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from dynoffload.pilot.features import Floats
+from dynoffload.pilot.features import Floats, sigmoid
 from dynoffload.pilot.loops import LoopModel
-from dynoffload.pilot.pilot import Pilot
+from dynoffload.pilot.structure import Structure
 from dynoffload.pilot.template import LOOP, Slot
 from dynoffload.profiler.input_features import InputFeatures
+
+Hinted = dict[int, tuple[float, float, float]]
+"""Slot -> what a hint is mixed from: a constant, the pilot's log-odds, and the hint's."""
+AT_HAND = 1
+"""Which of `StepTracker.hinted` is about the next decision; 0 is ahead of earlier ones."""
+_LIMIT = 0.02  # of a hint's chance, from below and above
 
 
 class StepTracker:
     """Tracks one step.
 
     Args:
-        pilot: the predictor.
+        structure: of the network's orders.
         sample: the sample of the step.
-        adjust: given P(runs) of the optional slots, returns them corrected for recent drift.
+        odds: log-odds that each slot of one block runs, ``[single]``.
+        chain: the number of each slot's chain, ``[single]`` (`Evidence.nested`).
+        trust: weights of hints given ahead and at hand, ``[2, 3]``.
 
     Attributes:
-        decided: whether the prediction may have changed since the last `expect`: an optional block
-            was decided, a hint came, or a loop deviated from its prediction.
+        decided: whether the prediction may have changed since the last `expect`: a slot did not
+            run as expected, a hint came, or a loop deviated from its prediction.
+        hinted: the latest hint about each slot, of those ahead and of those at hand.
     """
 
     def __init__(
-        self, pilot: Pilot, sample: InputFeatures, adjust: Callable[[Floats], Floats] | None = None
+        self,
+        structure: Structure,
+        sample: InputFeatures,
+        odds: Floats,
+        chain: npt.NDArray[np.int64],
+        trust: Floats,
     ) -> None:
         self.decided = False
-        self._adjust = adjust
-        self._pilot, self._sample = pilot, sample
-        self._template, self._bundles = pilot.template, pilot.bundle_of
-        self._posterior = pilot.start(sample)  # None if the network has no optional blocks
-        self._ran: list[bool] = []  # of the first bundles of optional slots
-        self._passed = 0  # optional slots that are decided
+        self.hinted: tuple[Hinted, Hinted] = ({}, {})
+        self._structure, self._sample, self._chain, self._trust = structure, sample, chain, trust
+        self._template = structure.template
+        self._odds = odds
+        self._chances = sigmoid(odds)
+        self._passed = 0  # slots of one block that are decided
         self._seen: Counter[int] = Counter()  # occurrences by block and by family code
         self._slot = -1  # the last slot, in canonical order, that ran
         self._family = -1  # family of the last block
@@ -69,31 +85,38 @@ class StepTracker:
             self._slot = place
             self._resolve(place)
         if place == self._slot and place in self._template.loops:
-            self._loop_model = self._pilot.loops[self._template.loops.index(place)]
+            self._loop_model = self._structure.loops[self._template.loops.index(place)]
             self._expected = self._loop_model.predict(self._sample)
             self._continue_loop(block)
 
     def hint(self, blocks: Sequence[int], values: Sequence[float]) -> None:
         """Record a routing hint: probabilities, 0 to 1, of some coming blocks."""
-        if self._posterior is None:
+        find, seen = self._template.number_of.get, self._seen
+        known = [(find((b, seen[b]), -1), v) for b, v in zip(blocks, values, strict=True)]
+        coming = [(number, value) for number, value in known if number >= self._passed]
+        if not coming:
             return
-        places: list[int] = []
-        chances: list[float] = []
-        for block, value in zip(blocks, values, strict=True):
-            number = self._template.optional_number.get((block, self._seen[block]), -1)
-            bundle = int(self._bundles[number]) if number >= 0 else -1
-            if bundle >= len(self._ran):
-                places.append(bundle)
-                chances.append(value)
-        if places:
-            at_hand = min(places) == len(self._ran)
-            hinted = np.array(chances, dtype=np.float32)
-            self._posterior.hint(np.array(places), hinted, at_hand=at_hand)
-            self.decided = True
+        slots = np.array([number for number, _ in coming])
+        kind = AT_HAND if self._is_next(int(slots.min())) else 0
+        chance = np.clip(np.array([value for _, value in coming]), _LIMIT, 1 - _LIMIT)
+        rows = np.ones((len(slots), 3), np.float32)
+        rows[:, 1] = self._odds[slots]
+        rows[:, 2] = np.log(chance) - np.log1p(-chance)
+        self._chances[slots] = sigmoid(rows @ self._trust[kind])
+        self.hinted[kind].update(zip(slots.tolist(), map(tuple, rows.tolist()), strict=True))
+        self.decided = True
 
-    def remaining(self) -> list[int]:
-        """Return the remaining blocks that are expected, in order."""
-        return self.expect()[0]
+    def at_hand(self, blocks: Sequence[int]) -> bool:
+        """Return whether a hint about ``blocks`` is about the next decision."""
+        find, seen = self._template.number_of.get, self._seen
+        numbers = [find((block, seen[block]), -1) for block in blocks]
+        coming = [number for number in numbers if number >= self._passed]
+        return bool(coming) and self._is_next(min(coming))
+
+    def _is_next(self, slot: int) -> bool:
+        """Return whether no other block is expected before that at ``slot``."""
+        between = self._chances[self._passed : slot] >= 0.5
+        return not (between & (self._chain[self._passed : slot] != self._chain[slot])).any()
 
     def expect(self) -> tuple[list[int], Floats]:
         """Return the expected remaining blocks and the probability of each, ``[blocks]``."""
@@ -104,22 +127,14 @@ class StepTracker:
             fidelity = self._loop_model.fidelity
             order = self._loop_model.predict(self._sample)[len(self._loop) :]
             self._expected = [*self._loop, *order]
-        rest, confidence = self._pilot.decode(
-            self._sample, self.chances, self._pilot.threshold, start=self._slot + 1
-        )
+        rest, confidence = self._structure.decode(self._sample, self._chances, start=self._slot + 1)
         here = np.full(len(order), fidelity, dtype=np.float32)
         return order + rest, np.concatenate((here, confidence))
 
     @property
     def chances(self) -> Floats:
-        """P(runs) of each optional slot, given the step so far."""
-        if self._posterior is None:
-            return np.zeros(0, dtype=np.float32)
-        slots = self._posterior.chances[self._bundles]
-        if self._adjust is None:
-            return slots
-        # Recent drift corrects the model's estimates, not hints from the network for this step.
-        return np.where(self._posterior.hinted[self._bundles], slots, self._adjust(slots))
+        """P(runs) of each slot of one block, given the step so far; 0 or 1 of decided ones."""
+        return self._chances
 
     def _leave_loop(self) -> None:
         """Leave the current loop: a block outside it ran."""
@@ -133,18 +148,26 @@ class StepTracker:
         self.decided |= self._expected[place : place + 1] != [block]
 
     def _resolve(self, place: int) -> None:
-        """Decide the optional slots up to ``place``: only that at ``place`` itself ran."""
-        optional = self._template.optional
-        passed = int(np.searchsorted(optional, place, side="right"))
+        """Decide the slots up to ``place``: only that at ``place`` itself ran."""
+        single = self._template.single
+        passed = int(np.searchsorted(single, place, side="right"))
+        last = passed - 1 if passed and single[passed - 1] == place else -1
         for number in range(self._passed, passed):
-            if self._bundles[number] < len(self._ran):
-                continue  # decided with the first slot of its bundle
-            ran = int(optional[number]) == place
-            if self._posterior is not None:
-                self._posterior.observe(ran)
-            self._ran.append(ran)
-            self.decided = True
+            ran, chance = number == last, float(self._chances[number])
+            self._chances[number] = ran
+            if (chance >= 0.5) != ran:
+                self.decided = True
+            if self._chain[number] != number or number + 1 < len(self._chain):
+                self._follow_chain(number, ran, chance)
         self._passed = max(self._passed, passed)
+
+    def _follow_chain(self, number: int, ran: bool, chance: float) -> None:
+        """Correct the later slots of a chain, of which one ran with ``chance``, or did not."""
+        later = np.flatnonzero(self._chain[number + 1 :] == self._chain[number]) + number + 1
+        later = np.array([n for n in later.tolist() if n not in self.hinted[AT_HAND]], int)
+        if len(later):
+            known = self._chances[later]
+            self._chances[later] = np.minimum(known / max(chance, 0.02), 1) if ran else 0
 
 
 class OrderTracker:
