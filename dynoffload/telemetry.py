@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FORMAT = "dynoffload-runlog"
-VERSION = 5
+VERSION = 6
 MAX_FILE_BYTES = GiB
 """Largest run log, unpacked, that `RunLog.load` reads."""
 
@@ -116,6 +116,7 @@ class StepStats:
             activations as last measured while paging.
         peak_allocated_bytes: most bytes that an accelerator's own allocator had allocated at any
             moment of the step, for regions and everything else; 0 on the CPU.
+        predicting_s: seconds of the host's time that prediction took.
     """
 
     step: int
@@ -130,6 +131,8 @@ class StepStats:
     accuracy: Share
     peak_fast_bytes: int
     peak_allocated_bytes: int = 0
+    predicting_s: float = 0.0
+    predicting_s: float = 0.0
 
 
 def table_of(steps: Sequence[StepStats]) -> pd.DataFrame:

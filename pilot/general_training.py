@@ -63,8 +63,8 @@ def rows_of(vocabulary: Vocabulary, examples: Sequence[Example], seed: int) -> R
         pilot.observe(example.sample, example.blocks)
         if pilot.due:
             pilot.consolidate()
-    weight = np.concatenate(weights)
-    return np.concatenate(features), np.concatenate(labels), weight / weight.sum()
+    every = np.concatenate(weights)
+    return np.concatenate(features), np.concatenate(labels), every / every.sum()
 
 
 def train(sets: Sequence[Rows], seed: int, card: Mapping[str, Any]) -> General:
@@ -97,7 +97,7 @@ def train(sets: Sequence[Rows], seed: int, card: Mapping[str, Any]) -> General:
     )
     code = torch.arange(len(NAMES)) >= CODE.start
     for _ in range(EPOCHS):
-        for chosen in torch.randperm(len(x)).split(BATCH):
+        for chosen in torch.split(torch.randperm(len(x)), BATCH):
             hidden = code & (torch.rand(len(chosen), 1) < _HIDDEN)
             batch = x[chosen].masked_fill(hidden, 0)
             odds = (deep(batch) + direct(batch))[:, 0]

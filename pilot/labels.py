@@ -102,10 +102,21 @@ def encode_example(vocabulary: Vocabulary, label: Label) -> Example:
     """Return the training example of a label."""
     order = vocabulary.encode(label.calls)
     calls = [call for call, _ in order]
-    hints: list[BlockHint] = []
-    for hint in label.hints:
-        known = [(vocabulary.index_of(p), v) for p, v in zip(hint.blocks, hint.values, strict=True)]
-        pairs = [(block, value) for block, value in known if block >= 0]
-        place = bisect_right(calls, hint.call)
-        hints.append(BlockHint(place, tuple(b for b, _ in pairs), tuple(v for _, v in pairs)))
+    hints = [placed_hint(vocabulary, one, bisect_right(calls, one.call)) for one in label.hints]
     return Example(label.sample, [block for _, block in order], label.source, hints)
+
+
+def placed_hint(vocabulary: Vocabulary, hint: RoutingHint, place: int) -> BlockHint:
+    """Return a hint in blocks of the vocabulary: those of its modules, or all within these.
+
+    Args:
+        vocabulary: the blocks.
+        hint: the hint.
+        place: number of blocks that had begun when it was given.
+    """
+    pairs = [
+        (block, value)
+        for path, value in zip(hint.blocks, hint.values, strict=True)
+        for block in vocabulary.within(path)
+    ]
+    return BlockHint(place, tuple(b for b, _ in pairs), tuple(v for _, v in pairs))

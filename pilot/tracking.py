@@ -21,7 +21,7 @@ from dynoffload.pilot.structure import Structure
 from dynoffload.pilot.template import LOOP, Slot
 from dynoffload.profiler.input_features import InputFeatures
 
-Hinted = dict[int, tuple[float, float, float]]
+Hinted = dict[int, Floats]
 """Slot -> what a hint is mixed from: a constant, the pilot's log-odds, and the hint's."""
 AT_HAND = 1
 """Which of `StepTracker.hinted` is about the next decision; 0 is ahead of earlier ones."""
@@ -103,7 +103,7 @@ class StepTracker:
         rows[:, 1] = self._odds[slots]
         rows[:, 2] = np.log(chance) - np.log1p(-chance)
         self._chances[slots] = sigmoid(rows @ self._trust[kind])
-        self.hinted[kind].update(zip(slots.tolist(), map(tuple, rows.tolist()), strict=True))
+        self.hinted[kind].update(zip(slots.tolist(), rows, strict=True))
         self.decided = True
 
     def at_hand(self, blocks: Sequence[int]) -> bool:

@@ -68,6 +68,9 @@ class Vocabulary:
     blocks: tuple[Block, ...]
     repeated: frozenset[str] = frozenset()
     _indices: dict[tuple[str, str], int] = field(init=False, repr=False, compare=False)
+    _within: dict[str, tuple[int, ...]] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         indices = {(block.path, block.variant): block.index for block in self.blocks}
@@ -93,6 +96,18 @@ class Vocabulary:
             if found is not None:
                 return found
         return self._indices.get((path, ""), UNSEEN)
+
+    def within(self, path: str) -> tuple[int, ...]:
+        """Return the block of the module at ``path``, or else those of the modules in it."""
+        found = self._within.get(path)
+        if found is None:
+            own = self.index_of(path)
+            found = (own,) if own >= 0 else self._below(f"{path}.")
+            self._within[path] = found
+        return found
+
+    def _below(self, head: str) -> tuple[int, ...]:
+        return tuple(block.index for block in self.blocks if block.path.startswith(head))
 
     def encode(self, summary: CallSummary) -> list[tuple[int, int]]:
         """Return the blocks that a forward ran, in order, each as ``(index of its call, block)``.

@@ -325,8 +325,6 @@ class BudgetedSession(Session):
             for handle in self._handles:
                 handle.remove()
             self._calls.abandon()
-            if os.getpid() == self._pid:  # runs user code and may be slow
-                interruptible(self._forecast.close)()
 
     def _log_where(self, places: list[str]) -> None:
         where = ", ".join(place for place in places if place)

@@ -209,7 +209,11 @@ class Recording:
         return self._activations
 
     def end_step(
-        self, predicted: tuple[str, ...] | None, actual: tuple[str, ...], accuracy: float
+        self,
+        predicted: tuple[str, ...] | None,
+        actual: tuple[str, ...],
+        accuracy: float,
+        predicting_s: float = 0.0,
     ) -> StepStats:
         """Close a step and return its statistics."""
         now, device = time.perf_counter(), self._device
@@ -233,6 +237,7 @@ class Recording:
             accuracy=accuracy,
             peak_fast_bytes=peak,
             peak_allocated_bytes=allocated,
+            predicting_s=predicting_s,
             **moved,
         )
         self._step_began = now

@@ -1,7 +1,8 @@
 """Predicts each sample's order of blocks: the last order, a pilot's prediction, or none.
 
-It trains the learner, and turns predicted blocks into units for the migrator. A pilot's prediction
-is used while it was lately at least as accurate as the last order.
+It turns predicted blocks into units for the migrator. A pilot's prediction is used while it was
+lately at least as accurate as the last order. Where the pilot is no better, it is asked no more
+(`dynoffload.runtime.migration.gates.Silence`); and never for longer than `HostTime` allows.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import threading
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
@@ -19,8 +20,7 @@ from torch import nn
 
 from dynoffload.around import after_call, before_call, choosing
 from dynoffload.pilot.evaluate import block_order_accuracy
-from dynoffload.pilot.features import BlockHint
-from dynoffload.pilot.online import AVERAGE, OnlineLearner
+from dynoffload.pilot.labels import placed_hint
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.tracking import OrderTracker, StepTracker
 from dynoffload.planning.blocks import UNSEEN, Vocabulary
@@ -29,7 +29,8 @@ from dynoffload.profiler.input_features import Features, InputFeatures, describe
 from dynoffload.profiler.network import fingerprint, shape_key
 from dynoffload.profiler.routing import RoutingProbe, hinted
 from dynoffload.runtime.adoption.units import Unit, vocabulary_of
-from dynoffload.runtime.migration.gates import LEAST, Trial, likely
+from dynoffload.runtime.migration.gates import AVERAGE, LEAST, Silence, Standing, Trial, likely
+from dynoffload.runtime.migration.host_time import HostTime
 from dynoffload.runtime.migration.probing import Probing
 from dynoffload.runtime.migration.steps import Step
 from dynoffload.runtime.passes.hooks import Hook, in_backward
@@ -41,7 +42,6 @@ logger = logging.getLogger(__name__)
 _MIN_STEPS = 4  # steps observed before a pilot's accuracy counts
 _TRACK_EVERY = 4  # a pilot that is not in use is tracked in one of so many steps
 _PILOT, _LAST = "the pilot", "the last order"
-_STEADY_STEPS = 4  # steps with the same order after which learning stops
 
 
 class Predictor(Protocol):
@@ -91,20 +91,23 @@ class Forecast:
         self._network = fingerprint(model)
         self.vocabulary = Vocabulary(self._network, ())
         self._predictor: Predictor | None = None
-        self._learner: OnlineLearner | None = None
-        self._grows = policy == "pilot" and pilot == "auto"
+        self._pilot: Pilot | None = None
+        self._auto = policy == "pilot" and pilot == "auto"
         self._asks = policy == "pilot"
+        self.host_time = HostTime()
+        self._opened = perf_counter()
         if policy == "pilot" and pilot is not None and not isinstance(pilot, str):
             pilot.check(self._network)
             self.vocabulary = pilot.vocabulary
             if isinstance(pilot, Pilot):
-                self._learner = OnlineLearner(self.vocabulary, pilot=pilot, grow=False)
+                self._pilot = deepcopy(pilot)
             else:
                 self._predictor, self._asks = pilot, False
         self._repeats = policy != "on-demand"
         self._units: dict[str, Unit] = {}
-        self._thread: threading.Thread | None = None
-        self._steady = 0
+        self._foretold: list[int] | None = None  # by the pilot, for the running step
+        self._standing = Standing()
+        self._silence = Silence()
         self._sample: InputFeatures | None = None
         self._inside: list[str] = []  # paths of running calls of blocks of several units
         self._step: Step | None = None  # while a forward runs
@@ -143,56 +146,72 @@ class Forecast:
         self._units = {path: unit for unit in units for path in (*unit.members, unit.path)}
         if not self.vocabulary.blocks:
             self.vocabulary = vocabulary_of(self._network, units)
-        if self._grows and self._learner is None:
-            self._learner = OnlineLearner(self.vocabulary)
+        if self._auto and self._pilot is None:
+            self._pilot = Pilot(self.vocabulary)
         self._install()
+        if self._opened:
+            self.host_time.end(perf_counter() - self._opened)
+            self._opened = 0.0
 
     def unwatch(self) -> None:
         """Remove the hooks until `watch` is called again."""
         self._watching.close()
 
-    def close(self) -> None:
-        """Wait for a running learner thread."""
-        if self._thread is not None:
-            self._thread.join()
-
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Unit] | None:
         """Begin a sample; return the predicted order of its units, or None."""
         self._order, self._inside, self._sample = [], [], None
+        self.host_time.begin()
+        self._foretold = None
         following: StepTracker | OrderTracker | None = None
         self.predicted, self.source = self._last if self._repeats else None, _LAST
         blocks: list[int] = []
         confidence = None
-        predictor = self._learner if self._learner is not None else self._predictor
-        if predictor is not None:
-            self._sample = describe_input(self._model, args, kwargs, self._features)
-            self._compare(self._sample)
-            prediction = predictor.predict(self._sample)
+        if self._may_predict():
+            with self.host_time.of("predict"):
+                prediction = self._predict(args, kwargs)
             if prediction is not None:
                 blocks = list(prediction.blocks)
                 confidence = getattr(prediction, "confidence", None)
+                self._foretold = blocks
                 if self._may_steer():
                     self.predicted, self.source = blocks, _PILOT
                 elif self._begun % _TRACK_EVERY:
                     blocks = []  # else the unused pilot is tracked, to measure its accuracy
-                if blocks and self._learner is not None and self._trials[_PILOT].prefetch:
-                    following = self._learner.tracker
+                if blocks and self._pilot is not None and self._trials[_PILOT].prefetch:
+                    following = self._pilot.tracker
         self._begun += 1
         chosen, self._followed = self.predicted, _PILOT
         if chosen is not None and following is not None and self.source == _PILOT:
             chosen = likely(chosen, confidence)
-        elif chosen is not None and following is None and self._hinted and self.pays:
+        elif chosen is not None and following is None and self._asks_last_order():
             following, self._followed = OrderTracker(chosen, self._hinted, self._again), _LAST
             blocks, chances = following.expect()
             chosen = likely(blocks, chances)
         self._step = Step(following, blocks, chosen or ())
         return None if chosen is None else self._units_of(chosen)
 
+    def _may_predict(self) -> bool:
+        """Return whether there is a predictor, and the time to ask it and to learn."""
+        if self._pilot is None:
+            return self._predictor is not None
+        return not self._silence.holds and self.host_time.affords("predict", "observe")
+
+    def _predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._sample = describe_input(self._model, args, kwargs, self._features)
+        self._compare(self._sample)
+        predictor = self._pilot if self._pilot is not None else self._predictor
+        assert predictor is not None
+        return predictor.predict(self._sample)
+
+    def _asks_last_order(self) -> bool:
+        """Return whether routing probes correct the last order in this step."""
+        return bool(self._hinted) and self.pays and not self._silence.holds
+
     def _compare(self, sample: InputFeatures) -> None:
         """At the first sample, warn if its features differ from the pilot's training samples."""
-        if self._begun or self._learner is None or self._learner.pilot is None:
+        if self._begun or self._pilot is None:
             return
-        unlike = self._learner.pilot.unlike(sample)
+        unlike = self._pilot.unlike(sample)
         if unlike:
             logger.warning(
                 "the pilot was trained on samples that show something else (%s): give offload() "
@@ -201,13 +220,10 @@ class Forecast:
             )
 
     def _may_steer(self) -> bool:
-        if self._learner is None:
-            return True  # the user's own predictor
-        standing = self._learner.standing
-        if standing.steps < _MIN_STEPS:
-            return not self._grows
-        pilot = max(standing.pilot, self._foreseen[_PILOT])
-        return pilot >= max(standing.last_order, self._foreseen[_LAST])
+        if self._pilot is None or self._standing.steps < _MIN_STEPS:
+            return True  # the user's own predictor, or the first steps
+        pilot = max(self._standing.pilot, self._foreseen[_PILOT])
+        return pilot >= max(self._standing.last_order, self._foreseen[_LAST])
 
     def visit(self, unit: Unit) -> None:
         """Record a use of slices of a module whose call did not list them."""
@@ -237,30 +253,31 @@ class Forecast:
     ) -> None:
         """Run the ``probes`` of a module that is called, and pass their hints to the step."""
         step = self._step
-        if step is None or self.asks or not (step.follows or self._grows):
+        if step is None or self.asks or not step.follows or not self.host_time.affords("ask"):
             return
-        self._on_ask(read)
-        self.asks = True
-        try:
-            hints = hinted({probes[0].path: probes}, probes[0].path, args, 0)
-        finally:
-            self.asks = False
-        for hint in hints:
-            pairs = zip(map(self.vocabulary.index_of, hint.blocks), hint.values, strict=True)
-            known = [(block, value) for block, value in pairs if block >= 0]
-            blocks, values = tuple(b for b, _ in known), tuple(v for _, v in known)
-            step.hinted(BlockHint(len(self._order), blocks, values))
+        with self.host_time.of("ask"):
+            self._on_ask(read)
+            self.asks = True
+            try:
+                hints = hinted({probes[0].path: probes}, probes[0].path, args, 0)
+            finally:
+                self.asks = False
+            for hint in hints:
+                step.hinted(placed_hint(self.vocabulary, hint, len(self._order)))
         if not slices_in(module):  # else the call lists its experts next, and is planned with them
             self._revise([])
 
     def _revise(self, begun: list[int]) -> None:
         """Replan the rest of the forward if its prediction changed; ``begun`` runs first."""
-        assert self._step is not None
-        chosen = self._step.choose(self._order)
+        step, time = self._step, self.host_time
+        assert step is not None
+        if not step.diverged or not time.affords("choose", "plan"):
+            return
+        with time.of("choose"):
+            chosen = step.choose(self._order)
         if chosen is not None and self.source == self._followed:
-            start = perf_counter()
-            self._on_revise(self._units_of([*begun, *chosen]))
-            self._step.account(start)
+            with time.of("plan"):
+                self._on_revise(self._units_of([*begun, *chosen]))
 
     def drop(self) -> None:
         """End the running forward, if any, as incomplete."""
@@ -283,13 +300,33 @@ class Forecast:
             self._again += AVERAGE * (share - self._again)
         if self.predicted is not None:
             self.accuracy = block_order_accuracy(self.predicted, self.actual)
-        if self._learner is not None and self._sample is not None:
-            hints = () if step is None else step.hints
-            self._learner.observe(self._sample, self.actual, hints=hints)
-            self._steady = self._steady + 1 if self.actual == self._last else 0
-            if self._grows and self._learner.due and self._steady < _STEADY_STEPS:
-                self._learn()
+        if self._pilot is not None:
+            self._judge_pilot(step)
         self._last = self.actual
+
+    def _judge_pilot(self, step: Step | None) -> None:
+        """Compare the pilot with the last order on the step that ran, and let it learn."""
+        last = block_order_accuracy(self._last or (), self.actual)
+        gain = None
+        if self._foretold is not None:
+            pilot = block_order_accuracy(self._foretold, self.actual)
+            self._standing.observe(pilot, last)
+            follows = step is not None and step.follows and self.actual
+            share = step.foreseen / len(self.actual) if follows and step is not None else 0.0
+            gain = max(pilot, share) - last
+        if self._silence.observe(gain, last):
+            logger.info(
+                "no prediction is better than repeating the last order, which is %.0f%% right: the "
+                "pilot and the routers are asked no more, until that changes",
+                100 * last,
+            )
+        if self._foretold is None or self._sample is None or self._pilot is None:
+            return
+        with self.host_time.of("observe"):
+            self._pilot.observe(self._sample, self.actual)
+        if self._pilot.due and self.host_time.affords("consolidate"):
+            with self.host_time.of("consolidate"):
+                self._pilot.consolidate()
 
     @property
     def pays(self) -> bool:
@@ -302,6 +339,7 @@ class Forecast:
 
     def judge(self, step: StepStats) -> None:
         """Pass a step's statistics to the trial of the source that predicted it."""
+        self.host_time.end(step.seconds)
         if self._repeats:
             self._trials[self.source].observe(step)
 
@@ -310,25 +348,6 @@ class Forecast:
         known = self.vocabulary.blocks
         names = (known[b].name if 0 <= b < len(known) else "(unseen)" for b in blocks or ())
         return None if blocks is None else tuple(names)
-
-    def _learn(self) -> None:
-        if self._thread is not None and self._thread.is_alive():
-            return
-        learner = self._learner
-        assert learner is not None
-
-        def work() -> None:
-            try:
-                learner.learn()
-            except Exception:
-                self._grows = False  # do not retry: training continues without a new pilot
-                logger.exception("no pilot can be learned from the steps so far")
-            else:
-                logger.info("a pilot was learned from the steps so far")
-                self._trials[_PILOT] = Trial(_PILOT)  # the previous trial judged the old pilot
-
-        self._thread = threading.Thread(target=work, name="dynoffload-learner", daemon=True)
-        self._thread.start()
 
     def _units_of(self, blocks: Sequence[int]) -> list[Unit]:
         known, units = self.vocabulary.blocks, self._units
@@ -365,8 +384,8 @@ class Forecast:
         self._hinted.clear()
         for path, probes, read in self.probing.places(self._units) if self._asks else ():
             self._before(modules[path], partial(self._ask, probes, read))
-            about = {self.vocabulary.index_of(one) for probe in probes for one in probe.blocks}
-            self._hinted |= about - {UNSEEN}
+            for block in {one for probe in probes for one in probe.blocks}:
+                self._hinted.update(self.vocabulary.within(block))
         for path, module in modules.items():
             if slices_in(module):
                 self._before(module, partial(self._enter_experts, path))

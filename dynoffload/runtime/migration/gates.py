@@ -9,6 +9,7 @@ probability p is worth prefetching if p > `WASTED` (1 - p).
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -34,6 +35,84 @@ WASTED = 3.0
 """Cost of a wasted byte, in bytes prefetched in time."""
 LEAST = WASTED / (1 + WASTED)
 """Least probability of a block that is prefetched."""
+
+
+AVERAGE = 0.1
+"""Weight of the newest step in running accuracies."""
+SETTLED = 48
+"""Predicted steps after which a pilot that is no better falls silent; ..."""
+STEADY = 8
+"""... or steps in a row that all ran the same blocks."""
+DRIFT = 0.1
+"""Drop of the last order's accuracy, since the pilot fell silent, that has it asked again."""
+_NOISE = 2.0  # standard errors of the gain that count as nothing
+
+
+class Standing:
+    """Running means of the accuracy of the pilot and of the last order, on the same steps.
+
+    Attributes:
+        pilot: accuracy of the pilot's predictions before the step.
+        last_order: accuracy of repeating the last order.
+        steps: number of steps averaged.
+    """
+
+    def __init__(self) -> None:
+        self.pilot = self.last_order = math.nan
+        self.steps = 0
+
+    def observe(self, pilot: float, last_order: float) -> None:
+        """Enter the accuracies of a step."""
+        weight = max(AVERAGE, 1 / (self.steps + 1))
+        self.pilot = pilot if not self.steps else self.pilot + weight * (pilot - self.pilot)
+        change = weight * (last_order - self.last_order) if self.steps else 0.0
+        self.last_order = self.last_order + change if self.steps else last_order
+        self.steps += 1
+
+
+class Silence:
+    """Decides when prediction beyond the last order is worth nothing.
+
+    Attributes:
+        holds: whether the pilot is not asked.
+    """
+
+    def __init__(self) -> None:
+        self.holds = False
+        self._gains: list[float] = []
+        self._steady = 0  # steps in a row in which the last order was right
+        self._usual = math.nan  # running accuracy of the last order
+        self._level = math.nan  # that as the pilot fell silent
+        self._said = False
+
+    def observe(self, gain: float | None, last_order: float) -> bool:
+        """Enter a step; return whether the pilot falls silent now for the first time.
+
+        Args:
+            gain: by how much the pilot was more accurate than the last order; None if not asked.
+            last_order: accuracy of the last order.
+        """
+        known = not math.isnan(self._usual)
+        change = AVERAGE * (last_order - self._usual) if known else 0.0
+        self._usual = self._usual + change if known else last_order
+        self._steady = self._steady + 1 if last_order == 1 else 0
+        if self.holds:
+            if self._usual < self._level - DRIFT:
+                self.__init__()  # type: ignore[misc]
+                self._said = True
+            return False
+        if gain is not None:
+            self._gains.append(gain)
+        if self._steady < STEADY and len(self._gains) < SETTLED:
+            return False
+        gains = np.array(self._gains or [0.0])
+        noise = _NOISE * float(gains.std()) / math.sqrt(len(gains))
+        self.holds = self._steady >= STEADY or float(gains.mean()) <= noise
+        self._gains.clear()
+        self._level = self._usual
+        first = self.holds and not self._said
+        self._said |= self.holds
+        return first
 
 
 class Trial:

@@ -1,22 +1,17 @@
 """Tracks one forward and updates the prediction of its remaining blocks.
 
 `Step` passes each block that begins, and each hint, to a tracker of `dynoffload.pilot.tracking`.
-It predicts the rest again after an unexpected block or a decisive hint, as long as predicting took
-at most `SHARE` of the forward so far.
+It predicts the rest again after an unexpected block or a decisive hint.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from time import perf_counter
 
 from dynoffload.pilot.features import BlockHint
 from dynoffload.pilot.tracking import OrderTracker, StepTracker
 from dynoffload.runtime.migration.gates import likely
-
-SHARE = 0.2
-"""Largest share of a forward's time so far that predicting its rest may take."""
 
 
 class Step:
@@ -39,8 +34,6 @@ class Step:
         self._expected, self._at = list(expected), 0
         self._chosen, self._planned = list(chosen), 0  # the latter: blocks begun at that time
         self._diverged = False
-        self._begun = perf_counter()
-        self._spent = 0.0
 
     @property
     def follows(self) -> bool:
@@ -72,27 +65,23 @@ class Step:
             self._following.hint(hint.blocks, hint.values)
             self._diverged |= self._following.decided
 
+    @property
+    def diverged(self) -> bool:
+        """Whether the rest may have to be predicted anew."""
+        return self._following is not None and self._diverged
+
     def choose(self, ran: Sequence[int]) -> list[int] | None:
-        """Return the blocks to prefetch after those that ``ran``, or None if the choice is
-        unchanged or predicting has used up its share of the time."""
-        begun = perf_counter()
-        if self._following is None or not self._diverged:
-            return None
-        if self._spent > SHARE * (begun - self._begun):
-            return None
+        """Predict the rest anew; return the blocks to prefetch after those that ``ran``, or None
+        if the choice is unchanged."""
+        assert self._following is not None
         self._diverged = False
         self._expected, chances = self._following.expect()
         self._at = 0
-        self.account(begun)
         chosen = likely(self._expected, chances)
         if chosen == _less(self._chosen, ran[self._planned :]):
             return None
         self._chosen, self._planned = chosen, len(ran)
         return chosen
-
-    def account(self, begun: float) -> None:
-        """Count the time since ``begun`` (`perf_counter`) as spent on predicting or planning."""
-        self._spent += perf_counter() - begun
 
 
 def _less(blocks: Sequence[int], begun: Sequence[int]) -> list[int]:

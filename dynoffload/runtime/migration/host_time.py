@@ -1,0 +1,64 @@
+"""The host's time for prediction: at most a share of what the session has run.
+
+All that predicting costs counts: features, predictions, probes, new plans of a step that runs, and
+learning. Each kind of work begins only if its usual cost still fits.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+SHARE = 0.01
+"""Share of the session's time that prediction may take."""
+_AVERAGE = 0.2  # weight of the latest cost in the usual one
+
+
+class HostTime:
+    """Counts what prediction costs against what the session has run.
+
+    Attributes:
+        spent_s: seconds spent on prediction.
+        ran_s: seconds that the session has run: its opening, and its steps.
+    """
+
+    def __init__(self) -> None:
+        self.spent_s = 0.0
+        self.ran_s = 0.0
+        self._taken = 0.0
+        self._step = 0.0  # when the running step's forward began
+        self._usual: defaultdict[str, float] = defaultdict(float)
+
+    def begin(self) -> None:
+        """Begin a forward."""
+        self._step = perf_counter()
+
+    def end(self, seconds: float) -> None:
+        """Count seconds that the session has run, as of a whole step."""
+        self.ran_s += seconds
+        self._step = 0.0
+
+    def take(self) -> float:
+        """Return the seconds spent since this was called last."""
+        taken, self._taken = self.spent_s - self._taken, self.spent_s
+        return taken
+
+    def affords(self, *kinds: str) -> bool:
+        """Return whether there is time for some work, by its usual cost."""
+        running = perf_counter() - self._step if self._step else 0.0
+        needed = sum(self._usual[kind] for kind in kinds)
+        return self.spent_s + needed <= SHARE * (self.ran_s + running)
+
+    @contextmanager
+    def of(self, kind: str) -> Iterator[None]:
+        """Count the body as work of a kind."""
+        begun = perf_counter()
+        try:
+            yield
+        finally:
+            took = perf_counter() - begun
+            self.spent_s += took
+            usual = self._usual[kind]
+            self._usual[kind] = usual + _AVERAGE * (took - usual) if usual else took
