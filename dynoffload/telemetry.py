@@ -132,7 +132,6 @@ class StepStats:
     peak_fast_bytes: int
     peak_allocated_bytes: int = 0
     predicting_s: float = 0.0
-    predicting_s: float = 0.0
 
 
 def table_of(steps: Sequence[StepStats]) -> pd.DataFrame:

@@ -56,6 +56,7 @@ class StepTracker:
         self.hinted: tuple[Hinted, Hinted] = ({}, {})
         self._structure, self._sample, self._chain, self._trust = structure, sample, chain, trust
         self._template = structure.template
+        self._links = np.bincount(chain, minlength=len(chain))[chain] > 1  # slots in chains
         self._odds = odds
         self._chances = sigmoid(odds)
         self._passed = 0  # slots of one block that are decided
@@ -150,24 +151,25 @@ class StepTracker:
     def _resolve(self, place: int) -> None:
         """Decide the slots up to ``place``: only that at ``place`` itself ran."""
         single = self._template.single
-        passed = int(np.searchsorted(single, place, side="right"))
-        last = passed - 1 if passed and single[passed - 1] == place else -1
-        for number in range(self._passed, passed):
-            ran, chance = number == last, float(self._chances[number])
-            self._chances[number] = ran
-            if (chance >= 0.5) != ran:
-                self.decided = True
-            if self._chain[number] != number or number + 1 < len(self._chain):
-                self._follow_chain(number, ran, chance)
-        self._passed = max(self._passed, passed)
+        begin, end = self._passed, int(np.searchsorted(single, place, side="right"))
+        if begin >= end:
+            return
+        self._passed = end
+        before = self._chances[begin:end].copy()
+        ran = np.zeros(end - begin, np.bool_)
+        ran[-1] = single[end - 1] == place
+        self._chances[begin:end] = ran
+        self.decided |= bool(((before >= 0.5) != ran).any())
+        for number, chance in enumerate(before.tolist(), begin):
+            if self._links[number]:
+                self._follow_chain(number, bool(ran[number - begin]), chance)
 
     def _follow_chain(self, number: int, ran: bool, chance: float) -> None:
         """Correct the later slots of a chain, of which one ran with ``chance``, or did not."""
         later = np.flatnonzero(self._chain[number + 1 :] == self._chain[number]) + number + 1
-        later = np.array([n for n in later.tolist() if n not in self.hinted[AT_HAND]], int)
-        if len(later):
-            known = self._chances[later]
-            self._chances[later] = np.minimum(known / max(chance, 0.02), 1) if ran else 0
+        later = np.array([n for n in later.tolist() if n not in self.hinted[AT_HAND]], np.int64)
+        known = self._chances[later]
+        self._chances[later] = np.minimum(known / max(chance, _LIMIT), 1) if ran else 0
 
 
 class OrderTracker:

@@ -253,7 +253,7 @@ class Forecast:
     ) -> None:
         """Run the ``probes`` of a module that is called, and pass their hints to the step."""
         step = self._step
-        if step is None or self.asks or not step.follows or not self.host_time.affords("ask"):
+        if step is None or self.asks or not step.follows or not self._may_revise("ask"):
             return
         with self.host_time.of("ask"):
             self._on_ask(read)
@@ -267,11 +267,15 @@ class Forecast:
         if not slices_in(module):  # else the call lists its experts next, and is planned with them
             self._revise([])
 
+    def _may_revise(self, *more: str) -> bool:
+        """Return whether there is time to predict the rest anew, and for the next step's pilot."""
+        return self.host_time.affords(*more, "choose", "plan", "predict", "observe")
+
     def _revise(self, begun: list[int]) -> None:
         """Replan the rest of the forward if its prediction changed; ``begun`` runs first."""
         step, time = self._step, self.host_time
         assert step is not None
-        if not step.diverged or not time.affords("choose", "plan"):
+        if not step.diverged or not self._may_revise():
             return
         with time.of("choose"):
             chosen = step.choose(self._order)
