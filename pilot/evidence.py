@@ -74,7 +74,7 @@ NAMES = (
     *("codes known", "codes seen", "neighbours", "nearest", "distance", "by best number"),
     *("alike by it", "elements", "more than last", "more than usual", "site ran last"),
     *("site lately", "share of site", "site over expected", "rank by codes", "rank lately"),
-    *("ran always", "site", "occurrence", "place", "bytes", "activation bytes"),
+    *("ran always", "site", "occurrence", "place", "bytes"),
     *("transpose", "gather", "scatter", "reduction", "stream", "stencil"),
 )
 """The features of a slot, in order."""
@@ -149,7 +149,13 @@ class Evidence:
         self._present = moved(self._present)
         self._table = moved(self._table, _UNKNOWN)
         self.slots = tuple(slots)
-        of = [self._blocks[block] for block, _ in slots]
+        self.describe(self._blocks)
+        return np.flatnonzero(~known).tolist()
+
+    def describe(self, blocks: Sequence[Block]) -> None:
+        """Set what is known of the blocks; their number and names stay."""
+        self._blocks, slots = blocks, self.slots
+        of = [blocks[block] for block, _ in slots]
         self.sites = sites_of(of, range(len(of)))
         self._sizes = np.bincount(self.sites)[self.sites].astype(np.float32)
         self._starts = np.cumsum(np.bincount(self.sites, minlength=1)) - np.bincount(
@@ -158,11 +164,12 @@ class Evidence:
         code = np.zeros((len(NAMES) - CODE.start, len(of)))
         code[0], code[2] = np.log1p(self._sizes), np.arange(len(of)) / max(1, len(of))
         code[1] = [occurrence for _, occurrence in slots]
-        code[3] = np.log1p([block.nbytes for block in of])
-        code[4] = np.log1p([block.activation_bytes for block in of])
-        code[5:] = np.log1p(np.array([block.idioms for block in of]).reshape(-1, 6).T)
+        code[3] = np.log([max(1, block.nbytes) for block in of])
+        code[3] -= code[3].max(initial=0)
+        idioms = np.array([block.idioms for block in of], np.float64).reshape(-1, 6)
+        idioms[~idioms.any(axis=1)] = np.nan  # not known
+        code[4:] = np.log1p(idioms.T)
         self._code = code.astype(np.float32)
-        return np.flatnonzero(~known).tolist()
 
     def recall(self, slot: int, ran: Sequence[bool]) -> None:
         """Enter whether a new slot ran in the latest steps, oldest first."""

@@ -50,6 +50,7 @@ class General:
         """Return the log-odds that each slot runs, ``[slots]``, of features ``[NAMES, slots]``."""
         inputs = (features - self.mean[:, None]) * self.scale[:, None]
         np.clip(inputs, -CLIP, CLIP, out=inputs)
+        np.nan_to_num(inputs, copy=False, nan=0.0)  # what is not known is as usual
         hidden = inputs
         for weights, bias in self.layers[:-1]:
             hidden = np.maximum(weights @ hidden + bias, 0)

@@ -80,8 +80,9 @@ def train(sets: Sequence[Rows], seed: int, card: Mapping[str, Any]) -> General:
 
     torch.manual_seed(seed)
     inputs = np.concatenate([one[0] for one in sets])
-    mean, scale = inputs.mean(axis=0), 1 / (inputs.std(axis=0) + 1e-2)
-    x = torch.from_numpy(np.clip((inputs - mean) * scale, -CLIP, CLIP).astype(np.float32))
+    mean, scale = np.nanmean(inputs, axis=0), 1 / (np.nanstd(inputs, axis=0) + 1e-2)
+    clipped = np.clip((inputs - mean) * scale, -CLIP, CLIP)
+    x = torch.from_numpy(np.nan_to_num(clipped, nan=0.0).astype(np.float32))
     y = torch.from_numpy(np.concatenate([one[1] for one in sets]).astype(np.float32))
     w = torch.from_numpy(np.concatenate([one[2] for one in sets])) * (len(x) / len(sets))
     widths = (len(NAMES), *WIDTHS)

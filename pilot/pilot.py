@@ -233,6 +233,11 @@ class Pilot:
         if steps >= 16:
             self.evidence.refit()
 
+    def describe(self, vocabulary: Vocabulary) -> None:
+        """Set what is known of the blocks, as their idioms; they stay the same blocks."""
+        self.vocabulary = vocabulary
+        self.evidence.describe(vocabulary.blocks)
+
     def check(self, fingerprint: str) -> None:
         """Check that this pilot was trained for the given network.
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
@@ -25,10 +26,12 @@ from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.tracking import OrderTracker, StepTracker
 from dynoffload.planning.blocks import UNSEEN, Vocabulary
 from dynoffload.profiler.experts import experts_hit, slices_in, split_path, unit_path
+from dynoffload.profiler.graph_idioms import GraphIdioms
+from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.input_features import Features, InputFeatures, describe_input
 from dynoffload.profiler.network import fingerprint, shape_key
 from dynoffload.profiler.routing import RoutingProbe, hinted
-from dynoffload.runtime.adoption.units import Unit, vocabulary_of
+from dynoffload.runtime.adoption.units import Unit, kind_of, vocabulary_of
 from dynoffload.runtime.migration.gates import AVERAGE, LEAST, Silence, Standing, Trial, likely
 from dynoffload.runtime.migration.host_time import HostTime
 from dynoffload.runtime.migration.probing import Probing
@@ -40,6 +43,7 @@ from dynoffload.telemetry import StepStats
 logger = logging.getLogger(__name__)
 
 _MIN_STEPS = 4  # steps observed before a pilot's accuracy counts
+_COUNTED = 3  # first forwards whose idioms are counted
 _TRACK_EVERY = 4  # a pilot that is not in use is tracked in one of so many steps
 _PILOT, _LAST = "the pilot", "the last order"
 
@@ -93,6 +97,8 @@ class Forecast:
         self._predictor: Predictor | None = None
         self._pilot: Pilot | None = None
         self._auto = policy == "pilot" and pilot == "auto"
+        self._kinds: list[object] = []  # of each block
+        self._counted: GraphIdioms | None = None  # while the idioms of a forward are counted
         self._asks = policy == "pilot"
         self.host_time = HostTime()
         self._opened = perf_counter()
@@ -148,6 +154,7 @@ class Forecast:
             self.vocabulary = vocabulary_of(self._network, units)
         if self._auto and self._pilot is None:
             self._pilot = Pilot(self.vocabulary)
+            self._kinds = [kind_of(unit) for unit in units]
         self._install()
         if self._opened:
             self.host_time.end(perf_counter() - self._opened)
@@ -179,6 +186,8 @@ class Forecast:
                     blocks = []  # else the unused pilot is tracked, to measure its accuracy
                 if blocks and self._pilot is not None and self._trials[_PILOT].prefetch:
                     following = self._pilot.tracker
+        if self._auto and self._begun < _COUNTED and self.host_time.affords("idioms"):
+            self._counted = GraphIdioms()
         self._begun += 1
         chosen, self._followed = self.predicted, _PILOT
         if chosen is not None and following is not None and self.source == _PILOT:
@@ -239,6 +248,8 @@ class Forecast:
         if self._step is None or self.asks:
             return
         self._order += blocks
+        if self._counted is not None:
+            self._counted.begin(blocks)
         self._step.ran(blocks)
         self._revise(blocks)
 
@@ -288,13 +299,17 @@ class Forecast:
         if self._step is not None:
             self.end(whole=False)
 
-    def end(self, *, whole: bool = True) -> None:
+    def end(self, output: Any = None, *, whole: bool = True) -> None:
         """End the sample's forward: learn from what ran, unless an error ended it."""
+        counted, self._counted = self._counted, None
         self.actual, self._order = self._order, []
         step, self._step = self._step, None
         self.accuracy = math.nan
         if not whole:
             return
+        if counted is not None and self._pilot is not None:
+            with self.host_time.of("idioms"):
+                self._describe(counted.count(output))
         if step is not None and step.follows and self.actual:
             known = self._foreseen[self._followed]
             share = step.foreseen / len(self.actual)
@@ -307,6 +322,17 @@ class Forecast:
         if self._pilot is not None:
             self._judge_pilot(step)
         self._last = self.actual
+
+    def _describe(self, found: Mapping[int, Idioms]) -> None:
+        """Enter the idioms of blocks that ran, and give them to those like them."""
+        assert self._pilot is not None
+        known = {self._kinds[block]: idioms for block, idioms in found.items() if block >= 0}
+        blocks = tuple(
+            replace(block, idioms=known.get(self._kinds[block.index], block.idioms))
+            for block in self.vocabulary.blocks
+        )
+        self.vocabulary = replace(self.vocabulary, blocks=blocks)
+        self._pilot.describe(self.vocabulary)
 
     def _judge_pilot(self, step: Step | None) -> None:
         """Compare the pilot with the last order on the step that ran, and let it learn."""
