@@ -1,18 +1,22 @@
-"""Predictors with given predictions: the true future, or a wrong one.
+"""Predictors with given predictions, the true future or a wrong one, and simple online ones.
 
 `watching` records which units with parameters a network visits. `Clairvoyant` predicts, before
 each step, what a recorded run of the same step visited: an upper bound for pilots. `LyingPilot`
-predicts wrongly; this must only cost time.
+predicts wrongly; this must only cost time. `RepeatLast`, `MostFrequent` and `Markov` are baselines:
+they see recorded steps in order, and learn from each after they predicted it.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from itertools import pairwise
+from typing import Any, Protocol
 
 from torch import nn
 
+from dynoffload.pilot.features import Example
 from dynoffload.pilot.pilot import Prediction
 from dynoffload.planning.blocks import Block, Vocabulary
 from dynoffload.profiler.experts import experts_hit, slices_in, unit_path
@@ -21,6 +25,7 @@ from dynoffload.profiler.input_features import InputFeatures
 from dynoffload.profiler.network import fingerprint
 
 _NOTHING = Idioms(0, 0, 0, 0, 0, 0)
+_START, _END = -2, -3  # of an order; no blocks
 
 
 def _vocabulary(model: nn.Module, paths: Iterable[str]) -> Vocabulary:
@@ -28,7 +33,7 @@ def _vocabulary(model: nn.Module, paths: Iterable[str]) -> Vocabulary:
     return Vocabulary(fingerprint(model), tuple(blocks))
 
 
-def _with_parameters(model: nn.Module) -> dict[str, nn.Module]:
+def with_parameters(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that own parameters, by path."""
     return {
         path: module
@@ -46,7 +51,7 @@ def watching(model: nn.Module) -> list[str]:
         hit = experts_hit(module, args, kwargs)
         visited.extend([path] if hit is None else (unit_path(path, number) for number in hit))
 
-    for path, module in _with_parameters(model).items():
+    for path, module in with_parameters(model).items():
         module.register_forward_pre_hook(partial(visit, path), with_kwargs=True)
     return visited
 
@@ -55,7 +60,7 @@ class Clairvoyant:
     """A `dynoffload.runtime.migration.forecast.Predictor` with perfect predictions."""
 
     def __init__(self, model: nn.Module) -> None:
-        own = _with_parameters(model)
+        own = with_parameters(model)
         experts = (
             unit_path(path, number)
             for path, module in own.items()
@@ -101,3 +106,85 @@ class LyingPilot:
         order = self._orders[self.asked % len(self._orders)] if self._orders else []
         self.asked += 1
         return Prediction(list(order), 0.0)
+
+
+class Online(Protocol):
+    """Predicts recorded steps one after the other."""
+
+    def predict(self, example: Example) -> list[int]:
+        """Return the predicted order; only ``example.sample`` may be used."""
+
+    def observe(self, example: Example) -> None:
+        """Learn from what the step ran."""
+
+
+class RepeatLast:
+    """Predicts the order of the step before."""
+
+    def __init__(self) -> None:
+        self._last: list[int] = []
+
+    def predict(self, example: Example) -> list[int]:
+        """Return the last order."""
+        return self._last
+
+    def observe(self, example: Example) -> None:
+        """Remember the order."""
+        self._last = list(example.blocks)
+
+
+class MostFrequent:
+    """Predicts the blocks that ran in at least half of the steps so far, in one fixed order.
+
+    A block that a step runs several times counts as several. What runs for the first time takes its
+    place in the fixed order behind what ran before it.
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._order: list[tuple[int, int]] = []  # blocks, each with the number of its call
+        self._ran: Counter[tuple[int, int]] = Counter()  # steps that ran it
+
+    def predict(self, example: Example) -> list[int]:
+        """Return the frequent blocks."""
+        return [call[0] for call in self._order if 2 * self._ran[call] >= self._steps]
+
+    def observe(self, example: Example) -> None:
+        """Count the blocks."""
+        self._steps += 1
+        calls: Counter[int] = Counter()
+        before = None
+        for block in example.blocks:
+            call = block, calls[block]
+            calls[block] += 1
+            if call not in self._ran:
+                self._order.insert(0 if before is None else self._order.index(before) + 1, call)
+            self._ran[call] += 1
+            before = call
+
+
+class Markov:
+    """Predicts after each block its most frequent successor so far, from the start to the end."""
+
+    def __init__(self) -> None:
+        self._counts: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        self._likeliest: dict[int, int] = {}
+        self._longest = 0
+
+    def predict(self, example: Example) -> list[int]:
+        """Return the chain of successors, no longer than the longest order so far."""
+        order: list[int] = []
+        block = self._likeliest.get(_START, _END)
+        while block != _END and len(order) < self._longest:
+            order.append(block)
+            block = self._likeliest[block]
+        return order
+
+    def observe(self, example: Example) -> None:
+        """Count the successors."""
+        self._longest = max(self._longest, len(example.blocks))
+        for block, after in pairwise((_START, *example.blocks, _END)):
+            counts = self._counts[block]
+            counts[after] += 1
+            if counts[after] > counts[self._likeliest.setdefault(block, after)]:
+                self._likeliest[block] = after
