@@ -1,0 +1,255 @@
+"""Watched steps, the oracle, online baselines, and their scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dynoffload.experiments import watched as module
+from dynoffload.experiments.pilot_recording import CASES, record
+from dynoffload.experiments.predictors import Markov, MostFrequent, Online, RepeatLast
+from dynoffload.experiments.scoring import hints_ahead, one_ahead, score
+from dynoffload.experiments.watched import (
+    MATERIAL,
+    MIXTURES,
+    OTHERS,
+    SUBJECTS,
+    Training,
+    Watched,
+    watch,
+)
+from dynoffload.pilot.evaluate import block_order_accuracy
+from dynoffload.pilot.features import BlockHint, Example
+from dynoffload.pilot.progress import Report
+from dynoffload.pilot.tracking import OrderTracker
+from dynoffload.planning.blocks import Block, Vocabulary
+from dynoffload.profiler.experts import split_path
+from dynoffload.profiler.idioms import Idioms
+from dynoffload.profiler.input_features import InputFeatures
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def moe() -> Watched:
+    return watch(SUBJECTS["moe_8"], STEPS, 1, oracle=True)
+
+
+@pytest.fixture(scope="module")
+def depths() -> Watched:
+    subject = SUBJECTS["depths"]
+    case = replace(CASES["depths"], before=0)
+    return watch(replace(subject, begin=lambda *given: module._of_zoo(case, *given)), STEPS, 0)
+
+
+def _paths(watched: Watched, example: Example) -> list[str]:
+    return [watched.vocabulary.blocks[block].path for block in example.blocks]
+
+
+def test_families_are_left_out_together() -> None:
+    assert len(SUBJECTS) == len(CASES) + 4
+    assert len(MATERIAL) >= 40
+    families = {one.key: one.family for one in (*MATERIAL.values(), *SUBJECTS.values())}
+    assert families["mixtral"] == families["deepseek_v3"] == families["jamba"] == MIXTURES
+    assert families["tree"] == families["tree_untied"]
+    assert families["evoformer"] == families["esmfold"]
+    assert MATERIAL["esmfold"].family == SUBJECTS["esmfold"].family
+    assert families["bert"] == OTHERS
+
+
+def test_units_run_in_the_order_of_a_trace(moe: Watched) -> None:
+    recording = record(CASES["moe_8"], STEPS, 1)
+    for example, traced in zip(moe.examples, recording.examples, strict=True):
+        blocks = [recording.vocabulary.blocks[block] for block in traced.blocks if block >= 0]
+        if len(blocks) == len(traced.blocks):  # none is unknown
+            assert _paths(moe, example) == [path for block in blocks for path in block.visits]
+        assert (example.sample, example.source) == (traced.sample, traced.source)
+        assert len(example.hints) == len(traced.hints)
+
+
+def test_a_hint_about_a_module_is_about_the_units_inside(moe: Watched) -> None:
+    paths = [block.path for block in moe.vocabulary.blocks]
+    for example in moe.examples:
+        own, ahead, last = example.hints  # of two layers with experts
+        assert own.place == ahead.place < last.place
+        assert {".".join(paths[b].split(".")[:2]) for b in own.blocks} == {"layers.0"}
+        rest = example.blocks[own.place :]
+        told = {b for b, value in zip(own.blocks, own.values, strict=True) if value > 0.5}
+        assert told == set(own.blocks).intersection(rest)  # it knows its own decision
+
+
+def test_units_have_idioms_and_bytes(moe: Watched) -> None:
+    ran = {block for example in moe.examples for block in example.blocks}
+    assert len(ran) < len(moe.vocabulary)  # others have those of units alike
+    for block in moe.vocabulary.blocks:
+        assert any(block.idioms)
+        assert block.nbytes > 0
+        assert block.activation_bytes > 0
+
+
+def test_the_oracle_knows_more_than_the_last_order(moe: Watched) -> None:
+    orders = [example.blocks for example in moe.examples]
+    assert moe.oracle != orders
+    assert moe.oracle[0] == orders[0]  # no update before it
+    for last, oracle, order in zip(orders, moe.oracle[1:], orders[1:], strict=False):
+        assert block_order_accuracy(oracle, order) > block_order_accuracy(last, order)
+
+
+@pytest.mark.parametrize("key", ["moe_8", "gan"])
+def test_the_oracle_is_right_if_weights_stay(key: str) -> None:
+    def begin(seed: int, report: Report) -> Training:
+        training = SUBJECTS[key].begin(seed, report)
+        for group in training.optimizer.param_groups:
+            group["lr"] = 0.0
+        return training
+
+    found = watch(replace(SUBJECTS[key], begin=begin), STEPS, 0, oracle=True)
+    assert found.oracle == [example.blocks for example in found.examples]
+    assert len({tuple(order) for order in found.oracle}) > 1
+
+
+def test_the_oracle_draws_the_random_numbers_of_the_step_and_changes_nothing() -> None:
+    dropping = MATERIAL["wav2vec2"]  # skips layers by chance
+    alone, twice = (watch(dropping, STEPS, 3, oracle=oracle) for oracle in (False, True))
+    assert not alone.oracle
+    assert twice.oracle == [example.blocks for example in twice.examples]
+    assert twice.examples == alone.examples
+    assert alone.varying
+
+
+def test_experts_of_fused_layers_are_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(module, "_TRAINED", 1)
+    monkeypatch.setattr(module, "_PROFILED", 1)
+    found = watch(SUBJECTS["olmoe"], 3, 0, oracle=True)
+    experts = [b for b in found.vocabulary.blocks if split_path(b.path)[1] is not None]
+    assert len(experts) == 4 * 64
+    assert all(any(block.idioms) for block in experts)
+    for example in found.examples:
+        assert len(example.hints) == 4
+        assert example.hints[1:] == hints_ahead(example, found.varying)
+
+
+def test_a_convolution_is_no_layer_of_experts() -> None:
+    pytest.importorskip("transformers")
+    found = watch(MATERIAL["hubert"], 2, 0)
+    assert not any(split_path(block.path)[1] for block in found.vocabulary.blocks)
+
+
+# Baselines
+
+
+def _examples(*orders: Sequence[int]) -> list[Example]:
+    return [Example(InputFeatures({}), list(order)) for order in orders]
+
+
+def _seen(predictor: Online, *orders: Sequence[int]) -> list[int]:
+    for example in _examples(*orders):
+        predictor.predict(example)
+        predictor.observe(example)
+    return predictor.predict(_examples([])[0])
+
+
+@pytest.mark.parametrize("kind", [RepeatLast, MostFrequent, Markov])
+def test_a_baseline_predicts_nothing_at_first_and_then_what_repeats(
+    kind: type[RepeatLast] | type[MostFrequent] | type[Markov],
+) -> None:
+    assert _seen(kind()) == []
+    assert _seen(kind(), [0, 2, 1]) == [0, 2, 1]
+    assert _seen(kind(), [], []) == []
+
+
+def test_the_last_order_is_repeated() -> None:
+    assert _seen(RepeatLast(), [0, 1], [0, 2, 2]) == [0, 2, 2]
+
+
+def test_the_most_frequent_blocks_keep_one_order() -> None:
+    assert _seen(MostFrequent(), [0, 1, 3], [0, 2, 3], [0, 2, 3, 3]) == [0, 2, 3]
+    assert _seen(MostFrequent(), [0, 3], [0, 1, 3], [0, 1, 3, 3], [0, 3, 3]) == [0, 1, 3, 3]
+
+
+def test_a_chain_follows_the_most_frequent_successors() -> None:
+    assert _seen(Markov(), [0, 1, 3], [0, 2, 3], [0, 2, 4]) == [0, 2, 3]
+    assert _seen(Markov(), [0, 1, 0, 1, 0, 1, 2]) == [0, 1] * 3 + [0]  # a cycle ends
+
+
+# Scores
+
+
+def _watched(examples: list[Example], nbytes: Sequence[int]) -> Watched:
+    none = Idioms(0, 0, 0, 0, 0, 0)
+    blocks = (Block(n, f"b{n}", "", (f"b{n}",), of, 0, none) for n, of in enumerate(nbytes))
+    return Watched(Vocabulary("", tuple(blocks)), examples, [])
+
+
+def test_scores_count_varying_blocks_and_their_bytes() -> None:
+    found = _watched(_examples([0, 1], [0, 2], [0, 2, 1]), [1000, 10, 1])
+    assert found.varying == {1, 2}
+    scores = score(found, RepeatLast(), range(1, 3))
+    assert scores.order == pytest.approx((1 / 2 + 2 / 3) / 2)
+    assert (scores.recall, scores.precision) == (1 / 3, 1 / 2)
+    assert (scores.recall_bytes, scores.precision_bytes) == (1 / 12, 1 / 11)
+    assert (scores.missed_bytes, scores.wasted_bytes) == (11 / 2, 10 / 2)
+    assert math.isnan(scores.ahead)
+    still = score(_watched(_examples([0], [0]), [1]), RepeatLast(), range(1, 2))
+    assert still.order == 1
+    assert math.isnan(still.recall)
+
+
+class _Believes:
+    """Expects the blocks that hints named, in order."""
+
+    def __init__(self) -> None:
+        self.decided = False
+        self._rest: list[int] = []
+
+    def observe(self, block: int) -> None:
+        self._rest = [one for one in self._rest if one > block]
+
+    def hint(self, blocks: Sequence[int], values: Sequence[float]) -> None:
+        self._rest = sorted({*self._rest, *blocks})
+        self.decided = True
+
+    def expect(self) -> tuple[list[int], object]:
+        self.decided = False
+        return list(self._rest), np.ones(len(self._rest))
+
+
+def test_a_hint_about_the_decision_at_hand_is_not_scored() -> None:
+    hints = (
+        BlockHint(1, (1, 2), (1.0, 1.0)),  # at hand
+        BlockHint(1, (3, 4), (1.0, 1.0)),  # of the next decision, which comes after 1 or 2
+        BlockHint(2, (3, 4), (1.0, 1.0)),  # at hand
+    )
+    example = Example(InputFeatures({}), [0, 1, 3], "", hints)
+    varying = {1, 2, 3, 4}
+    assert hints_ahead(example, varying) == [hints[1]]
+    assert +one_ahead(_Believes(), example, varying) == {3: 1}
+    skipped = replace(example, blocks=[0, 3], hints=[*hints[:2], replace(hints[2], place=1)])
+    assert hints_ahead(skipped, varying) == [hints[1]]
+
+
+def test_routers_asked_a_decision_earlier_are_scored(moe: Watched, depths: Watched) -> None:
+    for example in moe.examples:
+        assert hints_ahead(example, moe.varying) == [example.hints[1]]
+    for example in depths.examples:
+        about = [hint.blocks for hint in example.hints]
+        later = [hint for n, hint in enumerate(example.hints) if hint.blocks in about[n + 1 :]]
+        assert hints_ahead(example, depths.varying) == later
+        assert len(later) == 3
+
+
+def test_a_tracker_is_scored_on_real_steps(moe: Watched) -> None:
+    predictor = RepeatLast()
+
+    def follow(example: Example) -> OrderTracker:
+        return OrderTracker(predictor.predict(example), moe.varying, 1.0)
+
+    scores = score(moe, predictor, range(4, STEPS), follow)
+    assert 0 < scores.ahead_varying < scores.ahead < 1
+    assert scores.recall < 1
+    assert scores.missed_bytes > 0
