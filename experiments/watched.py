@@ -117,7 +117,7 @@ class Watched:
     Attributes:
         vocabulary: one block per unit.
         examples: every step, in order.
-        oracle: the oracle's order of every step; empty unless asked for.
+        oracle: the oracle's order of every step, for the first what it ran; empty unless asked for.
     """
 
     vocabulary: Vocabulary
@@ -308,10 +308,11 @@ def _advanced(training: Training, steps: int, key: str, report: Report) -> Train
     return training
 
 
-def _family_of(architecture: str) -> str:
-    if architecture in _EXPERTS:
-        return MIXTURES
-    return _FAMILIES.get(architecture, OTHERS)
+def _material(name: str) -> Subject:
+    family, origin = _FAMILIES.get(name, OTHERS), STRUCTURE
+    if name in _EXPERTS:
+        family, origin = MIXTURES, DATA
+    return Subject(name, family, name, origin, partial(_of_architecture, name))
 
 
 SUBJECTS: dict[str, Subject] = {
@@ -340,8 +341,5 @@ SUBJECTS: dict[str, Subject] = {
     )
 }
 """The networks on which predictors are compared, by key."""
-MATERIAL: dict[str, Subject] = {
-    name: Subject(name, _family_of(name), name, STRUCTURE, partial(_of_architecture, name))
-    for name in ARCHITECTURES
-}
+MATERIAL: dict[str, Subject] = {name: _material(name) for name in ARCHITECTURES}
 """The architectures of transformers, by name: material to learn from."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from dynoffload.experiments import watched as module
-from dynoffload.experiments.pilot_recording import CASES, record
+from dynoffload.experiments.pilot_recording import CASES, recorded
 from dynoffload.experiments.predictors import Markov, MostFrequent, Online, RepeatLast
 from dynoffload.experiments.scoring import hints_ahead, one_ahead, score
 from dynoffload.experiments.watched import (
@@ -22,8 +23,10 @@ from dynoffload.experiments.watched import (
     Watched,
     watch,
 )
+from dynoffload.experiments.ways import Spec
 from dynoffload.pilot.evaluate import block_order_accuracy
 from dynoffload.pilot.features import BlockHint, Example
+from dynoffload.pilot.labels import label_traces
 from dynoffload.pilot.progress import Report
 from dynoffload.pilot.tracking import OrderTracker
 from dynoffload.planning.blocks import Block, Vocabulary
@@ -32,6 +35,14 @@ from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.input_features import InputFeatures
 
 STEPS = 12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # steps are small
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +73,14 @@ def test_families_are_left_out_together() -> None:
 
 
 def test_units_run_in_the_order_of_a_trace(moe: Watched) -> None:
-    recording = record(CASES["moe_8"], STEPS, 1)
-    for example, traced in zip(moe.examples, recording.examples, strict=True):
-        blocks = [recording.vocabulary.blocks[block] for block in traced.blocks if block >= 0]
-        if len(blocks) == len(traced.blocks):  # none is unknown
-            assert _paths(moe, example) == [path for block in blocks for path in block.visits]
-        assert (example.sample, example.source) == (traced.sample, traced.source)
-        assert len(example.hints) == len(traced.hints)
+    case = CASES["moe_8"]
+    spec = Spec(case.network, case.preset, shape=case.shape, lr=case.lr, seed=1, data_seed=1)
+    with recorded(spec, STEPS, lambda *_: None) as folder:
+        labels = label_traces(folder, 1, lambda *_: None)
+    for example, label in zip(moe.examples, labels, strict=True):
+        assert tuple(_paths(moe, example)) == label.calls.ran()[0]
+        assert (example.sample, example.source) == (label.sample, label.source)
+        assert [hint.values[0] for hint in example.hints] == [h.values[0] for h in label.hints]
 
 
 def test_a_hint_about_a_module_is_about_the_units_inside(moe: Watched) -> None:
