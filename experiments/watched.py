@@ -29,7 +29,7 @@ from dynoffload.experiments.pilot_recording import CASES, DATA, STRUCTURE, Case
 from dynoffload.experiments.predictors import watching, with_parameters
 from dynoffload.experiments.ways import Spec, adamw, network
 from dynoffload.experiments.zoo.building import ZooSample
-from dynoffload.experiments.zoo.fused_moe import FAMILIES
+from dynoffload.experiments.zoo.fused_moe import FAMILIES, FusedMoELM
 from dynoffload.pilot.evaluate import varying_blocks
 from dynoffload.pilot.features import BlockHint, Example
 from dynoffload.pilot.progress import Report
@@ -206,6 +206,8 @@ def _hinting(model: nn.Module, visited: list[str]) -> list[RoutingHint]:
 def _costs(training: Training, samples: Sequence[ZooSample]) -> dict[str, list[_Ints]]:
     """Return for each unit the idioms and the activation bytes of each of its calls, ``[7]``."""
     found: dict[str, list[_Ints]] = defaultdict(list)
+    if isinstance(training.model, FusedMoELM):  # each expert has operators of its own
+        training.model.inner.set_experts_implementation("eager")
 
     def note(trace: Trace) -> None:
         calls = summarize_calls(trace)
@@ -284,7 +286,6 @@ def _of_mixture(family: str, seed: int, report: Report) -> Training:
     torch.manual_seed(seed)
     large = zoo.samples("fused", seed=seed, rows=16, length=64)
     _advanced(Training(model, adamw(model, spec), large), _TRAINED, family, report)
-    model.inner.set_experts_implementation("eager")  # each expert has operators of its own
     stream = zoo.samples("fused", seed=seed + 1, rows=1, length=16)
     return Training(model, AdamW(model.parameters(), lr=3e-4, fused=True), stream)
 
