@@ -9,7 +9,7 @@ they see recorded steps in order, and learn from each after they predicted it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -42,14 +42,18 @@ def with_parameters(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def watching(model: nn.Module) -> list[str]:
+def watching(
+    model: nn.Module, on_visit: Callable[[Sequence[str]], None] = lambda paths: None
+) -> list[str]:
     """Return a list to which hooks append the path of each called module with parameters, or of
-    the experts that the call runs."""
+    the experts that the call runs; ``on_visit`` is called with these."""
     visited: list[str] = []
 
     def visit(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         hit = experts_hit(module, args, kwargs)
-        visited.extend([path] if hit is None else (unit_path(path, number) for number in hit))
+        paths = [path] if hit is None else [unit_path(path, number) for number in hit]
+        visited.extend(paths)
+        on_visit(paths)
 
     for path, module in with_parameters(model).items():
         module.register_forward_pre_hook(partial(visit, path), with_kwargs=True)

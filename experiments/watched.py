@@ -17,8 +17,6 @@ from itertools import count, islice
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
@@ -29,14 +27,13 @@ from dynoffload.experiments.pilot_recording import CASES, DATA, STRUCTURE, Case
 from dynoffload.experiments.predictors import watching, with_parameters
 from dynoffload.experiments.ways import Spec, adamw, network
 from dynoffload.experiments.zoo.building import ZooSample
-from dynoffload.experiments.zoo.fused_moe import FAMILIES, FusedMoELM
+from dynoffload.experiments.zoo.fused_moe import FAMILIES
 from dynoffload.pilot.evaluate import varying_blocks
 from dynoffload.pilot.features import BlockHint, Example
 from dynoffload.pilot.progress import Report
 from dynoffload.planning.blocks import Block, Vocabulary
-from dynoffload.planning.calls import summarize_calls
-from dynoffload.profiler import Recorder, Trace
 from dynoffload.profiler.experts import slices_in, split_path, unit_path
+from dynoffload.profiler.graph_idioms import GraphIdioms
 from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.input_features import describe_input
 from dynoffload.profiler.network import fingerprint
@@ -61,8 +58,7 @@ _EXPERTS = (
     *("switch", "nllb-moe", "jamba"),
 )
 _TRAINED = 400  # steps before a mixture is watched, of 16 rows of 64 bytes
-_PROFILED = 4  # further samples, by which units are profiled
-_Ints = npt.NDArray[np.int64]
+_COUNTED = 3  # first steps whose idioms are counted, as in a session
 
 
 class Training(NamedTuple):
@@ -80,10 +76,11 @@ class Training(NamedTuple):
     samples: Iterator[ZooSample]
     loss: Callable[[Any], Tensor] = attrgetter("loss")
 
-    def backward(self, sample: ZooSample) -> None:
-        """Compute the gradients of a sample."""
-        loss = self.loss(self.model(*sample.args, **sample.kwargs))
-        loss.backward()  # type: ignore[no-untyped-call]
+    def backward(self, sample: ZooSample) -> Any:
+        """Compute the gradients of a sample; return the network's output."""
+        output = self.model(*sample.args, **sample.kwargs)
+        self.loss(output).backward()  # type: ignore[no-untyped-call]
+        return output
 
     def update(self) -> None:
         """Update the weights by the gradients, and drop these."""
@@ -149,11 +146,12 @@ def watch(
     """
     training = subject.begin(seed, report)
     model = training.model
-    samples = list(islice(training.samples, steps + _PROFILED))
+    samples = list(islice(training.samples, steps))
     older = copy.deepcopy(model) if oracle else None
     foreseen = watching(older) if older is not None else []
-    costs = _costs(training._replace(model=copy.deepcopy(model)), samples[steps:])
-    visited = watching(model)
+    idioms: dict[str, Idioms] = {}
+    starts: list[Callable[[Sequence[str]], None]] = []
+    visited = watching(model, lambda paths: starts[-1](paths))
     hints = _hinting(model, visited)
     orders, told, oracles, features = [], [], [], []
     for number, sample in enumerate(samples[:steps]):
@@ -165,13 +163,18 @@ def watch(
             with torch.random.fork_rng(devices=[]):
                 older(*sample.args, **sample.kwargs)  # with gradients: the same kernels
             oracles.append(foreseen.copy())
-        training.backward(sample)
+        counter = GraphIdioms()
+        starts.append(counter.begin if number < _COUNTED else lambda blocks: None)
+        output = training.backward(sample)
+        if number < _COUNTED:
+            idioms |= counter.count(output)
+        del output
         orders.append(visited.copy())
         told.append(hints.copy())
         if older is not None:
             older.load_state_dict(model.state_dict())
         training.update()
-    vocabulary = _vocabulary(model, {path for order in orders + oracles for path in order}, costs)
+    vocabulary = _vocabulary(model, {path for order in orders + oracles for path in order}, idioms)
     inside = _units_inside(vocabulary)
 
     def encoded(order: Sequence[str]) -> list[int]:
@@ -203,29 +206,7 @@ def _hinting(model: nn.Module, visited: list[str]) -> list[RoutingHint]:
     return hints
 
 
-def _costs(training: Training, samples: Sequence[ZooSample]) -> dict[str, list[_Ints]]:
-    """Return for each unit the idioms and the activation bytes of each of its calls, ``[7]``."""
-    found: dict[str, list[_Ints]] = defaultdict(list)
-    if isinstance(training.model, FusedMoELM):  # each expert has operators of its own
-        training.model.inner.set_experts_implementation("eager")
-
-    def note(trace: Trace) -> None:
-        calls = summarize_calls(trace)
-        rows = np.column_stack((calls.call_idioms, calls.call_activations))
-        for path, row in zip(calls.paths, rows, strict=True):
-            if row.any():  # else its work counts for another module, as in a functional call
-                found[path].append(row)
-
-    with torch.random.fork_rng(devices=[]), Recorder(training.model, on_step=note):
-        for sample in samples:
-            training.backward(sample)
-            training.model.zero_grad()
-    return found
-
-
-def _vocabulary(
-    model: nn.Module, ran: set[str], costs: Mapping[str, Sequence[_Ints]]
-) -> Vocabulary:
+def _vocabulary(model: nn.Module, ran: set[str], idioms: Mapping[str, Idioms]) -> Vocabulary:
     """Return a vocabulary of a network's units; fused layers are those that named experts."""
     fused = {site for site, part in map(split_path, ran) if part is not None}
     units: list[tuple[str, int, object]] = []  # path, bytes, class and shapes
@@ -238,14 +219,12 @@ def _vocabulary(
             units += [(unit_path(path, n), nbytes // parts, kind) for n in range(parts)]
         if path in ran or path not in fused:
             units.append((path, nbytes, kind))
-    alike: dict[object, list[_Ints]] = defaultdict(list)
-    for path, _, like in units:
-        alike[like] += costs.get(path, ())
-    blocks = []
-    for number, (path, nbytes, like) in enumerate(units):
-        calls = costs.get(path) or alike[like] or [np.zeros(7, np.int64)]
-        *idioms, kept = np.median(calls, axis=0).astype(int).tolist()
-        blocks.append(Block(number, path, "", (path,), nbytes, kept, Idioms(*idioms)))
+    alike = {like: idioms[path] for path, _, like in units if path in idioms}
+    nothing = Idioms()
+    blocks = (
+        Block(number, path, "", (path,), nbytes, 0, alike.get(like, nothing))
+        for number, (path, nbytes, like) in enumerate(units)
+    )
     return Vocabulary(fingerprint(model), tuple(blocks))
 
 

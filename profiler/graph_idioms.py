@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
@@ -33,16 +33,16 @@ class GraphIdioms:
 
     def __init__(self) -> None:
         self._starts: list[int] = []
-        self._blocks: list[Sequence[int]] = []
+        self._blocks: list[Sequence[Hashable]] = []
 
-    def begin(self, blocks: Sequence[int]) -> None:
-        """Record that ``blocks`` run from now until others do."""
+    def begin(self, blocks: Sequence[Hashable]) -> None:
+        """Record that ``blocks``, by number or path, run from now until others do."""
         self._starts.append(torch._C._autograd._get_sequence_nr())
         self._blocks.append(blocks)
 
-    def count(self, output: Any) -> dict[int, Idioms]:
+    def count(self, output: Any) -> dict[Any, Idioms]:
         """Return the mean idiom counts of a call of each block, from the graph of ``output``."""
-        totals: defaultdict[int, Any] = defaultdict(lambda: np.zeros(len(Idioms._fields)))
+        totals: defaultdict[Any, Any] = defaultdict(lambda: np.zeros(len(Idioms._fields)))
         waiting: list[Any] = [one.grad_fn for one in _tensors(output)]
         seen: set[Any] = {None}
         while waiting and len(seen) <= MAX_NODES:
