@@ -22,11 +22,11 @@ from dynoffload.config import OffloadConfig
 from dynoffload.doctor import measure_tiers
 from dynoffload.errors import BudgetError
 from dynoffload.experiments import step_time, traffic
+from dynoffload.experiments.ablation_sessions import networks
 from dynoffload.experiments.clock import EVENTS, KINDS, PARTS
 from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.contest import Contestant, Way, median_seconds
 from dynoffload.experiments.harness import Cell, Experiment, Row, check_known, option, table
-from dynoffload.experiments.pilot_benefit import networks
 from dynoffload.experiments.pilot_recording import learned
 from dynoffload.experiments.processes import Process
 from dynoffload.experiments.ways import BUDGETED, Spec, adamw, network, samples

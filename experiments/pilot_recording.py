@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dynoffload.experiments.ways import Spec, adamw, network
-from dynoffload.pilot.features import Example
-from dynoffload.pilot.labels import encode_example, label_traces
 from dynoffload.pilot.progress import Report
-from dynoffload.pilot.sources import split_by_source
-from dynoffload.pilot.train import HOLDOUT, TrainResult, train_pilot
-from dynoffload.planning.blocks import Vocabulary
-from dynoffload.planning.cutting import build_vocabulary
+from dynoffload.pilot.train import TrainResult, train_pilot
 
 if TYPE_CHECKING:
     from dynoffload.experiments.zoo.building import ZooSample
@@ -91,48 +86,6 @@ CASES: dict[str, Case] = {
 }
 """All networks of the zoo whose steps differ, by key, at the smallest sizes: difficulty depends on
 the number of codes and sites, not on size."""
-
-
-@dataclass(frozen=True)
-class Recording:
-    """Recorded steps of a case, split for training and scoring.
-
-    Attributes:
-        vocabulary: the network's blocks, cut from the training steps.
-        examples: every step, in order.
-        held_out: numbers of the steps for scoring, ascending.
-    """
-
-    vocabulary: Vocabulary
-    examples: Sequence[Example]
-    held_out: Sequence[int]
-
-    @property
-    def learned(self) -> list[Example]:
-        """The steps for training."""
-        aside = set(self.held_out)
-        return [example for step, example in enumerate(self.examples) if step not in aside]
-
-    @property
-    def scored(self) -> list[Example]:
-        """The steps for scoring."""
-        return [self.examples[step] for step in self.held_out]
-
-
-def record(case: Case, samples: int, seed: int) -> Recording:
-    """Train a case's network and return its recording.
-
-    Args:
-        case: what to train.
-        samples: number of recorded steps.
-        seed: of the weights, of the samples' order, and of the held-out split.
-    """
-    spec = Spec(case.network, case.preset, shape=case.shape, lr=case.lr, seed=seed, data_seed=seed)
-    with recorded(spec, samples, lambda *_: None, before=case.before) as traces:
-        labels = label_traces(traces, 1, lambda *_: None)
-    inside, aside = split_by_source([label.source for label in labels], HOLDOUT, seed)
-    vocabulary = build_vocabulary([labels[i].calls for i in inside])
-    return Recording(vocabulary, [encode_example(vocabulary, label) for label in labels], aside)
 
 
 @contextlib.contextmanager

@@ -338,7 +338,7 @@ def _replay(spec: Spec, model: nn.Module, pilot: Any) -> Iterator[Ready]:
 @contextlib.contextmanager
 def _probes(spec: Spec, model: nn.Module, pilot: Any) -> Iterator[Ready]:
     with _budgeted(spec, model, "auto") as ready:
-        ready.session._forecast._grows = False  # no pilot is learned
+        ready.session._forecast._pilot = None
         yield ready
 
 

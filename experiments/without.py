@@ -1,4 +1,4 @@
-"""Switches off one part of the runtime in this process, for `dynoffload.experiments.ablations`.
+"""Switches off one part of the runtime in this process, for the ablations.
 
 The library has no such options: its methods are replaced, or its C pager is built once more with a
 line changed. Losses stay those of plain training. What cannot be switched off:
@@ -64,6 +64,7 @@ def _rebuilt(file: str, line: str, other: str) -> None:
 WITHOUT: dict[str, Callable[[], None]] = {
     "guard": partial(_replace, "runtime.paging:Paging", _begin_guard=_nothing),
     "visits": partial(_replace, "runtime.stepping:Stepping", _visit=_nothing),
+    "idioms": partial(_replace, "runtime.migration.forecast:Forecast", _describe=_nothing),
     "samples": partial(
         _replace, "runtime.recording:Recording", sample=_nothing, look_at_heap=_nothing
     ),

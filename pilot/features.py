@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from dynoffload.profiler.experts import split_path
 from dynoffload.profiler.input_features import InputFeatures
 
 Floats = npt.NDArray[np.float32]
+
+_LAST_NUMBER = re.compile(r"(?<=\.)\d+((?:\.(?!\d+(?:\.|$))[^.]+)*)$")
 
 
 @dataclass(frozen=True)
@@ -50,14 +53,13 @@ class BlockHint:
 def sites_of(blocks: Sequence[Block], chosen: Sequence[int]) -> npt.NDArray[np.int64]:
     """Return the number of the site each chosen block belongs to.
 
-    The experts of one layer share a site: those of a fused layer, and modules whose paths differ
-    only in a last number.
+    Blocks share a site if they are experts of one fused layer, or if their paths differ only in
+    the last number: ``layers.0.experts.3.up`` and ``layers.0.experts.4.up``.
     """
     names: dict[str, int] = {}
     sites = []
     for site, part in (split_path(blocks[i].path) for i in chosen):
-        head, _, tail = site.rpartition(".")
-        sites.append(head if part is None and tail.isdigit() else site)
+        sites.append(site if part is not None else _LAST_NUMBER.sub(r"*\1", f".{site}"))
     return np.array([names.setdefault(site, len(names)) for site in sites], np.int64)
 
 

@@ -1,0 +1,599 @@
+"""What learning is worth: each part of the pilot with it and without, network by network.
+
+Networks are watched while they train (`dynoffload.experiments.watched`), at several seeds. The
+general pilot is trained once for each family that is left out, with the idioms of blocks, without
+and with shuffled ones, and scored on the networks of that family, step by step as a session would
+use it. Other networks train under a budget, where all ways to predict take turns
+(`dynoffload.experiments.ablation_sessions`). With ``--general`` the general pilot is trained on all
+of the material and written to that file; the one that comes with the package was made so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, median
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dynoffload.errors import ConfigError
+from dynoffload.experiments.ablation_sessions import (
+    CLAIRVOYANT,
+    CONTROL,
+    POLICIES,
+    WARMUP,
+    contests,
+    paired,
+    train_in_turns,
+)
+from dynoffload.experiments.comparing import Table
+from dynoffload.experiments.contest import Turns
+from dynoffload.experiments.harness import Cell, Experiment, Row, check_known, option, table
+from dynoffload.experiments.pilot_recording import DATA
+from dynoffload.experiments.predictors import Markov, MostFrequent, Online, RepeatLast
+from dynoffload.experiments.provenance import provenance
+from dynoffload.experiments.scoring import score
+from dynoffload.experiments.trainer import finite
+from dynoffload.experiments.watched import MATERIAL, SUBJECTS, Subject, Watched, watch
+from dynoffload.pilot.evaluate import block_order_accuracy
+from dynoffload.pilot.features import Example
+from dynoffload.pilot.general import General
+from dynoffload.pilot.general_training import Rows, rows_of, train
+from dynoffload.pilot.pilot import Pilot
+from dynoffload.pilot.tracking import StepTracker
+from dynoffload.pilot.workers import run_tasks
+from dynoffload.planning.blocks import Block, Vocabulary
+from dynoffload.profiler.idioms import Idioms
+from dynoffload.units import format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+EARLY, LATE = 50, 200
+"""Steps scored as the first ones, and the step from which the rest is scored."""
+ON, OFF, SHUFFLED = "pilot", "pilot, no idioms", "pilot, shuffled idioms"
+NO_PROBES, OWN, ORACLE = "pilot, no routers", "pilot of its own", "oracle"
+BASELINES: dict[str, Callable[[], Online]] = {
+    "last order": RepeatLast,
+    "most frequent": MostFrequent,
+    "Markov": Markov,
+}
+ROWS = (ON, OFF, SHUFFLED, NO_PROBES, OWN, *BASELINES, ORACLE)
+"""Predictors in tables."""
+LATENCY_S = 1e-3
+"""Most seconds of a prediction, in the slowest twentieth."""
+_MATERIAL_STEPS = 64
+_WORST = 0.01  # most points that the first steps may lose against the last order
+_TODAY = {
+    "early_lstm": 0.874,
+    "switch_32": 0.785,
+    "switch_128": 0.465,
+    "moe_8": 0.715,
+    "moe_64": 0.749,
+    "moe_512": 0.832,
+    "exits": 0.831,
+}
+"""Order before the step of the pilots trained for each network that were there before."""
+_SHADES = ("plan", "rss", "evict", "fault", "optimizer")
+
+
+@dataclass(frozen=True)
+class Params:
+    """Options of the experiment."""
+
+    only: tuple[str, ...] = option((), "networks that are scored, by key; all by default")
+    sessions: tuple[str, ...] = option(("all",), "networks that train in sessions; none if empty")
+    seeds: int = option(3, "how many, from 0")
+    watched: int = option(320, "steps of each network, fewer where they are slow")
+    material: int = option(len(MATERIAL), "architectures of transformers to learn from, at most")
+    size: str = option("small", "sizes in sessions: tiny or small")
+    steps: int = option(24, "measured steps of each session, at least")
+    warmup: int = option(WARMUP, "steps before them")
+    jobs: int = option(-1, "processes that watch and train; -1 for one per core")
+    general: Path | None = option(None, "file for a pilot of all the material", place=True)
+    spill_dir: Path | None = option(None, "where the spill files lie", place=True)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One network at one seed, to be scored."""
+
+    subject: Subject
+    seed: int
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One network at one seed, to be trained in sessions."""
+
+    key: str
+    seed: int
+
+
+class Ablation(Experiment[Params]):
+    """A case is a network at a seed, watched and scored, or trained in sessions."""
+
+    parameters = Params
+    height = 9.0
+
+    def cases(self) -> Mapping[str, Scored | Trained]:
+        own = self.params
+        check_known("only", own.only, SUBJECTS)
+        known = contests(own.size)
+        paged = tuple(known) if own.sessions == ("all",) else own.sessions
+        check_known("sessions", paged, known)
+        if own.seeds < 1 or own.watched <= EARLY:
+            raise ConfigError(
+                f"seeds={own.seeds} and watched={own.watched} are too few: take at least 1 and "
+                f"{EARLY + 1}"
+            )
+        seeds = range(own.seeds)
+        return {
+            **{
+                f"{key}, seed {seed}": Scored(SUBJECTS[key], seed)
+                for key in own.only or SUBJECTS
+                for seed in seeds
+            },
+            **{
+                f"{key}, sessions, seed {seed}": Trained(key, seed)
+                for seed in seeds
+                for key in paged
+            },
+        }
+
+    def run(self, case: Scored | Trained) -> Row:
+        own = self.params
+        if isinstance(case, Trained):
+            contest = contests(own.size)[case.key]
+            turns = Turns(-(-own.steps // 4), own.warmup, 4)
+            row = train_in_turns(contest, case.seed, turns, own.spill_dir, self.report)
+            return {"kind": "sessions", "network": case.key, **row}
+        key, seed = case.subject.key, case.seed
+        return {"kind": "scores", "network": key, "seed": seed, **self._scores[key, seed]}
+
+    @cached_property
+    def _scores(self) -> dict[tuple[str, int], Row]:
+        """The scores of every network at every seed that has none yet."""
+        done = {row["case"] for row in self.rows}
+        cases = [case for name, case in self.cases().items() if name not in done]
+        scored = [case for case in cases if isinstance(case, Scored)]
+        tasks = [
+            (
+                self._watched[case.subject.key, case.seed],
+                {k: self._pilots[case.subject.family, k, case.seed] for k in (ON, OFF, SHUFFLED)},
+                case.seed,
+            )
+            for case in scored
+        ]
+        found: dict[tuple[str, int], Row] = {}
+        for number, row in run_tasks(scores, tasks, self.params.jobs):
+            self.report("scoring", len(found), len(tasks))
+            found[scored[number].subject.key, scored[number].seed] = row
+        return found
+
+    @cached_property
+    def _watched(self) -> dict[tuple[str, int], Watched]:
+        """The steps of every network at every seed."""
+        own = self.params
+        seeds = range(own.seeds)
+        tasks = [
+            (key, own.watched, seed) for seed in seeds for key in SUBJECTS
+        ]  # all are learned from
+        found: dict[tuple[str, int], Watched] = {}
+        for number, made in run_tasks(_watch_subject, tasks, own.jobs):
+            self.report("watching networks", len(found), len(tasks))
+            found[tasks[number][0], tasks[number][2]] = made
+        return found
+
+    @cached_property
+    def _rows(self) -> dict[tuple[str, str, int, str], Rows]:
+        """By family, network, seed and kind of idioms: what the general pilot learns from."""
+        own = self.params
+        there = [(SUBJECTS[key].family, key, seed, w) for (key, seed), w in self._watched.items()]
+        names = [*MATERIAL][: own.material]
+        for number, made in run_tasks(_watch_material, [(name,) for name in names], own.jobs):
+            self.report("watching architectures", number, len(names))
+            there.append((MATERIAL[names[number]].family, names[number], 0, made))
+        kinds = (ON, OFF, SHUFFLED)
+        tasks = [(w, seed, kind) for _, _, seed, w in there for kind in kinds]
+        marks = [(f, key, seed, kind) for f, key, seed, _ in there for kind in kinds]
+        found: dict[tuple[str, str, int, str], Rows] = {}
+        for number, rows in run_tasks(_rows_of, tasks, own.jobs):
+            self.report("features of their steps", len(found), len(tasks))
+            found[marks[number]] = rows
+        return found
+
+    @cached_property
+    def _pilots(self) -> dict[tuple[str, str, int], General]:
+        """The general pilot by the family that was left out, the kind of idioms, and the seed."""
+        own = self.params
+        families = {SUBJECTS[key].family for key in own.only or SUBJECTS}
+        marks = [
+            (family, kind, seed)
+            for family in sorted(families)
+            for kind in (ON, OFF, SHUFFLED)
+            for seed in range(own.seeds)
+        ]
+        tasks: list[tuple[Any, ...]] = [
+            ([r for (f, _, _, k), r in self._rows.items() if f != family and k == kind], seed, {})
+            for family, kind, seed in marks
+        ]
+        if own.general is not None:
+            every = [rows for (_, _, _, kind), rows in self._rows.items() if kind == ON]
+            train(every, 0, self._card()).save(own.general)
+        found: dict[tuple[str, str, int], General] = {}
+        for number, made in run_tasks(train, tasks, own.jobs):
+            self.report("training general pilots", len(found), len(tasks))
+            found[marks[number]] = made
+        return found
+
+    def _card(self) -> dict[str, Any]:
+        made = provenance()
+        return {
+            "networks": sorted({key for _, key, _, _ in self._rows}),
+            "seeds": self.params.seeds,
+            "steps": self.params.watched,
+            "command": made["command"],
+            "commit": made["commit"],
+        }
+
+    # Results
+
+    def summary(self, rows: Sequence[Row]) -> dict[str, Any]:
+        scored = [row for row in rows if row["kind"] == "scores"]
+        paged = [row for row in rows if row["kind"] == "sessions"]
+        networks = {
+            key: _means([row for row in scored if row["network"] == key])
+            for key in dict.fromkeys(row["network"] for row in scored)
+        }
+        sessions = {
+            key: _ratios([row for row in paged if row["network"] == key])
+            for key in dict.fromkeys(row["network"] for row in paged)
+        }
+        return {"networks": networks, "sessions": sessions}
+
+    def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
+        found = result["summary"]
+        networks = [{"key": key, **one} for key, one in found["networks"].items()]
+        sessions = [{"key": key, **one} for key, one in found["sessions"].items()]
+        parts: list[Table | str] = []
+        for title, what, names in _SCORES:
+            columns: dict[str, Cell] = {"network": lambda row: SUBJECTS[row["key"]].title}
+            columns |= {name: _cell(name, what) for name in names}
+            parts.append(table(title, columns, networks))
+        for title, what in _RATIOS.items() if sessions else ():
+            columns = {"network": lambda row: row["title"]}
+            columns |= {way: _ratio(way, what) for way in POLICIES}
+            parts.append(table(title, columns, sessions))
+        return [*parts, *verdicts(found)]
+
+    def draw(self, figure: Figure, color: Mapping[str, str], result: Mapping[str, Any]) -> None:
+        networks, sessions = result["summary"]["networks"], result["summary"]["sessions"]
+        left, right = figure.subplots(1, 2)
+        names = ("last order", "most frequent", ON, ORACLE)
+        for name, shade, mark in zip(
+            names, ("fault", "rss", "plan", "optimizer"), "vsoD", strict=True
+        ):
+            what = "late" if name == ORACLE else "early"
+            known = [one[name].get(what) if name in one else None for one in networks.values()]
+            left.plot(
+                [math.nan if one is None else one["mean"] for one in known],
+                range(len(known)),
+                mark,
+                color=color[shade],
+                markersize=4.5,
+                label=f"{name}, first {EARLY} steps" if what == "early" else "oracle",
+            )
+        left.set_yticks(range(len(networks)), [SUBJECTS[key].title for key in networks])
+        left.invert_yaxis()
+        left.set_xlim(0, 1.02)
+        left.set_xlabel("block-order accuracy before the step")
+        left.legend(loc="lower left", fontsize=7, frameon=False)
+        ways = ("last order", "last order, routers", "pilot, no routers", "pilot", CLAIRVOYANT)
+        thick = 0.8 / len(ways)
+        for number, (way, shade) in enumerate(zip(ways, _SHADES, strict=True)):
+            right.barh(
+                [place + (number - 2) * thick for place in range(len(sessions))],
+                [one[way]["stall"]["mean"] for one in sessions.values()],
+                height=thick,
+                color=color[shade],
+                label=way,
+            )
+        right.set_yticks(range(len(sessions)), [one["title"] for one in sessions.values()])
+        right.invert_yaxis()
+        right.set_xlabel("stall over on demand")
+        right.legend(loc="lower right", fontsize=7, frameon=False)
+        for axes in (left, right):
+            axes.grid(visible=True, axis="x")
+
+
+def _watch_subject(key: str, steps: int, seed: int) -> Watched:
+    subject = SUBJECTS[key]
+    count = max(EARLY + 1, round(_SHARES.get(key, 1.0) * steps))
+    return watch(subject, count, seed, oracle=subject.origin == DATA)
+
+
+_SHARES = {"evoformer": 0.5, "esmfold": 0.25}
+"""Networks with slow steps, of which fewer are watched."""
+
+
+def _watch_material(name: str) -> Watched:
+    return watch(MATERIAL[name], _MATERIAL_STEPS, 0)
+
+
+def _rows_of(watched: Watched, seed: int, kind: str) -> Rows:
+    return rows_of(coded(watched.vocabulary, kind, seed), watched.examples, seed)
+
+
+def coded(vocabulary: Vocabulary, kind: str, seed: int) -> Vocabulary:
+    """Return a vocabulary with its idioms, without, or with those of other blocks."""
+    if kind not in (OFF, SHUFFLED):
+        return vocabulary
+    order = np.random.default_rng(seed).permutation(len(vocabulary)).tolist()
+
+    def changed(block: Block) -> Block:
+        other = vocabulary.blocks[order[block.index]].idioms
+        return replace(block, idioms=other if kind == SHUFFLED else Idioms())
+
+    return replace(vocabulary, blocks=tuple(map(changed, vocabulary.blocks)))
+
+
+class _Steered:
+    """A pilot as an `Online` predictor."""
+
+    def __init__(self, vocabulary: Vocabulary, general: General, *, probes: bool = True) -> None:
+        self.pilot = Pilot(vocabulary, general)
+        self.seconds: list[float] = []
+        self.learning_s = 0.0
+        self._probes = probes
+
+    def predict(self, example: Example) -> list[int]:
+        found = self.pilot.predict(example.sample)
+        self.seconds.append(found.seconds)
+        return found.blocks
+
+    def follow(self, example: Example) -> StepTracker:
+        assert self.pilot.tracker is not None
+        return self.pilot.tracker
+
+    def observe(self, example: Example) -> None:
+        begun = perf_counter()
+        self.pilot.observe(example.sample, example.blocks)
+        if self.pilot.due:
+            self.pilot.consolidate()
+        self.learning_s += perf_counter() - begun
+
+
+def scores(watched: Watched, pilots: Mapping[str, General], seed: int) -> Row:
+    """Return the scores of every predictor on one network's steps.
+
+    Args:
+        watched: the steps.
+        pilots: general pilots that know nothing of this network's family, by kind of idioms.
+        seed: of the shuffled idioms.
+    """
+    late = min(LATE, 2 * len(watched.examples) // 3)
+    first, rest = range(EARLY), range(late, len(watched.examples))
+    mute = replace(watched, examples=[replace(one, hints=()) for one in watched.examples])
+    own = train([rows_of(watched.vocabulary, watched.examples[:late], seed)], seed, {})
+    found: Row = {}
+    tried: list[tuple[str, General, Watched]] = [
+        *((kind, general, watched) for kind, general in pilots.items()),
+        (NO_PROBES, pilots[ON], mute),
+        (OWN, own, watched),
+    ]
+    for name, general, steps in tried:
+        kind = name if name in pilots else ON
+        steered = _Steered(coded(watched.vocabulary, kind, seed), general)
+        begun = score(steps, steered, first)
+        steered = _Steered(coded(watched.vocabulary, kind, seed), general)
+        after = score(steps, steered, rest, steered.follow)
+        found[name] = {
+            "early": begun.order,
+            "late": after.order,
+            **_plain(asdict(after)),
+            "latency_s": median(steered.seconds),
+            "slow_s": float(np.quantile(steered.seconds, 0.95)),
+            "learning_s": steered.learning_s / len(watched.examples),
+        }
+    for name, make in BASELINES.items():
+        after = score(watched, make(), rest)
+        found[name] = {
+            "early": score(watched, make(), first).order,
+            "late": after.order,
+            **_plain(asdict(after)),
+        }
+    if watched.oracle:
+        ran = [one.blocks for one in watched.examples]
+        right = [block_order_accuracy(*pair) for pair in zip(watched.oracle, ran, strict=True)]
+        found[ORACLE] = {"early": fmean(right[1:EARLY]), "late": fmean(right[late:])}
+    return {
+        "steps": len(watched.examples),
+        "paths": len({tuple(one.blocks) for one in watched.examples}),
+        "blocks": len(watched.vocabulary),
+        "distinct_idioms": len({block.idioms for block in watched.vocabulary.blocks}),
+        "predictors": found,
+    }
+
+
+def _plain(values: Mapping[str, float]) -> dict[str, Any]:
+    return {name: finite(value) for name, value in values.items() if name != "order"}
+
+
+def _spread(values: Iterable[float | None]) -> dict[str, float] | None:
+    """Return mean, minimum and maximum; None if there are no numbers."""
+    there = [value for value in values if value is not None]
+    return {"mean": fmean(there), "min": min(there), "max": max(there)} if there else None
+
+
+def _means(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return each number of each predictor over the seeds."""
+    return {
+        name: {
+            what: _spread(row["predictors"][name][what] for row in rows)
+            for what in rows[0]["predictors"][name]
+        }
+        for name in rows[0]["predictors"]
+    } | {
+        what: _spread(row[what] for row in rows)
+        for what in ("paths", "blocks", "distinct_idioms", "steps")
+    }
+
+
+def _ratios(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the ratios of each way over the seeds: to plain, and its stall to that on demand."""
+    found: dict[str, Any] = {"title": rows[0]["title"]}
+    for way in POLICIES:
+        runs = [row["runs"] for row in rows]
+        found[way] = {
+            "step": _spread(run[way]["step_s"] / run["plain"]["step_s"] for run in runs),
+            "over_last": _spread(
+                None if (over := paired(run[way], run["last order"])) is None else over[0]
+                for run in runs
+            ),
+        }
+        if way == CONTROL:
+            continue
+        found[way] |= {
+            "stall": _spread(
+                run[way]["stall_total_s"] / max(run["on demand"]["stall_total_s"], 1e-9)
+                for run in runs
+            ),
+            "wasted": _spread(
+                run[way]["wasted_bytes"] / max(1, run[way]["prefetched_bytes"]) for run in runs
+            ),
+            "read": _spread(run[way]["bytes_in"] / 1e6 for run in runs),
+            "predicting": _spread(run[way]["predicting_share"] for run in runs),
+            "equal": _spread(float(run[way]["losses_equal"]) for run in runs),
+        }
+    return found
+
+
+def verdicts(found: Mapping[str, Any]) -> list[str]:
+    """Return what the numbers say of each aim and each part."""
+    networks, sessions = found["networks"], found["sessions"]
+    lines = []
+    zoo = {key: one for key, one in networks.items() if key not in _MIXTURES}
+
+    def gain(one: Mapping[str, Any], name: str, other: str, what: str) -> float:
+        return float(one[name][what]["mean"] - one[other][what]["mean"])
+
+    better = [key for key, one in zoo.items() if gain(one, ON, "last order", "early") > 0]
+    worse = [key for key, one in zoo.items() if gain(one, ON, "last order", "early") < -_WORST]
+    lines.append(
+        f"first {EARLY} steps, family left out: better than the last order in {len(better)} of "
+        f"{len(zoo)}; worse by more than a point in {len(worse)}{_named(worse)}"
+    )
+    lost = [key for key, one in networks.items() if gain(one, ON, OWN, "late") < -_half(one)]
+    lines.append(
+        f"from step {LATE} on: at least as good as a pilot of its own, within the seeds' spread, "
+        f"in {len(networks) - len(lost)} of {len(networks)}{_not(lost)}"
+    )
+    for key, today in _TODAY.items():
+        if key in networks:
+            late = networks[key][ON]["late"]["mean"]
+            top = networks[key].get(ORACLE)
+            ceiling = f", oracle {top['late']['mean']:.3f}" if top else ""
+            lines.append(f"{SUBJECTS[key].title}: {late:.3f}, before {today:.3f}{ceiling}")
+    for part, without, what in (
+        ("idioms", OFF, "early"),
+        ("idioms", OFF, "late"),
+        ("idioms, against shuffled ones", SHUFFLED, "early"),
+        ("routers, one block ahead", NO_PROBES, "ahead"),
+    ):
+        gains = {
+            key: gain(one, ON, without, what)
+            for key, one in networks.items()
+            if one[ON].get(what) and one[without].get(what)
+        }
+        up = [key for key, value in gains.items() if value > _half(networks[key], what)]
+        down = [key for key, value in gains.items() if value < -_half(networks[key], what)]
+        lines.append(
+            f"{part}, {what}: better by more than the spread in {len(up)} of {len(gains)}"
+            f"{_named(up)}, worse in {len(down)}{_named(down)}; mean {fmean(gains.values()):+.4f}"
+        )
+    slow = [key for key, one in networks.items() if one[ON]["slow_s"]["mean"] > LATENCY_S]
+    lines.append(
+        f"slowest twentieth of the predictions at most {format_seconds(LATENCY_S)}: "
+        f"{len(networks) - len(slow)} of {len(networks)}{_not(slow)}"
+    )
+    if sessions:
+        most = max(one["pilot"]["predicting"]["max"] for one in sessions.values())
+        equal = all(
+            one[way]["equal"]["min"] == 1
+            for one in sessions.values()
+            for way in POLICIES
+            if way != CONTROL
+        )
+        lines.append(f"host time of prediction: at most {most:.2%} of the steps of any session")
+        lines.append(f"losses equal plain PyTorch's bit by bit: {'all' if equal else 'NOT ALL'}")
+    return lines
+
+
+_MIXTURES = {key for key, one in SUBJECTS.items() if one.family == "mixtures"}
+
+
+def _half(one: Mapping[str, Any], what: str = "late") -> float:
+    """Return half of the range of the pilot's number over the seeds."""
+    return float(one[ON][what]["max"] - one[ON][what]["min"]) / 2
+
+
+def _named(keys: Sequence[str]) -> str:
+    return f" ({', '.join(keys)})" if keys else ""
+
+
+def _not(keys: Sequence[str]) -> str:
+    return f"; not: {', '.join(SUBJECTS[key].title for key in keys)}" if keys else ""
+
+
+def _cell(name: str, what: str) -> Cell:
+    def text(row: Mapping[str, Any]) -> str:
+        found = row.get(name, {}).get(what)
+        if found is None:
+            return "–"
+        if what.endswith("_s"):
+            return format_seconds(found["mean"])
+        if what.endswith("_bytes"):
+            return f"{found['mean'] / 1e6:.3f} MB"
+        half = (found["max"] - found["min"]) / 2
+        return f"{found['mean']:.3f}" + (f" ±{half:.3f}" if half > 5e-4 else "")
+
+    return text
+
+
+def _ratio(way: str, what: str) -> Cell:
+    def text(row: Mapping[str, Any]) -> str:
+        found = row[way].get(what)
+        if found is None:
+            return "–"
+        half = (found["max"] - found["min"]) / 2
+        if what in ("wasted", "predicting"):
+            return f"{found['mean']:.1%}"
+        return f"{found['mean']:.2f}" + (f" ±{half:.2f}" if half > 5e-3 else "")
+
+    return text
+
+
+_PREDICTORS = (ON, OFF, SHUFFLED, OWN, *BASELINES)
+_SCORES = (
+    (f"order before the step, first {EARLY} steps", "early", _PREDICTORS),
+    (f"order before the step, from step {LATE} on", "late", (*_PREDICTORS, ORACLE)),
+    ("one block ahead", "ahead", (ON, NO_PROBES, OFF, SHUFFLED, OWN)),
+    ("recall of what varies", "recall", _PREDICTORS),
+    ("precision of what varies", "precision", _PREDICTORS),
+    ("bytes that were needed and not named, a step", "missed_bytes", _PREDICTORS),
+    ("bytes that were named in vain, a step", "wasted_bytes", _PREDICTORS),
+    ("one of twenty predictions takes at least", "slow_s", (ON,)),
+)
+_RATIOS = {
+    "step over plain": "step",
+    "step over the last order's": "over_last",
+    "stall over on demand": "stall",
+    "prefetched in vain": "wasted",
+    "host time of prediction": "predicting",
+}
