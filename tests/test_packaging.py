@@ -18,6 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 WINGS = ("pilot", "profiler", "datasets", "experiments")
+GENERAL = "dynoffload/pilot/general.safetensors"
 
 needs_checkout = pytest.mark.skipif(not (ROOT / "setup.py").is_file(), reason="not a checkout")
 pytestmark = needs_checkout
@@ -84,7 +85,8 @@ def test_a_wheel_holds_every_module_once_and_nothing_else_at_the_top(
     tops = {name.split("/")[0] for name in names}
     assert tops == {"dynoffload", f"dynoffload-{wheel.name.split('-')[1]}.dist-info"}
     assert {name for name in names if name.endswith(".py")} == _modules(copy)
-    assert {"dynoffload/py.typed", "dynoffload/reporting/probe.html.j2"} <= set(names)
+    beside = {"dynoffload/py.typed", "dynoffload/reporting/probe.html.j2", GENERAL}
+    assert beside <= set(names)
     assert "dynoffload/datasets/__init__.py" not in names
     assert not [name for name in names if name.endswith(".so")]
     if sys.platform.startswith("linux"):
@@ -102,6 +104,7 @@ def test_a_wheel_can_be_built_from_an_sdist_which_has_no_links(copy: Path, tmp_p
     wheel, said = _build("wheel", unpacked, tmp_path / "out")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name for name in names if name.endswith(".py")} == _modules(copy)
+    assert GENERAL in names
     if sys.platform.startswith("linux") and shutil.which("cc") is not None:
         built = [name for name in names if re.fullmatch(r"dynoffload/memory/_pager\..*so", name)]
         assert len(built) == 1
@@ -168,8 +171,6 @@ def test_no_datasets_of_ours_hides_that_of_hugging_face() -> None:
 
 
 def test_importing_dynoffload_is_light() -> None:
-    heavy = (
-        "{'transformers', 'matplotlib', 'safetensors', 'lightgbm', 'sklearn', 'pandas', 'scipy'}"
-    )
+    heavy = "{'transformers', 'matplotlib', 'safetensors', 'sklearn', 'pandas', 'scipy'}"
     code = f"import sys, dynoffload; print(sorted({heavy} & set(sys.modules)))"
     assert _run(sys.executable, "-P", "-c", code, cwd=ROOT).stdout.strip() == "[]"

@@ -80,7 +80,7 @@ def test_importing_the_profiler_and_the_pilot_is_cheap() -> None:
     """File formats, progress bars and clients are imported where they are used."""
     code = (
         "import sys, dynoffload.profiler, dynoffload.pilot.train\n"
-        "heavy = {'safetensors', 'rich', 'transformers', 'matplotlib', 'sklearn', 'lightgbm'}\n"
+        "heavy = {'safetensors', 'rich', 'transformers', 'matplotlib', 'sklearn'}\n"
         "heavy |= {'scipy', 'pandas'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )

@@ -30,12 +30,11 @@ app.add_typer(commands, name="pilot")
 COLUMNS = ("order", "varying", "whole order")
 LEGEND = (
     "order: share of the blocks in the right order (1 - edit distance). Varying: the same over the "
-    "blocks that vary. Whole order: share of steps without an error. Online: corrected after each "
-    "step by what it ran."
+    "blocks that vary. Whole order: share of steps without an error. The pilot learns from each "
+    "step once it is scored."
 )
 PREDICTORS = {
     "pilot": "pilot",
-    "pilot, following": "pilot, online",
     "last order": "repeat-last",
     "most frequent": "most frequent order",
 }
@@ -114,7 +113,7 @@ def evaluate(
 def numbers_of(evaluation: Evaluation) -> dict[str, Any]:
     """Return the scores by predictor, and the latency; NaN, which JSON lacks, becomes ``None``."""
     scores = {
-        who.replace(", ", "_").replace(" ", "_"): {
+        who.replace(" ", "_"): {
             name: None if math.isnan(value) else value for name, value in row.to_json().items()
         }
         for who, row in evaluation.rows().items()
@@ -123,6 +122,7 @@ def numbers_of(evaluation: Evaluation) -> dict[str, Any]:
         **scores,
         "one_ahead": evaluation.one_ahead,
         "latency_s": evaluation.latency_s,
+        "slow_s": evaluation.slow_s,
         "trained_on": evaluation.trained_on,
     }
 
@@ -150,12 +150,12 @@ def _show(
     seconds = facts.get("seconds")
     took = "" if seconds is None else f"; trained in {format_seconds(seconds)}"
     console.print(
-        f"corrected during the step, the pilot predicts the next block {evaluation.one_ahead:.1%} "
+        f"updated during the step, the pilot predicts the next block {evaluation.one_ahead:.1%} "
         "of the time",
         highlight=False,
     )
-    latency = format_seconds(evaluation.latency_s)
-    console.print(f"one prediction takes {latency}{took}", highlight=False)
+    latency, slow = format_seconds(evaluation.latency_s), format_seconds(evaluation.slow_s)
+    console.print(f"one prediction takes {latency}, one of twenty {slow}{took}", highlight=False)
     if evaluation.trained_on:
         console.print(
             f"{evaluation.trained_on} of these {evaluation.pilot.samples} samples were used to "
