@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,8 @@ MAX_CELLS = 2_000_000
 """... and the most of its cells, with which a pilot's file stays below 5 MB."""
 ORDERS = 3
 """Unigrams, bigrams and trigrams."""
+MOST = 1e12
+"""The largest number of a pilot's file."""
 LEAST = (1, 3, 3)
 """Steps that must have an n-gram before it gets a row, by order."""
 
@@ -60,6 +62,7 @@ step and the one before, steps since, how often each of two outcomes followed ea
 _LONG = 99.0  # steps since a slot ran that never did
 _PAIRS_KEPT = 0.99  # weight of earlier pairs at each step
 _SMALL, _MOST = 1e-5, 0.999  # limits of a table's chances
+_SUREST = -8.0  # less than log(1 - _MOST), which float16 rounds
 _UNKNOWN = np.float32(np.log1p(-0.02))  # of codes before anything is known
 _STRENGTH, _LEAST_RATE = 1.0, 0.01  # of a table's prior, in elements, and of its updates
 _KEPT = 0.995  # weight of earlier steps in `refit`
@@ -133,6 +136,10 @@ class Evidence:
     def _remembered(self) -> int:
         return min(self.steps, MEMORY)
 
+    @property
+    def _most_rows(self) -> int:
+        return min(MAX_ROWS, max(1, MAX_CELLS // max(1, len(self.slots))))
+
     def place(self, slots: Sequence[Slot]) -> list[int]:
         """Change the slots; return the places of those that are new, of which nothing is known."""
         old = {slot: number for number, slot in enumerate(self.slots)}
@@ -149,6 +156,10 @@ class Evidence:
         self._present = moved(self._present)
         self._table = moved(self._table, _UNKNOWN)
         self.slots = tuple(slots)
+        if len(self._book) >= self._most_rows:
+            self._book = dict(islice(self._book.items(), self._most_rows - 1))
+            self._table = self._table[: self._most_rows]
+            self._weights = self._weights[: self._most_rows]
         self.describe(self._blocks)
         return np.flatnonzero(~known).tolist()
 
@@ -357,7 +368,7 @@ class Evidence:
 
     def _enter(self, hashes: Codes) -> None:
         """Give rows to n-grams that were seen often enough, as far as there is room."""
-        most = min(MAX_ROWS, MAX_CELLS // max(1, len(self.slots)))
+        most = self._most_rows
         for order, codes in enumerate(hashes.tolist()):
             waiting = self._waiting[order]
             for code, place in {code: place for place, code in enumerate(codes)}.items():
@@ -458,15 +469,18 @@ class Evidence:
         made.place(slots)
         names = [str(name) for name in document["names"]]
         made.steps = int(document["steps"])
-        if len(set(names)) != len(names) or len(names) > MAX_NUMBERS or made.steps < 0:
-            raise ValueError("impossible numbers or steps")
+        counted = made._usual, made._latest = float(document["usual"]), float(document["latest"])
+        if not all(0 <= number <= MOST for number in (made.steps, *counted)):
+            raise ValueError("impossible numbers of steps or elements")
+        if len(set(names)) != len(names) or len(names) > MAX_NUMBERS:
+            raise ValueError("impossible names of numbers")
         made._names = {name: number for number, name in enumerate(names, 1)}
         count, book = made._remembered, arrays["book"]
         if book.dtype != np.int64 or book.ndim != 1 or len(book) >= MAX_ROWS:
             raise ValueError("a book of the wrong shape")
         made._book = {code: row for row, code in enumerate(book.tolist(), 1)}
         rows = len(book) + 1
-        if len(made._book) != len(book) or rows * len(slots) > MAX_CELLS + len(slots):
+        if len(made._book) != len(book) or rows > made._most_rows:
             raise ValueError("a book that names an n-gram twice, or too many")
         expected = {
             "statistics": (STATISTICS, len(slots)),
@@ -482,9 +496,9 @@ class Evidence:
             if array.shape != shape or array.dtype.kind not in "fu":
                 raise ValueError(f"{name} of the wrong shape or type")
             found[name] = array.astype(np.float32)
-            if not (np.abs(found[name]) <= 1e6).all():
+            if not (np.abs(found[name]) <= MOST).all():
                 raise ValueError(f"{name} that are not finite, or too large")
-        if (found["table"] > 0).any() or (found["table"] < -20).any():
+        if (found["table"] > 0).any() or (found["table"] < _SUREST).any():
             raise ValueError("a table of impossible chances")
         if (found["weights"] < 0).any() or (found["statistics"][:BIAS] < 0).any():
             raise ValueError("statistics below zero")
@@ -495,6 +509,4 @@ class Evidence:
         made._numbers = np.zeros((MEMORY, len(names) + 1), np.float32)
         made._numbers[:count] = found["numbers"]
         made._present[:count] = found["present"] > 0
-        made._usual = min(max(float(document["usual"]), 0.0), 1e9)
-        made._latest = min(max(float(document["latest"]), 0.0), 1e9)
         return made

@@ -23,6 +23,8 @@ from dynoffload.profiler.safefile import checked_weights, pack, read_file, write
 
 FORMAT = "dynoffload.general-pilot"
 VERSION = 1
+MAX_LAYERS = 4
+"""The most layers, with which no weights that a file may hold overflow."""
 CLIP = 3.0
 """Standardised features are clipped to this many standard deviations."""
 _PACKAGED = Path(__file__).with_name("general.safetensors")
@@ -79,11 +81,14 @@ class General:
             count = sum(name.startswith("weights") for name in known)
             layers = tuple((known[f"weights{n}"], known[f"bias{n}"]) for n in range(count))
             widths = [len(NAMES), *(len(bias) for _, bias in layers)]
-            shapes = [weights.shape for weights, _ in layers]
-            if shapes != [(b, a) for a, b in pairwise(widths)]:
+            shapes = [(weights.shape, bias.shape) for weights, bias in layers]
+            if shapes != [((b, a), (b, 1)) for a, b in pairwise(widths)]:
                 raise ValueError("layers of the wrong shape")
-            if not layers or widths[-1] != 1 or known["direct"].shape != (1, len(NAMES)):
-                raise ValueError("no output")
+            if not 1 <= count <= MAX_LAYERS or widths[-1] != 1:
+                raise ValueError(f"not one output of at most {MAX_LAYERS} layers")
+            inputs = [known[name].shape for name in ("mean", "scale", "direct")]
+            if inputs != [(len(NAMES),), (len(NAMES),), (1, len(NAMES))]:
+                raise ValueError("inputs of the wrong shape")
             return cls(
                 known["mean"], known["scale"], layers, known["direct"], dict(document["card"])
             )

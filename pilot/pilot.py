@@ -29,7 +29,7 @@ from dynoffload.pilot.evidence import BIAS, HABIT, NAMES, Evidence, Shown
 from dynoffload.pilot.features import BlockHint, Floats, sigmoid
 from dynoffload.pilot.general import General, packaged
 from dynoffload.pilot.loops import LoopModel
-from dynoffload.pilot.structure import Structure, learn_structure
+from dynoffload.pilot.structure import MAX_ORDER, Structure, learn_structure
 from dynoffload.pilot.template import LOOP, OrderTemplate, tokens
 from dynoffload.pilot.tracking import Hinted, StepTracker
 from dynoffload.planning.blocks import Vocabulary
@@ -378,7 +378,8 @@ def _load_template(document: Any, blocks: int) -> OrderTemplate:
     if sum(map(len, families)) != len(frozenset().union(*families)) or not all(families):
         raise ValueError("families that share blocks, or have none")
     if len(set(slots)) != len(slots) or not all(
-        first <= block < blocks and block != -1 and occurrence >= 0 for block, occurrence in slots
+        first <= block < blocks and block != -1 and 0 <= occurrence <= MAX_ORDER
+        for block, occurrence in slots
     ):
         raise ValueError("slots that are not of this vocabulary")
     if not all(0 <= block < blocks for family in families for block in family):

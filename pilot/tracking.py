@@ -56,7 +56,7 @@ class StepTracker:
         self.hinted: tuple[Hinted, Hinted] = ({}, {})
         self._structure, self._sample, self._chain, self._trust = structure, sample, chain, trust
         self._template = structure.template
-        self._links = np.bincount(chain, minlength=len(chain))[chain] > 1  # slots in chains
+        self._links = np.bincount(chain, minlength=1)[chain] > 1  # slots in chains
         self._odds = odds
         self._chances = sigmoid(odds)
         self._passed = 0  # slots of one block that are decided

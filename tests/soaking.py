@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import sys
-import threading
 from collections.abc import Callable
 from itertools import islice
 from typing import Any, NamedTuple
@@ -20,14 +19,10 @@ from torch import Tensor, nn
 import dynoffload
 from dynoffload.experiments import zoo
 from dynoffload.memory.limits import resident_bytes
-from dynoffload.pilot.online import OnlineLearner
 from dynoffload.runtime import recording
 from dynoffload.telemetry import RunLog
 
 SAMPLES = 40
-OF_AN_EXAMPLE = 3
-"""Objects of an example that the pilot keeps. Their number falls as it finds that the network has
-changed, and rises again."""
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda kept: 0)  # of glibc alone
 
 
@@ -40,7 +35,7 @@ class Taken(NamedTuple):
     threads: int
     spill: int
     spill_blocks: int
-    objects: int  # without the pilot's examples
+    objects: int
     records: int  # single ones, that the log keeps
 
 
@@ -72,8 +67,6 @@ def soak(
             optimizer.step()
             optimizer.zero_grad()
             if step % (steps // 10) == 0:
-                for learner in learners():  # what it makes lives and goes while it trains
-                    learner.join()
                 found = os.fstat(paging_of(session).device._spill.fd)  # type: ignore[attr-defined]
                 gc.collect()
                 _trim(0)
@@ -84,20 +77,10 @@ def soak(
                     len(os.listdir("/proc/self/task")),
                     found.st_size,
                     found.st_blocks,
-                    len(gc.get_objects()) - OF_AN_EXAMPLE * kept_examples(),
+                    len(gc.get_objects()),
                     records_of(session.log),
                 )
                 sys.stdout.write(json.dumps(row) + "\n")
-
-
-def learners() -> list[threading.Thread]:
-    """Return the threads that train a pilot, which come and go."""
-    return [one for one in threading.enumerate() if one.name == "dynoffload-learner"]
-
-
-def kept_examples() -> int:
-    """Return how many examples pilots keep that learn."""
-    return sum(len(one._examples) for one in gc.get_objects() if type(one) is OnlineLearner)
 
 
 def records_of(log: RunLog) -> int:

@@ -314,8 +314,8 @@ def scores(order: float, rare: float = math.nan) -> Scores:
 
 @pytest.fixture
 def evaluation() -> Evaluation:
-    rows = (scores(0.9, 0.8), scores(0.95), scores(0.6), scores(0.5))
-    return Evaluation(*rows, one_ahead=0.9, latency_s=2e-4)
+    rows = (scores(0.95), scores(0.6, 0.8), scores(0.5))
+    return Evaluation(*rows, one_ahead=0.9, latency_s=2e-4, slow_s=5e-4)
 
 
 def test_training_shows_scores_and_saves_the_pilot(
@@ -345,16 +345,16 @@ def test_training_shows_scores_and_saves_the_pilot(
     }
     assert out.read_text() == "pilot"
     for expected in (
-        "pilot, online",
         "95.0%",
         "repeat-last",
-        "one prediction takes 200 µs; trained in 1.50 s",
+        "one prediction takes 200 µs, one of twenty 500 µs; trained in 1.50 s",
     ):
         assert expected in result.stdout
     numbers = json.loads(RUNNER.invoke(app, [*words, "--json"]).stdout)
     assert (numbers["train_samples"], numbers["seconds"]) == (30, 1.5)
-    assert numbers["pilot"]["block_order_accuracy"] == 0.9
-    assert numbers["pilot_following"]["varying_order"] is None
+    assert numbers["pilot"]["block_order_accuracy"] == 0.95
+    assert numbers["pilot"]["varying_order"] is None
+    assert (numbers["last_order"]["varying_order"], numbers["slow_s"]) == (0.8, 5e-4)
 
 
 def test_a_pilot_is_not_trained_from_nothing(tmp_path: Path) -> None:

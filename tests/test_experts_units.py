@@ -14,8 +14,8 @@ from torch.optim import AdamW
 
 import dynoffload
 import dynoffload.moe
-from dynoffload.pilot.fit import fit_pilot
 from dynoffload.pilot.labels import encode_example
+from dynoffload.pilot.train import learn_pilot
 from dynoffload.planning.cutting import build_vocabulary
 from dynoffload.profiler import Recorder, Trace, load_trace, save_trace
 from dynoffload.profiler.experts import experts_hit, split_path, unit_path
@@ -119,7 +119,7 @@ def test_a_session_records_the_experts_that_run(implementation: str, trained: bo
     if trained:
         labels = [label_of(trace) for trace in traces]
         vocabulary = build_vocabulary([label.calls for label in labels])
-        pilot = fit_pilot(vocabulary, [encode_example(vocabulary, label) for label in labels])
+        pilot = learn_pilot(vocabulary, [encode_example(vocabulary, label) for label in labels])
     twin = Twin(_network(implementation), lambda p: AdamW(p, lr=1e-2))
     pages = {"page_bytes": 4096, "min_paged_bytes": 2048}
     session = compare_runs(
@@ -140,7 +140,7 @@ def test_a_predicted_expert_is_all_that_its_layer_pages(least: int, sliced: bool
     traces, chosen = _traces("eager", 3)
     labels = [label_of(trace) for trace in traces]
     vocabulary = build_vocabulary([label.calls for label in labels])
-    pilot = fit_pilot(vocabulary, [encode_example(vocabulary, label) for label in labels])
+    pilot = learn_pilot(vocabulary, [encode_example(vocabulary, label) for label in labels])
     model = _network()
     optimizer = AdamW(model.parameters(), lr=1e-2)
     config = {"page_bytes": 4096, "min_paged_bytes": least}

@@ -17,8 +17,8 @@ from synthetic_pilot import recorded_step, routed
 
 from dynoffload.errors import DynOffloadError, PilotError, TraceError
 from dynoffload.pilot import pilot as pilot_file
-from dynoffload.pilot.fit import fit_pilot
 from dynoffload.pilot.pilot import Pilot
+from dynoffload.pilot.train import learn_pilot
 from dynoffload.profiler import load_trace, safefile, save_trace, storage
 
 
@@ -44,7 +44,7 @@ def form(request: pytest.FixtureRequest) -> Format:
             storage.SCHEMA_VERSION,
             "record it again with `dynoffload profile`",
         )
-    pilot = fit_pilot(*routed(40, experts=4, codes=9))
+    pilot = learn_pilot(*routed(40, experts=4, codes=9))
     return Format(
         pilot.save,
         Pilot.load,

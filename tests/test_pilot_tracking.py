@@ -2,69 +2,33 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from synthetic_pilot import routed, trees, vocabulary
 
-from dynoffload.pilot.features import Example
-from dynoffload.pilot.fit import fit_pilot
+from dynoffload.pilot.features import BlockHint, Example
 from dynoffload.pilot.pilot import Pilot
-from dynoffload.pilot.tracking import StepTracker
+from dynoffload.pilot.tracking import AT_HAND, OrderTracker, StepTracker
+from dynoffload.pilot.train import learn_pilot
 from dynoffload.profiler.input_features import InputFeatures
 
-LAYERS, EXPERTS = 4, 3
 
-
-def echoes(count: int, seed: int = 0) -> tuple[object, list[Example]]:
-    """Return steps of which nothing is to be seen before: one expert is drawn, and every layer
-    runs the same."""
-    rng = np.random.default_rng(seed)
-    names = [("embedding", "")]
-    for layer in range(LAYERS):
-        names.append((f"layers.{layer}.attention", ""))
-        names += [(f"layers.{layer}.experts.{expert}", "") for expert in range(EXPERTS)]
-    names.append(("head", ""))
-    number = {path: i for i, (path, _) in enumerate(names)}
-    examples = []
-    for step in range(count):
-        expert = int(rng.integers(EXPERTS))
-        order = [number["embedding"]]
-        for layer in range(LAYERS):
-            order += [
-                number[f"layers.{layer}.attention"],
-                number[f"layers.{layer}.experts.{expert}"],
-            ]
-        examples.append(Example(InputFeatures({}), [*order, number["head"]], f"f{step % 6}"))
-    return vocabulary(names), examples
-
-
-def test_one_layer_tells_the_others(tmp_path: Path) -> None:
-    known, examples = echoes(240)
-    fit_pilot(known, examples).save(tmp_path / "x.pilot")
-    pilot = Pilot.load(tmp_path / "x.pilot")
-    for example in echoes(12, seed=3)[1]:
-        step = StepTracker(pilot, example.sample)
-        for block in example.blocks[:4]:  # embedding, attention, expert, attention
-            step.observe(block)
-        assert step.decided
-        assert step.remaining() == list(example.blocks[4:])
-        assert not step.decided
-        for place in range(4, len(example.blocks)):
-            step.observe(example.blocks[place])
-            assert step.remaining() == list(example.blocks[place + 1 :])
+def begun(pilot: Pilot, sample: InputFeatures) -> StepTracker:
+    """Return the tracker of a step that begins."""
+    pilot.predict(sample)
+    assert pilot.tracker is not None
+    return pilot.tracker
 
 
 @pytest.fixture(scope="module")
 def experts() -> tuple[Pilot, list[Example]]:
     known, examples = routed(120, noise=0.1)
-    return fit_pilot(known, examples), examples
+    return learn_pilot(known, examples), examples
 
 
 @pytest.fixture(scope="module")
 def cells() -> Pilot:
-    return fit_pilot(*trees(60))
+    return learn_pilot(*trees(60))
 
 
 def test_what_went_by_without_running_is_known_not_to_run(
@@ -73,31 +37,31 @@ def test_what_went_by_without_running_is_known_not_to_run(
     pilot, examples = experts
     known = pilot.vocabulary
     number = {block.path: block.index for block in known.blocks}
-    step = StepTracker(pilot, examples[0].sample)
+    step = begun(pilot, examples[0].sample)
     step.observe(number["embedding"])
     step.observe(number["layers.0.attention"])
     step.observe(number["layers.0.experts.3"])
-    rest = step.remaining()
+    rest = step.expect()[0]
     gone = {number[f"layers.0.experts.{e}"] for e in range(4)}
     assert not gone & set(rest)
     step.observe(number["layers.1.attention"])
-    assert not {number[f"layers.0.experts.{e}"] for e in range(12)} & set(step.remaining())
+    assert not {number[f"layers.0.experts.{e}"] for e in range(12)} & set(step.expect()[0])
 
 
 def test_a_loop_goes_on_as_its_elements_say_until_a_stranger_runs(cells: Pilot) -> None:
     example = trees(5, seed=4)[1][2]
-    step = StepTracker(cells, example.sample)
+    step = begun(cells, example.sample)
     for place, block in enumerate(example.blocks):
         step.observe(block)
         assert not step.decided
-        assert step.remaining() == list(example.blocks[place + 1 :])
-    step = StepTracker(cells, example.sample)
+        assert step.expect()[0] == list(example.blocks[place + 1 :])
+    step = begun(cells, example.sample)
     for block in example.blocks[:3]:
         step.observe(block)
     step.observe(-1)
     assert step.decided
     step.observe(example.blocks[3])
-    assert step.remaining() == [1]
+    assert step.expect()[0] == [1]
 
 
 def test_strangers_and_blocks_out_of_order_do_no_harm(
@@ -107,10 +71,10 @@ def test_strangers_and_blocks_out_of_order_do_no_harm(
     known = pilot.vocabulary
     rng = np.random.default_rng(0)
     for _ in range(20):
-        step = StepTracker(pilot, examples[int(rng.integers(120))].sample)
+        step = begun(pilot, examples[int(rng.integers(120))].sample)
         for block in rng.integers(-1, len(known), size=60).tolist():
             step.observe(block)
-            rest = step.remaining()
+            rest = step.expect()[0]
             assert all(0 <= b < len(known) for b in rest)
             assert ((step.chances >= 0) & (step.chances <= 1)).all()
 
@@ -120,11 +84,77 @@ def test_hints_about_what_is_past_or_unknown_are_ignored(
 ) -> None:
     pilot, examples = experts
     number = {block.path: block.index for block in pilot.vocabulary.blocks}
-    step = StepTracker(pilot, examples[0].sample)
+    step = begun(pilot, examples[0].sample)
     step.observe(number["layers.1.attention"])
-    before = step.chances
-    step.hint([number["layers.0.experts.1"], number["head"]], [1.0, 1.0])
+    before = step.chances.copy()
+    step.hint([number["layers.0.experts.1"], number["layers.1.attention"]], [1.0, 1.0])
     assert np.array_equal(step.chances, before)
+
+
+def gated(steps: int = 40) -> tuple[Pilot, dict[str, int]]:
+    """Return a pilot of three gated blocks, of which chance draws each, and the blocks' numbers."""
+    known = vocabulary([(path, "") for path in ("begin", "a", "b", "c", "end")])
+    rng = np.random.default_rng(0)
+    examples = []
+    for _ in range(steps):
+        drawn = [block for block in (1, 2, 3) if rng.random() < 0.5]
+        hint = [BlockHint(1, (block,), (float(block in drawn),)) for block in (1, 2, 3)]
+        examples.append(Example(InputFeatures({}), [0, *drawn, 4], hints=hint))
+    return learn_pilot(known, examples), {block.path: block.index for block in known.blocks}
+
+
+def test_hints_are_about_the_next_decision_or_ahead_of_it() -> None:
+    pilot, number = gated()
+    step = begun(pilot, InputFeatures({}))
+    step.observe(number["begin"])
+    step.hint([number["a"]], [1.0])
+    assert number["a"] in step.expect()[0]
+    assert not step.at_hand([number["c"]])  # that "a" runs is expected before
+    step.hint([number["c"]], [0.0])
+    assert number["c"] not in step.expect()[0]
+    slots = [block for block, _ in pilot.evidence.slots]
+    ahead, at_hand = ({slots[slot] for slot in hinted} for hinted in step.hinted)
+    assert (at_hand, ahead) == ({number["a"]}, {number["c"]})
+    step.observe(number["a"])
+    step.hint([number["b"]], [0.0])
+    assert number["b"] in {slots[slot] for slot in step.hinted[AT_HAND]}
+
+
+def test_trust_in_hints_grows_as_they_turn_out_right() -> None:
+    pilot, _ = gated()
+    before = Pilot(pilot.vocabulary).trust
+    assert pilot.trust[AT_HAND, 2] > before[AT_HAND, 2]
+    assert np.isfinite(pilot.trust).all()
+
+
+def test_of_a_chain_what_is_known_of_one_decides_about_the_others() -> None:
+    """As many stages run as chance says: one that is passed over ends them all."""
+    known = vocabulary([(path, "") for path in ("begin", *(f"stage.{n}" for n in range(6)), "end")])
+    rng = np.random.default_rng(0)
+    depths = rng.integers(1, 7, size=80).tolist()
+    examples = [Example(InputFeatures({}), [*range(depth + 1), 7]) for depth in depths]
+    pilot = learn_pilot(known, examples)
+    chain = pilot.evidence.nested()
+    assert len(set(chain[2:7].tolist())) == 1  # the first stage always runs
+    step = begun(pilot, InputFeatures({}))
+    before = step.chances[2:7].copy()
+    for block in (0, 1, 2):
+        step.observe(block)
+    assert (step.chances[3:7] > before[1:]).all()
+    step.observe(4)  # the third did not run
+    assert (step.chances[5:7] == 0).all()
+
+
+def test_the_last_order_is_repeated_but_for_what_is_hinted() -> None:
+    step = OrderTracker([0, 1, 2, 3], {1, 2}, 0.4)
+    assert step.expect()[0] == [0, 3]
+    step.hint([2, 5], [0.9, 0.8])
+    assert step.decided
+    order, chances = step.expect()
+    assert order == [0, 2, 5, 3]
+    assert chances == pytest.approx([1, 0.9, 0.8, 1])
+    step.observe(2)
+    assert step.expect()[0] == [5, 3]
 
 
 def exits(count: int, seed: int = 0) -> tuple[object, list[Example]]:
@@ -143,18 +173,17 @@ def exits(count: int, seed: int = 0) -> tuple[object, list[Example]]:
 
 def test_a_loop_that_no_rule_tells_is_asked_for_round_by_round() -> None:
     known, examples = exits(200)
-    pilot = fit_pilot(known, examples)
-    assert not pilot.loops
-    cells = [slot for slot in pilot.template.slots if slot[0] == 1]
+    pilot = learn_pilot(known, examples)
+    assert not pilot.structure.loops
+    cells = [slot for slot in pilot.structure.template.slots if slot[0] == 1]
     assert cells == [(1, number) for number in range(len(cells))]
-    assert max(pilot.bundles) + 1 < len(pilot.bundles)  # a cell and its judge are one question
     example = max(examples, key=lambda one: len(one.blocks))
-    step = StepTracker(pilot, example.sample)
+    step = begun(pilot, example.sample)
     for place, block in enumerate(example.blocks[:-1]):
         step.observe(block)
         if block == 1:
-            assert step.remaining()[0] == 2, place
-    assert set(step.remaining()) <= {1, 2, 3}
+            assert step.expect()[0][0] == 2, place
+    assert set(step.expect()[0]) <= {1, 2, 3}
 
 
 def test_a_loop_whose_last_round_is_short_is_unrolled_too() -> None:
@@ -169,11 +198,11 @@ def test_a_loop_whose_last_round_is_short_is_unrolled_too() -> None:
         order = [b for n in range(read) for b in ([1, 2] if n % 3 == 2 or n == read - 1 else [1])]
         sample = InputFeatures({"length": float(length)})
         examples.append(Example(sample, [0, *order, 3], f"f{step % 8}"))
-    pilot = fit_pilot(names, examples)
-    assert pilot.template.loops == ()
+    pilot = learn_pilot(names, examples)
+    assert pilot.structure.template.loops == ()
     order = [0, 1, 1, 1, 2, 1, 1, 2, 3]
     assert pilot.predict(InputFeatures({"length": 5.0})).blocks == order
-    step = StepTracker(pilot, InputFeatures({"length": 5.0}))
+    step = begun(pilot, InputFeatures({"length": 5.0}))
     for place, block in enumerate(order):
         step.observe(block)
-        assert step.remaining() == order[place + 1 :]
+        assert step.expect()[0] == order[place + 1 :]
