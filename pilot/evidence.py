@@ -495,9 +495,9 @@ class Evidence:
             array = np.asarray(arrays[name])
             if array.shape != shape or array.dtype.kind not in "fu":
                 raise ValueError(f"{name} of the wrong shape or type")
-            found[name] = array.astype(np.float32)
-            if not (np.abs(found[name]) <= MOST).all():
+            if not (np.abs(array.astype(np.float64)) <= MOST).all():
                 raise ValueError(f"{name} that are not finite, or too large")
+            found[name] = array.astype(np.float32)
         if (found["table"] > 0).any() or (found["table"] < _SUREST).any():
             raise ValueError("a table of impossible chances")
         if (found["weights"] < 0).any() or (found["statistics"][:BIAS] < 0).any():

@@ -35,11 +35,9 @@ from dynoffload.errors import DynOffloadError, PilotError
 from dynoffload.experiments import zoo
 from dynoffload.pilot import pilot as pilot_file
 from dynoffload.pilot.features import Example
-from dynoffload.pilot.fit import fit_pilot
 from dynoffload.pilot.labels import Label, encode_example, label_traces, make_label
-from dynoffload.pilot.online import OnlineLearner
 from dynoffload.pilot.pilot import Pilot
-from dynoffload.pilot.tracking import StepTracker
+from dynoffload.pilot.train import learn_pilot
 from dynoffload.planning.blocks import Vocabulary
 from dynoffload.planning.cutting import build_vocabulary
 from dynoffload.planning.footprint import footprint, temporaries
@@ -120,7 +118,7 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> Seeds:
         vocabulary = build_vocabulary([label.calls for label in labels])
         examples = [encode_example(vocabulary, label) for label in labels]
         path = folder / f"{network}.pilot"
-        fit_pilot(vocabulary, examples).save(path)
+        learn_pilot(vocabulary, examples).save(path)
         found.pilots[network] = (path, examples[:3])
     return found
 
@@ -241,23 +239,28 @@ def test_mutated_files_work_or_are_refused_in_words(
 
 
 def use_pilot(path: Path, examples: Sequence[Example]) -> None:
-    """Load a pilot, predict, follow steps, learn on, and save it again."""
+    """Load a pilot, predict, follow steps, learn from them, and save it again."""
     pilot = _named(path, lambda: Pilot.load(path))
+    size = len(pilot.vocabulary)
     with pytest.raises(PilotError):
         pilot.check("0" * 64 + pilot.vocabulary.network)
     samples = [*(example.sample for example in examples), *STRANGE]
     for sample in samples:
         _predict(pilot, sample)
-    for example in examples[:2]:
-        _follow(pilot, example)
-    learner = OnlineLearner(pilot.vocabulary, pilot=pilot, grow=False)
-    size = len(pilot.vocabulary)
-    for example in examples[:1]:
-        learner.predict(example.sample)
-        learner.observe(example.sample, [b if b < size else -1 for b in example.blocks])
-    again = path.with_name("again.pilot")
+    for example in examples:
+        ran = [block if block < size else -1 for block in example.blocks]
+        _follow(pilot, example.sample, ran)
+        pilot.observe(example.sample, ran)
+    for sample in STRANGE:
+        pilot.observe(sample, [-1, *range(min(size, MAX_TOLD))])
+    if _tried(lambda: [pilot.consolidate()]):
+        _predict(pilot, samples[0])
+    pilot.evidence.refit()
+    again, last = (path.with_name(name) for name in ("again.pilot", "last.pilot"))
     pilot.save(again)
-    assert _predict(Pilot.load(again), samples[0]) == _predict(pilot, samples[0])
+    loaded = Pilot.load(again)
+    loaded.save(last)
+    assert _predict(Pilot.load(last), samples[0]) == _predict(loaded, samples[0])
 
 
 def _predict(pilot: Pilot, sample: InputFeatures) -> list[int]:
@@ -267,22 +270,25 @@ def _predict(pilot: Pilot, sample: InputFeatures) -> list[int]:
     surety = prediction.confidence
     assert surety is not None
     assert surety.shape == (len(prediction.blocks),)
-    for told in (surety, pilot.chances(sample)):
+    assert pilot.tracker is not None
+    assert np.isfinite(pilot.features).all()
+    for told in (surety, pilot.tracker.chances):
         assert (np.isfinite(told) & (told >= 0) & (told <= 1)).all()
     return prediction.blocks
 
 
-def _follow(pilot: Pilot, example: Example) -> None:
+def _follow(pilot: Pilot, sample: InputFeatures, blocks: Sequence[int]) -> None:
     size = len(pilot.vocabulary)
-    step = StepTracker(pilot, example.sample)
-    order = [*example.blocks[:MAX_TOLD], -1, *pilot.predict(example.sample).blocks[:MAX_TOLD]]
+    order = [*blocks[:MAX_TOLD], -1, *pilot.predict(sample).blocks[:MAX_TOLD]]
+    step = pilot.tracker
+    assert step is not None
     for place, block in enumerate(order):
         if place % 8 == 0:
-            _check_blocks(step.remaining(), size)
+            _check_blocks(step.expect()[0], size)
             hinted = list(range(min(size, 8)))
             step.hint(hinted, [0.5] * len(hinted))
-        step.observe(block if block < size else -1)
-    _check_blocks(step.remaining(), size)
+        step.observe(block)
+    _check_blocks(step.expect()[0], size)
     assert np.isfinite(step.chances).all()
 
 
@@ -299,7 +305,7 @@ def use_trace(path: Path, good: dict[str, list[Label]], *, learn: bool) -> None:
     assert Vocabulary.from_json(vocabulary.to_json()) == vocabulary
     whole = _tried(lambda: footprint(trace))
     assert whole is None or min(whole, temporaries(trace)) >= 0
-    pilot = _tried(lambda: fit_pilot(vocabulary, examples)) if learn else None
+    pilot = _tried(lambda: learn_pilot(vocabulary, examples)) if learn else None
     if pilot is not None:
         _predict(pilot, label.sample)
     again = path.with_name("again.trace")

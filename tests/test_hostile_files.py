@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,13 @@ from synthetic_pilot import recorded_step, routed, trees
 
 from dynoffload.errors import PilotError, TraceError
 from dynoffload.pilot import pilot as pilot_file
+from dynoffload.pilot.evidence import BIAS, MAX_NUMBERS
 from dynoffload.pilot.features import Example
-from dynoffload.pilot.fit import fit_pilot
-from dynoffload.pilot.pilot import MAX_ORDER, MAX_SLOTS, Pilot
+from dynoffload.pilot.pilot import MAX_SLOTS, Pilot
+from dynoffload.pilot.structure import MAX_ORDER
 from dynoffload.pilot.template import MAX_SLOTS as MAX_PLACES
 from dynoffload.pilot.template import learn_template
+from dynoffload.pilot.train import learn_pilot
 from dynoffload.planning.footprint import footprint
 from dynoffload.profiler import InputFeatures, ModuleCall, Trace, load_trace, save_trace, storage
 from dynoffload.profiler.safefile import read_file
@@ -40,10 +43,10 @@ def _rewrite(path: Path, change: Change, of: tuple[str, int], to: Path | None = 
 @pytest.fixture(scope="module")
 def pilots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pilots")
-    paths = {name: folder / f"{name}.pilot" for name in ("lightgbm", "rule")}
+    paths = {name: folder / f"{name}.pilot" for name in ("routed", "rule")}
     for name, path in paths.items():
         vocabulary, examples = trees(20) if name == "rule" else routed(40, experts=4, codes=9)
-        fit_pilot(vocabulary, examples).save(path)
+        learn_pilot(vocabulary, examples).save(path)
     return paths
 
 
@@ -68,25 +71,16 @@ def _spoil(name: str, value: float) -> Change:
     return change
 
 
-def _tree(name: str, place: Any, value: float) -> Change:
-    def change(document: dict[str, Any], arrays: dict[str, Any]) -> None:
-        array = arrays[f"tree_{name}"].copy()
-        array[place] = value
-        arrays[f"tree_{name}"] = array
-
-    return change
-
-
 def _array(name: str, make: Callable[[Any], Any]) -> Change:
     return lambda document, arrays: arrays.update({name: make(arrays[name])})
 
 
 HOSTILE: dict[str, tuple[str, Change]] = {
     "a number that is infinite once it is read": (
-        "lightgbm",
+        "routed",
         _put("card", value={"x": float("inf")}),
     ),
-    "half of a surrogate pair": ("lightgbm", _put("card", value={"x": "\ud800"})),
+    "half of a surrogate pair": ("routed", _put("card", value={"x": "\ud800"})),
     "a loop as sure as infinity": ("rule", _put("loops", 0, "fidelity", value=7.0)),
     "a rule of nothing": ("rule", _put("loops", 0, "table", value=[])),
     "a rule's block outside": ("rule", _put("loops", 0, "table", 0, 1, value=[99])),
@@ -94,55 +88,52 @@ HOSTILE: dict[str, tuple[str, Change]] = {
     "a rule of a column too many": ("rule", _put("loops", 0, "columns", value=[99])),
     "families that share blocks": ("rule", _put("families", value=[[2, 3], [3]])),
     "a family of nothing": ("rule", _put("families", value=[[]])),
-    "too many slots": ("lightgbm", _put("slots", value=[[0, i] for i in range(MAX_SLOTS + 1)])),
-    "more numbers than are used": ("lightgbm", _put("model", "names", value=["x"] * 99)),
-    "chances above one": ("lightgbm", _spoil("table", 3.0)),
-    "a blend that overflows": ("lightgbm", _spoil("correction_blend", 3e38)),
-    "a table of log-chances that does": ("lightgbm", _spoil("table", -3e38)),
-    "a leaf that does": ("lightgbm", _tree("values", (0, 0), 1e300)),
-    "a leaf that is infinite": ("lightgbm", _tree("values", (-1, -1), np.inf)),
-    "a leaf that is no number": ("lightgbm", _tree("values", (0, 0), np.nan)),
-    "a threshold that is no number": ("lightgbm", _tree("thresholds", 0, np.nan)),
-    "a split on a column that is not there": ("lightgbm", _tree("columns", -1, 999)),
-    "a split on a column before the first": ("lightgbm", _tree("columns", 0, -1)),
-    "a slot outside the vocabulary": ("lightgbm", _put("slots", value=[[99, 0]])),
     "a family outside the vocabulary": ("rule", _put("families", value=[[1, 99]])),
     "loops without models": ("rule", _put("loops", value=[])),
-    "optional blocks without a model": ("lightgbm", _put("model", value=None)),
-    "a model without optional blocks": ("rule", _put("model", value={})),
-    "a threshold of nothing": ("lightgbm", _put("threshold", value=0)),
-    "a document that is a list": ("lightgbm", _put("vocabulary", value=[])),
-    "a block outside in the baseline": ("lightgbm", _put("most_frequent", value=[99])),
-    "no card": ("lightgbm", _put("card", value=None)),
-    "a code book out of order": ("lightgbm", _array("book0", lambda a: a[::-1].copy())),
-    "a code book of another type": ("lightgbm", _array("book0", lambda a: a.astype(np.float32))),
-    "a table of another size": ("lightgbm", _array("table", lambda a: a[:-1])),
-    "a site that is not there": ("lightgbm", _array("sites", lambda a: a + 1000)),
-    "sites of another type": ("lightgbm", _array("sites", lambda a: a.astype(np.float32))),
-    "trees with thresholds missing": ("lightgbm", _array("tree_thresholds", lambda a: a[:-1])),
-    "a column of less than no thresholds": ("lightgbm", _tree("edges", 0, -1)),
-    "a column of no thresholds": ("lightgbm", _tree("edges", 0, 0)),
-    "thresholds in another order": (
-        "lightgbm",
-        _array("tree_thresholds", lambda a: a[::-1].copy()),
-    ),
-    "columns in another order": ("lightgbm", _array("tree_columns", lambda a: a[::-1].copy())),
-    "trees with masks missing": ("lightgbm", _array("tree_masks", lambda a: a[:-1])),
-    "trees with leaves missing": ("lightgbm", _array("tree_values", lambda a: a[:, :-1])),
-    "leaves of another type": ("lightgbm", _array("tree_values", lambda a: a.astype(np.float32))),
-    "no trees": ("lightgbm", _array("tree_values", lambda a: a[:0])),
-    "too many trees": ("lightgbm", _array("tree_values", lambda a: np.zeros((65, 16)))),
+    "too many slots": ("routed", _put("slots", value=[[0, i] for i in range(MAX_SLOTS + 1)])),
+    "a slot outside the vocabulary": ("routed", _put("slots", value=[[99, 0]])),
+    "a slot twice": ("routed", _put("slots", 1, value=[0, 0])),
+    "a run of a block that no step has": ("routed", _put("slots", 0, value=[0, 10**300])),
+    "a document that is a list": ("routed", _put("vocabulary", value=[])),
+    "no card": ("routed", _put("card", value=None)),
+    "no evidence": ("routed", _put("evidence", value=None)),
     **{
-        f"{name} of another shape": (kind, _array(name, lambda a: np.zeros((2, 1), a.dtype)))
-        for kind, name in (
-            ("lightgbm", "table"),
-            ("lightgbm", "correction_factor"),
-            ("lightgbm", "correction_blend"),
+        f"{name} that are {value!r:.9}": ("routed", _put("evidence", name, value=value))
+        for name in ("steps", "usual", "latest")
+        for value in ("nan", "inf", -1, 10**400, 1e300, None)
+    },
+    "more numbers than are used": (
+        "routed",
+        _put("evidence", "names", value=[f"{n}" for n in range(MAX_NUMBERS + 1)]),
+    ),
+    "a number twice": ("routed", _put("evidence", "names", value=["x", "x"])),
+    "a code twice": ("routed", _array("book", lambda a: a * 0)),
+    "codes of another type": ("routed", _array("book", lambda a: a.astype(np.float32))),
+    "codes in rows": ("routed", _array("book", lambda a: a[None])),
+    "too many codes": ("routed", _array("book", lambda a: np.arange(5000))),
+    "chances above one": ("routed", _spoil("table", 3.0)),
+    "chances surer than are learned": ("routed", _spoil("table", -20.0)),
+    "fewer runs than none": ("routed", _spoil("statistics", -1.0)),
+    "shares above one": ("routed", _array("statistics", lambda a: a + 2)),
+    "fewer elements than none": ("routed", _spoil("weights", -1.0)),
+    "a mix that overflows": ("routed", _spoil("mix", 3e38)),
+    "a trust of another type": ("routed", _array("trust", lambda a: a.astype(np.float64))),
+    "signed presence": ("routed", _array("present", lambda a: a.astype(np.int8))),
+    **{
+        f"{name} that hold {value}": ("routed", _spoil(name, value))
+        for name in ("table", "weights", "statistics", "numbers", "losses", "mix", "trust")
+        for value in (np.nan, np.inf, -3e38)
+    },
+    **{
+        f"{name} of another shape": ("routed", _array(name, lambda a: a.reshape(-1)[:-1]))
+        for name in (
+            *("statistics", "table", "weights", "book", "numbers", "present", "losses"),
+            *("mix", "trust"),
         )
     },
     **{
-        f"bundles that are {value!r:.9}": ("lightgbm", _put("bundles", value=value))
-        for value in ([], [1], [0, 2], ["x"], [0] * 999, None)
+        f"no {name}": ("routed", lambda document, arrays, name=name: arrays.pop(name))  # type: ignore[misc]
+        for name in ("statistics", "table", "weights", "book", "numbers", "present", "mix")
     },
 }
 
@@ -153,6 +144,34 @@ def test_a_pilot_that_lies_is_refused(name: str, pilots: dict[str, Path], tmp_pa
     path = _rewrite(pilots[kind], change, PILOT, tmp_path / "hostile.pilot")
     with pytest.raises(PilotError, match=r"hostile\.pilot.*Train the pilot again"):
         Pilot.load(path)
+
+
+def test_what_a_file_may_claim_stays_finite(pilots: dict[str, Path], tmp_path: Path) -> None:
+    """The surest tables, the largest biases, habits, weights and counts, of the most steps."""
+
+    def change(document: dict[str, Any], arrays: dict[str, Any]) -> None:
+        document["evidence"] |= {"steps": 10**11, "usual": 1e11, "latest": 0}
+        arrays["numbers"] = np.resize(arrays["numbers"], (256, arrays["numbers"].shape[1])) + 1e11
+        arrays["present"] = np.resize(arrays["present"], (256, arrays["present"].shape[1]))
+        for name, value in (("table", -8), ("weights", 1e11), ("losses", -1e11), ("mix", 900)):
+            arrays[name] = np.full(arrays[name].shape, value, np.float32)
+        for row, value in ((0, 1e11), (6, 1e11), (slice(7, BIAS), 0), (slice(BIAS, None), -1e12)):
+            arrays["statistics"][row] = value
+        arrays["trust"][:] = -900
+
+    path = _rewrite(pilots["routed"], change, PILOT, tmp_path / "large.pilot")
+    pilot, examples = Pilot.load(path), routed(40, experts=4, codes=9)[1]
+    with np.errstate(all="raise", under="ignore"):
+        for example in examples[:3]:
+            prediction = pilot.predict(example.sample)
+            assert np.isfinite(pilot.features).all()
+            assert prediction.confidence is not None
+            assert np.isfinite(prediction.confidence).all()
+            pilot.observe(example.sample, example.blocks)
+        pilot.consolidate()
+        assert np.isfinite(pilot._ask(examples[0].sample).odds).all()
+    pilot.save(path)
+    Pilot.load(path)
 
 
 def test_a_rule_that_predicts_without_end_is_cut(pilots: dict[str, Path], tmp_path: Path) -> None:
@@ -172,13 +191,35 @@ def test_a_rule_that_predicts_without_end_is_cut(pilots: dict[str, Path], tmp_pa
     assert len(prediction.blocks) == len(prediction.confidence) == MAX_ORDER
 
 
+def test_a_step_through_the_most_slots_takes_little_time(
+    pilots: dict[str, Path], tmp_path: Path
+) -> None:
+    def change(document: dict[str, Any], arrays: dict[str, Any]) -> None:
+        document["slots"] = [[0, number] for number in range(MAX_SLOTS)]
+        arrays["book"] = arrays["book"][:1]
+        arrays["weights"] = arrays["weights"][:2]
+        for name in ("statistics", "present", "table"):
+            rows = 2 if name == "table" else len(arrays[name])
+            arrays[name] = np.zeros((rows, MAX_SLOTS), arrays[name].dtype)
+        arrays["present"][:8] = 1  # one chain
+
+    pilot = Pilot.load(_rewrite(pilots["routed"], change, PILOT, tmp_path / "long.pilot"))
+    sample, begun = InputFeatures({}), time.process_time()
+    pilot.predict(sample)
+    assert pilot.tracker is not None
+    for _ in range(300):
+        pilot.tracker.observe(0)
+    pilot.observe(sample, [0] * MAX_SLOTS)
+    assert time.process_time() - begun < 3
+
+
 def test_a_pilot_trained_without_elements_takes_samples_that_have_some(tmp_path: Path) -> None:
     vocabulary, examples = routed(40, experts=4, codes=9)
     bare = [
         Example(InputFeatures({"x": float(step % 3)}), example.blocks, example.source)
         for step, example in enumerate(examples)
     ]
-    pilot = fit_pilot(vocabulary, bare)
+    pilot = learn_pilot(vocabulary, bare)
     blocks = pilot.predict(examples[0].sample).blocks
     assert all(0 <= block < len(vocabulary) for block in blocks)
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import random
-import time
 from dataclasses import replace
 from itertools import islice
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from torch.optim import AdamW
 
 import dynoffload
 from dynoffload.experiments import zoo
-from dynoffload.pilot.online import OnlineLearner, Standing
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.train import train_pilot
 from dynoffload.planning.blocks import Block, Vocabulary
@@ -26,9 +23,9 @@ from dynoffload.planning.footprint import footprint
 from dynoffload.profiler import RoutingProbe, load_trace
 from dynoffload.profiler.idioms import Idioms
 from dynoffload.runtime.adoption.units import Unit
+from dynoffload.runtime.migration import host_time
 from dynoffload.runtime.migration.forecast import Forecast
-from dynoffload.runtime.migration.gates import Trial
-from dynoffload.runtime.migration.steps import Step
+from dynoffload.runtime.migration.gates import Standing, Trial
 
 PAGES: dict[str, Any] = {"page_bytes": 4096, "min_paged_bytes": None}
 SHAPE = {"rows": 1, "length": 6}
@@ -139,7 +136,7 @@ def _trained(profiled: tuple[int, Pilot], answer: Any = None) -> tuple[int, int,
 def test_what_routers_say_is_planned(
     profiled: tuple[int, Pilot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dynoffload.runtime.migration.steps.SHARE", 10.0)  # whatever it takes
+    monkeypatch.setattr(host_time, "SHARE", 10.0)  # these steps are short
     monkeypatch.setattr(Trial, "observe", lambda self, step: None)  # whatever it costs
     foreseen, missed, _ = _trained(profiled)
     _, missed_mute, _ = _trained(profiled, lambda probe: lambda x: None)
@@ -151,10 +148,10 @@ def test_what_routers_say_is_planned(
 def test_a_pilot_that_comes_to_know_within_the_step_goes_on_steering(
     profiled: tuple[int, Pilot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dynoffload.runtime.migration.steps.SHARE", 10.0)
+    monkeypatch.setattr(host_time, "SHARE", 10.0)  # these steps are short
     monkeypatch.setattr(Trial, "observe", lambda self, step: None)
-    worse = Standing(pilot=0.1, last_order=0.9, steps=9)  # before the first operator
-    monkeypatch.setattr(OnlineLearner, "standing", property(lambda self: worse))
+    worse = lambda self, *_: vars(self).update(pilot=0.1, last_order=0.9, steps=9)  # noqa: E731
+    monkeypatch.setattr(Standing, "observe", worse)  # before the first operator
     assert _trained(profiled)[2] == "the pilot"
     assert _trained(profiled, lambda probe: lambda x: None)[2] == "the last order"
 
@@ -214,8 +211,11 @@ class _Failing(_Gated):
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_forward_that_fails_teaches_nothing(inside: bool) -> None:
+def test_a_forward_that_fails_teaches_nothing(
+    inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also while another error is handled."""
+    monkeypatch.setattr(host_time, "SHARE", 10.0)  # these steps are short
     model = _Failing()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     config = {**PAGES, "step_aside": False}
@@ -235,22 +235,11 @@ def test_a_forward_that_fails_teaches_nothing(inside: bool) -> None:
                     train()
             else:
                 train()
-        learner = session._forecast._learner
-        assert learner is not None
-        first, second = (example.blocks for example in learner._examples)
+        pilot = session._forecast._pilot
+        assert pilot is not None
+        first, second = (order for _, order in pilot._latest)
         assert len(first) == 4
         assert first == second
-
-
-def test_asking_takes_no_more_than_its_share() -> None:
-    following = Mock(expect=lambda: pytest.fail("the rest is predicted anew"))
-    step = Step(following, [])
-    begun = time.perf_counter()
-    step.ran([0])
-    time.sleep(0.02)
-    step.account(begun)  # twenty milliseconds of twenty were spent
-    step.ran([1])
-    assert step.choose([0, 1]) is None
 
 
 @needs_pager

@@ -12,7 +12,6 @@ from exactness import LyingPilot, Twin, footprint_of, needs_pager, small, small_
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from dynoffload.pilot.online import FIRST
 from dynoffload.runtime.migration.gates import GROWTH, SETTLING, TRIED, WATCHED, Trial, likely
 from dynoffload.telemetry import StepStats
 
@@ -88,18 +87,3 @@ def test_a_prediction_that_loses_goes_off_in_a_session(caplog: pytest.LogCapture
     assert sum(prefetched[on + 1 :]) == 0
     assert caplog.text.count("prefetch is off from now") == 1
     twin.assert_same()
-
-
-@needs_pager
-@pytest.mark.timeout(60)
-def test_a_pilot_learned_anew_is_judged_anew() -> None:
-    twin = Twin(small(), lambda p: AdamW(p, lr=1e-2))
-    with twin.paged(footprint_of(twin.model) // 3, pilot="auto") as session:
-        forecast = session._forecast
-        trial = forecast._trials["the pilot"] = Trial("the pilot")
-        trial.prefetch, trial.lost = False, True
-        twin.train(loss_of, range(2 * FIRST))
-        forecast.close()  # waits for the learner
-        assert forecast._learner is not None
-        assert forecast._learner.pilot is not None
-        assert forecast._trials.get("the pilot") is not trial

@@ -1,0 +1,154 @@
+"""The pilot is asked within its share of the time, and no more where that is worth nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+from itertools import islice
+
+import pytest
+import torch
+from exactness import needs_pager
+from torch import nn
+from torch.optim import AdamW
+
+import dynoffload
+from dynoffload.experiments import zoo
+from dynoffload.runtime.migration import host_time
+from dynoffload.runtime.migration.gates import DRIFT, SETTLED, STEADY, Silence
+from dynoffload.runtime.migration.host_time import SHARE, HostTime
+
+SAID = "no prediction is better than repeating the last order"
+
+
+def test_a_steady_order_silences_at_once_and_says_so_once() -> None:
+    silence = Silence()
+    assert [silence.observe(0.0, 1.0) for _ in range(STEADY)] == [False] * (STEADY - 1) + [True]
+    assert silence.holds
+    assert not any(silence.observe(None, 1.0) for _ in range(100))
+
+
+@pytest.mark.parametrize(("gain", "silent"), [(0.0, True), (-0.1, True), (0.1, False)])
+def test_what_is_no_better_falls_silent(gain: float, silent: bool) -> None:
+    silence, chance = Silence(), random.Random(0)
+    for _ in range(SETTLED):
+        assert not silence.holds
+        silence.observe(gain + chance.uniform(-0.05, 0.05), 0.6)
+    assert silence.holds == silent
+
+
+def test_steps_without_a_prediction_say_nothing_of_it() -> None:
+    silence = Silence()
+    for _ in range(4 * SETTLED):
+        assert not silence.observe(None, 0.5)
+    assert not silence.holds
+
+
+def test_it_is_asked_again_as_the_last_order_comes_to_be_wrong() -> None:
+    silence = Silence()
+    for _ in range(STEADY):
+        silence.observe(0.0, 1.0)
+    steps = 0
+    while silence.holds:
+        silence.observe(None, 0.5)
+        steps += 1
+    assert 1 < steps < 10
+    assert 1 - 0.5 * (1 - 0.9**steps) < 1 - DRIFT
+    assert not any(silence.observe(0.0, 1.0) for _ in range(STEADY))  # it was said before
+    assert silence.holds
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1.0
+        monkeypatch.setattr(host_time, "perf_counter", lambda: self.now)
+
+
+def test_work_that_does_not_fit_never_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, time = Clock(monkeypatch), HostTime()
+    time.end(10.0)
+    with time.of("predict"):
+        clock.now += 0.06
+    assert not time.affords("predict")  # 0.12 of 0.1
+    assert time.affords("ask")  # of which no cost is known
+    time.begin()
+    clock.now += 1.0
+    assert not time.affords("predict")
+    clock.now += 1.01
+    assert time.affords("predict")  # the running step counts
+    time.end(2.01)
+    assert time.affords("predict")
+    assert not time.affords("predict", "predict")
+    assert time.take() == pytest.approx(0.06)
+    assert time.take() == 0
+
+
+def test_all_that_is_spent_is_the_share_and_one_piece_of_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, time, chance, begun = Clock(monkeypatch), HostTime(), random.Random(0), 0
+    for _ in range(2000):
+        time.begin()
+        at = clock.now
+        clock.now += chance.expovariate(10)
+        for kind, usual in (("predict", 1e-3), ("ask", 1e-2), ("consolidate", 0.1)):
+            if time.affords(kind):
+                begun += 1
+                with time.of(kind):
+                    clock.now += usual * chance.uniform(0.5, 2)
+                assert time.spent_s <= SHARE * (time.ran_s + clock.now - at) + 2 * usual
+        time.end(clock.now - at)
+    assert begun > 100
+    assert time.spent_s > 0.8 * SHARE * time.ran_s
+
+
+def test_work_that_fails_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, time = Clock(monkeypatch), HostTime()
+    with contextlib.suppress(ArithmeticError), time.of("predict"):
+        clock.now += 1.0
+        raise ArithmeticError
+    assert time.spent_s == 1.0
+
+
+@needs_pager
+def test_a_session_of_a_steady_order_falls_silent_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host_time, "SHARE", 10.0)  # these steps are short
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    optimizer = AdamW(model.parameters())
+    config = {"page_bytes": 4096, "min_paged_bytes": None, "step_aside": False}
+    with (
+        caplog.at_level(logging.INFO),
+        dynoffload.offload(model, optimizer, budget=200_000, config=config) as session,
+    ):
+        for _ in range(3 * STEADY):
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert session._forecast._silence.holds
+    assert caplog.text.count(SAID) == 1
+    spent = session.stats["predicting_s"]
+    assert spent.iloc[:STEADY].min() > 0
+    assert spent.iloc[STEADY + 1 :].sum() == 0
+
+
+@needs_pager
+def test_a_session_spends_a_hundredth_of_its_time_on_prediction() -> None:
+    model = zoo.build("moe", "tiny-wide")
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    config = {"page_bytes": 4096, "min_paged_bytes": None, "step_aside": False}
+    with dynoffload.offload(model, optimizer, budget="4MiB", config=config) as session:
+        for sample in islice(zoo.samples("moe", rows=1, length=6), 60):
+            model(*sample.args).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        time = session._forecast.host_time
+    stats = session.stats
+    assert len(stats) == 60
+    assert stats["predicting_s"].sum() == pytest.approx(time.spent_s)
+    assert time.ran_s >= stats["seconds"].sum()
+    assert 0 < time.spent_s <= SHARE * time.ran_s + stats["predicting_s"].max()
