@@ -153,7 +153,8 @@ class Pilot:
         of = self.evidence.statistics
         before = 2 * of[4] - 1 if self.evidence.steps else np.zeros(len(of[4]), np.float32)
         odds = self.general.odds(features) + self._mix @ mixed + of[BIAS] + of[HABIT] * before
-        step = StepTracker(self.structure, sample, odds, self._chain, self.trust)
+        steady = features[NAMES.index("ran always")] > 0
+        step = StepTracker(self.structure, sample, odds, self._chain, self.trust, steady)
         return _Asked(sample, shown, features, mixed, odds, step)
 
     @property

@@ -37,6 +37,8 @@ class StepTracker:
         odds: log-odds that each slot of one block runs, ``[single]``.
         chain: the number of each slot's chain, ``[single]`` (`Evidence.nested`).
         trust: weights of hints given ahead and at hand, ``[2, 3]``.
+        steady: whether each slot ran in every step so far, so that nothing decides about it,
+            ``[single]``.
 
     Attributes:
         decided: whether the prediction may have changed since the last `expect`: a slot did not
@@ -51,12 +53,14 @@ class StepTracker:
         odds: Floats,
         chain: npt.NDArray[np.int64],
         trust: Floats,
+        steady: npt.NDArray[np.bool_],
     ) -> None:
         self.decided = False
         self.hinted: tuple[Hinted, Hinted] = ({}, {})
         self._structure, self._sample, self._chain, self._trust = structure, sample, chain, trust
         self._template = structure.template
-        self._links = np.bincount(chain, minlength=1)[chain] > 1  # slots in chains
+        self._chained = np.bincount(chain, minlength=1)[chain] > 1  # slots in chains
+        self._steady = steady
         self._odds = odds
         self._chances = sigmoid(odds)
         self._passed = 0  # slots of one block that are decided
@@ -115,9 +119,10 @@ class StepTracker:
         return bool(coming) and self._is_next(min(coming))
 
     def _is_next(self, slot: int) -> bool:
-        """Return whether no other block is expected before that at ``slot``."""
-        between = self._chances[self._passed : slot] >= 0.5
-        return not (between & (self._chain[self._passed : slot] != self._chain[slot])).any()
+        """Return whether no other decision is expected to run a block before that at ``slot``."""
+        here = slice(self._passed, slot)
+        between = (self._chances[here] >= 0.5) & ~self._steady[here]
+        return not (between & (self._chain[here] != self._chain[slot])).any()
 
     def expect(self) -> tuple[list[int], Floats]:
         """Return the expected remaining blocks and the probability of each, ``[blocks]``."""
@@ -161,7 +166,7 @@ class StepTracker:
         self._chances[begin:end] = ran
         self.decided |= bool(((before >= 0.5) != ran).any())
         for number, chance in enumerate(before.tolist(), begin):
-            if self._links[number]:
+            if self._chained[number]:
                 self._follow_chain(number, bool(ran[number - begin]), chance)
 
     def _follow_chain(self, number: int, ran: bool, chance: float) -> None:

@@ -27,6 +27,8 @@ from dynoffload.pilot.tracking import OrderTracker
 from dynoffload.profiler import Recorder, RoutingProbe, Trace
 from dynoffload.profiler.experts import split_path, unit_path
 from dynoffload.profiler.routing import hinted, probes_of, read_early
+from dynoffload.runtime.migration import host_time
+from dynoffload.runtime.migration.forecast import Forecast
 from dynoffload.runtime.sizing import sizing_of
 
 pytest.importorskip("transformers")
@@ -302,12 +304,16 @@ def test_without_a_pilot_hints_correct_the_last_order() -> None:
 
 @needs_pager
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
-def test_before_there_is_a_pilot_a_session_follows_its_routers(implementation: str) -> None:
+def test_a_session_that_repeats_the_last_order_follows_its_routers(
+    implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What it expects just before it runs is nearer to what runs than the last order is."""
+    monkeypatch.setattr(host_time, "SHARE", 10.0)  # these steps are short
+    monkeypatch.setattr(Forecast, "_may_predict", lambda self: False)
     network = partial(mixtral, implementation, num_local_experts=16, num_experts_per_tok=1)
     twin = Twin(network(), lambda p: AdamW(p, lr=1e-3))
     pages = {"page_bytes": 4096, "min_paged_bytes": 4096}
-    samples = list(range(15))  # a pilot is learned after sixteen
+    samples = list(range(15))
     session = compare_runs(twin, Loop(steps=15), samples, mixtral_loss, 1_500_000, config=pages)
     foreseen = session._forecast._foreseen["the last order"]
     assert session.stats["bytes_in"].sum() > 0

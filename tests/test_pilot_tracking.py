@@ -120,6 +120,17 @@ def test_hints_are_about_the_next_decision_or_ahead_of_it() -> None:
     assert number["b"] in {slots[slot] for slot in step.hinted[AT_HAND]}
 
 
+def test_blocks_that_always_run_are_no_decision() -> None:
+    """A router that is a block of its own stands between a layer's hint and its experts."""
+    known = vocabulary([(path, "") for path in ("begin", "router", "a", "b")])
+    orders = [[0, 1, 2], [0, 1, 3], [0, 1, 2, 3], [0, 1]]
+    pilot = learn_pilot(known, [Example(InputFeatures({}), order) for order in orders])
+    step = begun(pilot, InputFeatures({}))
+    step.observe(0)
+    step.hint([2, 3], [0.9, 0.1])
+    assert [len(hinted) for hinted in step.hinted] == [0, 2]
+
+
 def test_trust_in_hints_grows_as_they_turn_out_right() -> None:
     pilot, _ = gated()
     before = Pilot(pilot.vocabulary).trust
