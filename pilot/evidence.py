@@ -64,7 +64,7 @@ _PAIRS_KEPT = 0.99  # weight of earlier pairs at each step
 _SMALL, _MOST = 1e-5, 0.999  # limits of a table's chances
 _SUREST = -8.0  # less than log(1 - _MOST), which float16 rounds
 _UNKNOWN = np.float32(np.log1p(-0.02))  # of codes before anything is known
-_STRENGTH, _LEAST_RATE = 1.0, 0.01  # of a table's prior, in elements, and of its updates
+_STRENGTH, _LEAST_RATE = (1.0, 4.0, 4.0), 0.01  # of priors, by order in elements; of updates
 _KEPT = 0.995  # weight of earlier steps in `refit`
 _ROUNDS = 4  # of EM in `refit`
 _WIDTH = 0.05  # of the kernel over a single number, in standard deviations
@@ -128,6 +128,8 @@ class Evidence:
         self._waiting: list[Counter[int]] = [Counter() for _ in range(ORDERS)]
         self._table = np.zeros((64, 0), np.float32)  # log(1 - P); row 0 is of unknown codes
         self._weights = np.zeros(64, np.float32)  # elements seen of each row
+        self._orders = np.zeros(64, np.int64)  # codes of each row's n-gram, less one
+        self._shorter = np.zeros(64, np.int64)  # row of the n-gram that is shorter by a code
         self._usual = 1.0  # elements of a sample
         self._latest = 0.0  # those of the last sample
         self.place(())
@@ -353,18 +355,17 @@ class Evidence:
         if not shown.hashes.size or not len(ran):
             return
         self._enter(shown.hashes)
-        rows, counts = self._rows(shown.hashes)
-        chance = -np.expm1(self._table[rows])
-        some = np.maximum(-np.expm1(counts @ self._table[rows]), _SMALL)
-        share = chance * np.where(ran, 1 / some, 0).astype(np.float32)  # of one element
-        self._weights[rows] += counts
-        rate = counts / (self._weights[rows] + _STRENGTH)
-        rate = np.maximum(rate, np.minimum(1, _LEAST_RATE * counts))[:, None]
-        chance = np.clip(chance + rate * (share - chance), _SMALL, _MOST)
-        self._table[rows] = np.log1p(-chance)
-        mean = (counts @ share) / counts.sum()
-        unknown = -np.expm1(self._table[0])
-        self._table[0] = np.log1p(-np.clip(unknown + 0.05 * (mean - unknown), 1e-4, 0.9))
+        for order in range(len(shown.hashes)):
+            rows, counts = self._rows(shown.hashes[: order + 1])
+            table = self._table[rows]
+            some = np.maximum(-np.expm1(counts @ table), _SMALL)
+            own = np.flatnonzero(self._orders[rows] == order)
+            rows, counts, chance = rows[own], counts[own], -np.expm1(table[own])
+            share = chance * np.where(ran, 1 / some, 0).astype(np.float32)  # of one element
+            self._weights[rows] += counts
+            rate = counts / (self._weights[rows] + _STRENGTH[order])
+            rate = np.maximum(rate, np.minimum(1, _LEAST_RATE * counts))[:, None]
+            self._table[rows] = np.log1p(-np.clip(chance + rate * (share - chance), _SMALL, _MOST))
 
     def _enter(self, hashes: Codes) -> None:
         """Give rows to n-grams that were seen often enough, as far as there is room."""
@@ -381,42 +382,49 @@ class Evidence:
                 row = len(self._book) + 1
                 if row == len(self._table):
                     self._table = np.concatenate((self._table, np.zeros_like(self._table)))
-                    self._weights = np.concatenate((self._weights, np.zeros_like(self._weights)))
+                    self._weights, self._orders, self._shorter = (
+                        np.concatenate((one, np.zeros_like(one)))
+                        for one in (self._weights, self._orders, self._shorter)
+                    )
                 shorter = self._book.get(int(hashes[order - 1, place]), 0) if order else 0
                 self._table[row] = self._table[shorter]
-                self._weights[row] = 0
+                self._weights[row], self._orders[row], self._shorter[row] = 0, order, shorter
                 self._book[code] = row
             if len(waiting) > 4 * MAX_ROWS:
                 waiting.clear()
 
     def refit(self) -> None:
-        """Fit the tables again to the steps in memory; see [Note: tables]."""
-        count = self._remembered
-        shown = [(n, *self._rows(self._hashes[n])) for n in range(count) if self._hashes[n].size]
-        if not shown or not len(self.slots):
+        """Fit the tables again to the steps in memory, shorter n-grams first; see [Note: tables]."""
+        steps = np.array([n for n in range(self._remembered) if self._hashes[n].size], np.int64)
+        if not len(steps) or not len(self.slots):
             return
-        counts = np.zeros((len(shown), len(self._book) + 1), np.float32)
-        for place, (_, rows, each) in enumerate(shown):
-            counts[place, rows] = each
-        used = np.flatnonzero(counts.any(axis=0))
-        counts, at = counts[:, used], np.array([one[0] for one in shown])
-        ran = self._present[at]
-        age = (self.steps - 1 - at) % MEMORY
+        ran = self._present[steps]
+        age = (self.steps - 1 - steps) % MEMORY
         weight = (_KEPT**age).astype(np.float32)
-        own = (counts * weight[:, None]).T
-        total = own.sum(axis=1)
         share = np.clip((weight @ ran + 0.5) / (weight.sum() + 1), 1e-4, 1 - 1e-4)
-        prior = -np.expm1(np.log1p(-share) / max(1.0, float(counts.sum(axis=1).mean())))
-        chance = -np.expm1(self._table[used])
-        for _ in range(_ROUNDS):
-            some = np.maximum(-np.expm1(counts @ np.log1p(-chance)), _SMALL)
-            each = np.where(ran, 1 / some, 0).astype(np.float32)
-            fitted = chance * (own @ each) + _STRENGTH * prior
-            chance = np.clip(fitted / (total[:, None] + _STRENGTH), _SMALL, _MOST)
-        chance = chance.astype(np.float32)
-        known = used > 0
-        self._table[used[known]] = np.log1p(-chance[known])
-        self._weights[used[known]] = total[known]
+        for order in range(ORDERS):
+            counts = np.zeros((len(steps), len(self._book) + 1), np.float32)
+            for place, step in enumerate(steps.tolist()):
+                rows, each = self._rows(self._hashes[step][: order + 1])
+                counts[place, rows] = each
+            used = np.flatnonzero(counts.any(axis=0))
+            own = np.flatnonzero(self._orders[used] == order)
+            counts = counts[:, used]
+            chance = -np.expm1(self._table[used])
+            usual = -np.expm1(np.log1p(-share) / max(1.0, float(counts.sum(axis=1).mean())))
+            shorter = -np.expm1(self._table[self._shorter[used[own]]])
+            prior = _STRENGTH[order] * (shorter if order else usual)
+            weighted = (counts[:, own] * weight[:, None]).T
+            total = weighted.sum(axis=1)
+            for _ in range(_ROUNDS):
+                some = np.maximum(-np.expm1(counts @ np.log1p(-chance)), _SMALL)
+                each = np.where(ran, 1 / some, 0).astype(np.float32)
+                fitted = (chance[own] * (weighted @ each) + prior) / (
+                    total[:, None] + _STRENGTH[order]
+                )
+                chance[own] = np.clip(fitted, _SMALL, _MOST)
+            self._table[used[own]] = np.log1p(-chance[own])
+            self._weights[used[own]] = total
 
     def nested(self) -> npt.NDArray[np.int64]:
         """Return the number of each slot's chain, ``[slots]``: slots of which each ran only if the

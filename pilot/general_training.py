@@ -20,7 +20,7 @@ from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.template import tokens
 from dynoffload.planning.blocks import Vocabulary
 
-WIDTHS = (48, 24)
+WIDTHS = (32, 16)
 """Units of the two hidden layers."""
 EPOCHS = 12
 BATCH = 2048

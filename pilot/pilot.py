@@ -49,7 +49,7 @@ RATE, FORGET = 0.3, 0.02
 """Learning rate of a slot's bias, and the share of it that decays each step."""
 HABIT_RATE, MAX_HABIT = 0.03, 4.0
 """Learning rate of a slot's habit, and its limit in either direction."""
-MIX_RATE, HINT_RATE = 0.02, 0.02
+MIX_RATE, HINT_RATE = 0.005, 0.02
 """Learning rates of the mix of features, and of that with hints."""
 MIXED = [
     NAMES.index(name)
