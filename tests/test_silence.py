@@ -15,6 +15,7 @@ from torch.optim import AdamW
 
 import dynoffload
 from dynoffload.experiments import zoo
+from dynoffload.pilot import template
 from dynoffload.runtime.migration import host_time
 from dynoffload.runtime.migration.gates import DRIFT, SETTLED, STEADY, Silence
 from dynoffload.runtime.migration.host_time import SHARE, HostTime
@@ -134,6 +135,25 @@ def test_a_session_of_a_steady_order_falls_silent_and_says_so_once(
     spent = session.stats["predicting_s"]
     assert spent.iloc[:STEADY].min() > 0
     assert spent.iloc[STEADY + 1 :].sum() == 0
+
+
+@needs_pager
+def test_a_pilot_that_cannot_learn_ends_no_training(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here its steps have more places for blocks than it takes."""
+    monkeypatch.setattr(template, "MAX_SLOTS", 3)
+    monkeypatch.setattr(host_time, "SHARE", 10.0)  # these steps are short
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    optimizer = AdamW(model.parameters())
+    config = {"page_bytes": 4096, "min_paged_bytes": None, "step_aside": False}
+    with dynoffload.offload(model, optimizer, budget=200_000, config=config) as session:
+        for _ in range(4):
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert caplog.text.count("the pilot cannot learn from these steps") == 1
+    assert session.stats["accuracy"].iloc[1:].tolist() == [1, 1, 1]  # by the last order
 
 
 @needs_pager

@@ -71,8 +71,9 @@ def offload(
             saved activations in fast memory. On the pager it is a hard cap on the pool;
             docs/limits.md lists what is outside it. ``None`` takes the command line's. A budget
             above the available memory is lowered to that, with a warning.
-        pilot: path of a ``.pilot`` file, a `Pilot`, ``"auto"`` or ``None``. ``"auto"`` repeats the
-            last order, learns in the first steps, and uses what it learned once that does better.
+        pilot: path of a ``.pilot`` file, a `Pilot`, ``"auto"`` or ``None``. ``"auto"`` starts
+            from the general pilot, which adapts to the network. A session uses a pilot's prediction
+            while it does better than the last order, and asks it within 1% of its time.
             ``None`` fetches on demand only, unless ``OffloadConfig.policy`` is ``"repeat"``.
         spill_dir: a directory on a disk; the system's for temporary files by default.
         host_budget: for training on an accelerator: bytes of pinned host memory for what is not on

@@ -350,13 +350,21 @@ class Forecast:
                 "pilot and the routers are asked no more, until that changes",
                 100 * last,
             )
-        if self._foretold is None or self._sample is None or self._pilot is None:
-            return
-        with self.host_time.of("observe"):
-            self._pilot.observe(self._sample, self.actual)
-        if self._pilot.due and self.host_time.affords("consolidate"):
-            with self.host_time.of("consolidate"):
-                self._pilot.consolidate()
+        if self._foretold is not None and self._sample is not None and self._pilot is not None:
+            self._learn(self._pilot, self._sample)
+
+    def _learn(self, pilot: Pilot, sample: InputFeatures) -> None:
+        """Let the pilot learn from the step that ran; if it cannot, go on without it."""
+        time = self.host_time
+        try:
+            with time.of("observe"):
+                pilot.observe(sample, self.actual)
+            if pilot.due and time.affords("consolidate"):
+                with time.of("consolidate"):
+                    pilot.consolidate()
+        except Exception:
+            self._pilot, self._auto = None, False
+            logger.exception("the pilot cannot learn from these steps and is asked no more")
 
     @property
     def pays(self) -> bool:
