@@ -214,7 +214,8 @@ class Forecast:
 
     def _asks_last_order(self) -> bool:
         """Return whether routing probes correct the last order in this step."""
-        return bool(self._hinted) and self.pays and not self._silence.holds
+        asks = bool(self._hinted) and self.pays and not self._silence.holds
+        return asks and self.host_time.affords("ask")
 
     def _compare(self, sample: InputFeatures) -> None:
         """At the first sample, warn if its features differ from the pilot's training samples."""
@@ -250,8 +251,10 @@ class Forecast:
         self._order += blocks
         if self._counted is not None:
             self._counted.begin(blocks)
-        self._step.ran(blocks)
-        self._revise(blocks)
+        if self._step.follows:
+            with self.host_time.of("follow"):
+                self._step.ran(blocks)
+            self._revise(blocks)
 
     @unseen
     def _ask(

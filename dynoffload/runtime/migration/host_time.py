@@ -1,7 +1,8 @@
 """The host's time for prediction: at most a share of what the session has run.
 
-All that predicting costs counts: features, predictions, probes, new plans of a step that runs, and
-learning. Each kind of work begins only if its usual cost still fits.
+All that predicting costs counts: features, predictions, probes, following a step, new plans of its
+rest, and learning. Each kind of work begins only if its usual cost still fits; a step that is
+followed is followed to its end.
 """
 
 from __future__ import annotations
