@@ -162,6 +162,8 @@ class Evidence:
             self._book = dict(islice(self._book.items(), self._most_rows - 1))
             self._table = self._table[: self._most_rows]
             self._weights = self._weights[: self._most_rows]
+            self._orders = self._orders[: self._most_rows]
+            self._shorter = self._shorter[: self._most_rows]
         self.describe(self._blocks)
         return np.flatnonzero(~known).tolist()
 
@@ -382,10 +384,10 @@ class Evidence:
                 row = len(self._book) + 1
                 if row == len(self._table):
                     self._table = np.concatenate((self._table, np.zeros_like(self._table)))
-                    self._weights, self._orders, self._shorter = (
-                        np.concatenate((one, np.zeros_like(one)))
-                        for one in (self._weights, self._orders, self._shorter)
-                    )
+                    self._weights = np.concatenate((self._weights, np.zeros_like(self._weights)))
+                    more = np.zeros_like(self._orders)
+                    self._orders = np.concatenate((self._orders, more))
+                    self._shorter = np.concatenate((self._shorter, more))
                 shorter = self._book.get(int(hashes[order - 1, place]), 0) if order else 0
                 self._table[row] = self._table[shorter]
                 self._weights[row], self._orders[row], self._shorter[row] = 0, order, shorter
@@ -394,10 +396,11 @@ class Evidence:
                 waiting.clear()
 
     def refit(self) -> None:
-        """Fit the tables again to the steps in memory, shorter n-grams first; see [Note: tables]."""
-        steps = np.array([n for n in range(self._remembered) if self._hashes[n].size], np.int64)
-        if not len(steps) or not len(self.slots):
-            return
+        """Fit the tables again to the steps in memory, shorter n-grams first; see [Note: tables].
+        Nothing is done while the codes of some are not known, as after loading."""
+        steps = np.arange(self._remembered)
+        if not len(self.slots) or not all(self._hashes[n].size for n in steps):
+            return  # without codes, or not all are known since the pilot was loaded
         ran = self._present[steps]
         age = (self.steps - 1 - steps) % MEMORY
         weight = (_KEPT**age).astype(np.float32)
@@ -446,6 +449,8 @@ class Evidence:
             "table": self._table[:rows].astype(np.float16),
             "weights": self._weights[:rows],
             "book": np.array([*self._book], np.int64),
+            "orders": self._orders[:rows].astype(np.uint8),
+            "shorter": self._shorter[:rows].astype(np.int32),
             "numbers": self._numbers[:count],
             "present": self._present[:count].astype(np.uint8),
             "losses": self._losses,
@@ -494,6 +499,8 @@ class Evidence:
             "statistics": (STATISTICS, len(slots)),
             "table": (rows, len(slots)),
             "weights": (rows,),
+            "orders": (rows,),
+            "shorter": (rows,),
             "numbers": (count, len(names) + 1),
             "present": (count, len(slots)),
             "losses": (len(names) + 1,),
@@ -501,7 +508,7 @@ class Evidence:
         found = {}
         for name, shape in expected.items():
             array = np.asarray(arrays[name])
-            if array.shape != shape or array.dtype.kind not in "fu":
+            if array.shape != shape or array.dtype.kind not in "fui":
                 raise ValueError(f"{name} of the wrong shape or type")
             if not (np.abs(array.astype(np.float64)) <= MOST).all():
                 raise ValueError(f"{name} that are not finite, or too large")
@@ -512,8 +519,13 @@ class Evidence:
             raise ValueError("statistics below zero")
         if (found["statistics"][[*range(1, 6)]] > 1).any():
             raise ValueError("shares above one")
+        shorter = found["shorter"].astype(np.int64)
+        if not ((shorter >= 0) & (shorter < rows)).all():
+            raise ValueError("an n-gram without its shorter one")
         made.statistics, made._losses = found["statistics"], found["losses"]
         made._table, made._weights = found["table"], found["weights"]
+        made._orders = found["orders"].astype(np.int64)
+        made._shorter = shorter
         made._numbers = np.zeros((MEMORY, len(names) + 1), np.float32)
         made._numbers[:count] = found["numbers"]
         made._present[:count] = found["present"] > 0

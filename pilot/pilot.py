@@ -63,7 +63,7 @@ KEPT = 64
 """The latest steps from which the structure is learned."""
 LATER = 128
 """Steps between two consolidations, at most; the first come after 1, 2, 4, ... steps."""
-_TRUST = np.array([[0.0, 0.5, 1.0], [0.0, 0.2, 2.0]], np.float32)  # ahead, at hand
+_TRUST = np.array([[0.0, 0.5, 0.7, 0.5], [0.0, 0.2, 1.0, 3.0]], np.float32)  # ahead, at hand
 _SURE = 0.02  # slots whose chance is as near to 0 or 1, and right, do not teach the mix
 
 
@@ -104,8 +104,8 @@ class Pilot:
         structure: what the orders share, as far as known.
         evidence: what the steps so far say.
         card: how it was made, as plain JSON data; also the basis of `unlike`.
-        trust: weights of a hint, given ahead and at hand: a constant, the pilot's own log-odds, and
-            the hint's.
+        trust: weights of a hint, given ahead and at hand: a constant, the pilot's own log-odds, the
+            hint's, and their sign, ``[2, 4]``.
     """
 
     vocabulary: Vocabulary
@@ -326,7 +326,7 @@ class Pilot:
             made._chain = made.evidence.nested()
             made._mix = _weights("mix", arrays, made._mix.shape)
             made.trust = _weights("trust", arrays, made.trust.shape)
-            made._next = made.evidence.steps + min(max(1, made.evidence.steps), LATER)
+            made._next = made.evidence.steps + LATER  # the latest steps are not in the file
             return made
         except OSError as error:
             raise PilotError(f"{path}: cannot be read ({error.strerror or error})") from error

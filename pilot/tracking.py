@@ -22,7 +22,7 @@ from dynoffload.pilot.template import LOOP, Slot
 from dynoffload.profiler.input_features import InputFeatures
 
 Hinted = dict[int, Floats]
-"""Slot -> what a hint is mixed from: a constant, the pilot's log-odds, and the hint's."""
+"""Slot -> what a hint is mixed from: a constant, the pilot's log-odds, the hint's, its sign."""
 AT_HAND = 1
 """Which of `StepTracker.hinted` is about the next decision; 0 is ahead of earlier ones."""
 _LIMIT = 0.02  # of a hint's chance, from below and above
@@ -36,7 +36,7 @@ class StepTracker:
         sample: the sample of the step.
         odds: log-odds that each slot of one block runs, ``[single]``.
         chain: the number of each slot's chain, ``[single]`` (`Evidence.nested`).
-        trust: weights of hints given ahead and at hand, ``[2, 3]``.
+        trust: weights of hints given ahead and at hand, ``[2, 4]``.
         steady: whether each slot ran in every step so far, so that nothing decides about it,
             ``[single]``.
 
@@ -104,9 +104,10 @@ class StepTracker:
         slots = np.array([number for number, _ in coming])
         kind = AT_HAND if self._is_next(int(slots.min())) else 0
         chance = np.clip(np.array([value for _, value in coming]), _LIMIT, 1 - _LIMIT)
-        rows = np.ones((len(slots), 3), np.float32)
+        rows = np.ones((len(slots), 4), np.float32)
         rows[:, 1] = self._odds[slots]
         rows[:, 2] = np.log(chance) - np.log1p(-chance)
+        rows[:, 3] = np.sign(rows[:, 2])
         self._chances[slots] = sigmoid(rows @ self._trust[kind])
         self.hinted[kind].update(zip(slots.tolist(), rows, strict=True))
         self.decided = True
