@@ -5,13 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from dynoffload.experiments import ablation
 from dynoffload.experiments import watched as module
-from dynoffload.experiments.pilot_recording import CASES, recorded
+from dynoffload.experiments.ablation_sessions import (
+    CLAIRVOYANT,
+    CONTROL,
+    POLICIES,
+    Contest,
+    train_in_turns,
+)
+from dynoffload.experiments.contest import Turns
+from dynoffload.experiments.harness import carry_out
+from dynoffload.experiments.pilot_recording import CASES, Case, recorded
 from dynoffload.experiments.predictors import Markov, MostFrequent, Online, RepeatLast
 from dynoffload.experiments.scoring import hints_ahead, one_ahead, score
 from dynoffload.experiments.watched import (
@@ -24,8 +35,10 @@ from dynoffload.experiments.watched import (
     watch,
 )
 from dynoffload.experiments.ways import Spec
+from dynoffload.pilot import general_training
 from dynoffload.pilot.evaluate import block_order_accuracy
 from dynoffload.pilot.features import BlockHint, Example
+from dynoffload.pilot.general import General
 from dynoffload.pilot.labels import label_traces
 from dynoffload.pilot.progress import Report
 from dynoffload.pilot.tracking import OrderTracker
@@ -100,7 +113,6 @@ def test_units_have_idioms_and_bytes(moe: Watched) -> None:
     for block in moe.vocabulary.blocks:
         assert any(block.idioms)
         assert block.nbytes > 0
-        assert block.activation_bytes > 0
 
 
 def test_the_oracle_knows_more_than_the_last_order(moe: Watched) -> None:
@@ -136,7 +148,6 @@ def test_the_oracle_draws_the_random_numbers_of_the_step_and_changes_nothing() -
 def test_experts_of_fused_layers_are_units(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setattr(module, "_TRAINED", 1)
-    monkeypatch.setattr(module, "_PROFILED", 1)
     found = watch(SUBJECTS["olmoe"], 3, 0, oracle=True)
     experts = [b for b in found.vocabulary.blocks if split_path(b.path)[1] is not None]
     assert len(experts) == 4 * 64
@@ -265,3 +276,61 @@ def test_a_tracker_is_scored_on_real_steps(moe: Watched) -> None:
     assert 0 < scores.ahead_varying < scores.ahead < 1
     assert scores.recall < 1
     assert scores.missed_bytes > 0
+
+
+# The experiment
+
+
+def test_every_predictor_is_scored_on_networks_of_families_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ablation, "SUBJECTS", {key: SUBJECTS[key] for key in ("gan", "moe_8")})
+    monkeypatch.setattr(general_training, "EPOCHS", 1)
+    path, general = tmp_path / "learning.json", tmp_path / "general.safetensors"
+    (tmp_path / "learning.md").write_text("<!-- table -->\n<!-- end of table -->\n")
+    params = ablation.Params(sessions=(), seeds=1, watched=60, material=1, jobs=1, general=general)
+    result = carry_out(ablation.Ablation, params, path)
+    assert [row["network"] for row in result["rows"]] == ["gan", "moe_8"]
+    for row in result["rows"]:
+        found = row["predictors"]
+        assert (ablation.ORACLE in found) == (row["network"] == "moe_8")
+        assert {*ablation.ROWS} - {*found} <= {ablation.ORACLE}
+        for name, scores in found.items():
+            assert 0 <= scores["early"] <= 1, name
+            assert 0 < scores["late"] <= 1, name
+        assert found["pilot"]["late"] > found["last order"]["late"]
+        assert found["pilot"]["slow_s"] >= found["pilot"]["latency_s"] > 0
+    card = General.load(general).card
+    assert card["networks"] == ["gan", "gpt2", "moe_8"]
+    assert "family left out: better than the last order in" in capsys.readouterr().out
+    assert path.with_suffix(".svg").stat().st_size > 4000
+
+
+def test_idioms_are_hidden_or_those_of_others(moe: Watched) -> None:
+    blocks = moe.vocabulary.blocks
+    assert ablation.coded(moe.vocabulary, ablation.ON, 0) is moe.vocabulary
+    assert not any(any(b.idioms) for b in ablation.coded(moe.vocabulary, ablation.OFF, 0).blocks)
+    shuffled = ablation.coded(moe.vocabulary, ablation.SHUFFLED, 0).blocks
+    assert sorted(b.idioms for b in shuffled) == sorted(b.idioms for b in blocks)
+    assert [b.idioms for b in shuffled] != [b.idioms for b in blocks]
+
+
+def test_all_ways_to_predict_take_turns_in_sessions() -> None:
+    case = Case("moe_8", "moe", "tiny-wide", {"length": 8}, "top-2 of 64")
+    row = train_in_turns(Contest(case, 0.5), 1, Turns(1, 1, 2, 0), Path("/var/tmp"), _silent)
+    assert row["repeatable"] is True
+    assert row["budget_bytes"] == row["footprint_bytes"] // 2
+    for way in POLICIES:
+        run = row["runs"][way]
+        assert len(run["each_step_s"]) == 2
+        if way == CONTROL:
+            continue
+        assert run["losses_equal"] is True
+        assert 0 < run["peak_fast_bytes"] <= row["budget_bytes"]
+        assert 0 <= run["predicting_share"] < 0.1
+    assert row["runs"]["on demand"]["prefetched_bytes"] == 0
+    assert row["runs"][CLAIRVOYANT]["accuracy"] == 1
+
+
+def _silent(doing: str, done: int | None = None, total: int | None = None) -> None:
+    """Report nothing."""

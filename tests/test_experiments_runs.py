@@ -16,9 +16,9 @@ import pytest
 
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import (
+    ablation_sessions,
     demo,
     paged,
-    pilot_benefit,
 )
 from dynoffload.experiments.baselines import cgroup
 from dynoffload.experiments.contest import Contestant, Step, Way
@@ -118,55 +118,14 @@ def test_paged_says_what_it_cannot_measure(monkeypatch: pytest.MonkeyPatch) -> N
         paged.Paged(tiny()).cases()
 
 
-def test_pilot_benefit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "benefit.json"
-    params = pilot_benefit.Params(
-        only=("moe_8",),
-        size="tiny",
-        samples=12,
-        steps=2,
-        warmup=1,
-        per_turn=2,
-        share=0.5,
-        spill_dir=DISK,
-    )
-    result = carry_out(pilot_benefit.PilotBenefit, params, path)
-    (found,) = result["rows"]
-    assert found["budget_bytes"] == found["footprint_bytes"] // 2
-    runs = found["runs"]
-    for policy in pilot_benefit.POLICIES:
-        numbers = runs[policy]
-        assert numbers["losses_equal"] is True
-        assert numbers["steps"] == 2
-        assert numbers["steps_on_demand"] <= 2
-        assert 0 < numbers["peak_fast_bytes"] <= found["budget_bytes"]
-    assert runs["on_demand"]["accuracy"] is None
-    assert runs["on_demand"]["prefetched_bytes"] == 0
-    assert runs["on_demand"]["steps_on_demand"] == 2
-    assert runs["clairvoyant"]["steps_on_demand"] == 0
-    assert 0 <= runs["repeat"]["accuracy"] <= 1
-    assert 0 <= runs["pilot"]["accuracy"] <= 1
-    assert runs["clairvoyant"]["accuracy"] == 1
-    assert found["repeatable"] is True
-    assert found["largest_update_bytes"] % 16 == 0
-    assert 0 < found["largest_update_bytes"] < found["budget_bytes"]
-    ratios = result["summary"]["moe_8"]
-    assert ratios["wasted"] < 1
-    low, high = ratios["step_over_clairvoyant_range"]
-    assert low <= ratios["step_over_clairvoyant"] <= high
-    assert ratios["step_over_plain"] == runs["pilot"]["step_s"] / runs["plain"]["step_s"]
-    assert "top-2 of 64, 8 tokens" in capsys.readouterr().out
-    assert path.with_suffix(".svg").stat().st_size > 4000
-
-
 def test_steps_are_compared_on_the_same_sample() -> None:
     own = {"each_step_s": [2.0, 30.0, 1.0, 9.0], "each_prefetched": [1, 1, 1, 0]}
     other = {"each_step_s": [1.0, 20.0, 1.0, 1.0], "each_prefetched": [1, 1, 1, 1]}
-    assert pilot_benefit.paired(own, other, both=True) == (1.5, 1.0, 2.0)  # of 2, 1.5 and 1
-    all_of_them = pilot_benefit.paired(own, other)
+    assert ablation_sessions.paired(own, other, both=True) == (1.5, 1.0, 2.0)  # of 2, 1.5 and 1
+    all_of_them = ablation_sessions.paired(own, other)
     assert all_of_them is not None
     assert all_of_them[0] == 1.75
-    assert pilot_benefit.paired(own, {**other, "each_prefetched": [0] * 4}, both=True) is None
+    assert ablation_sessions.paired(own, {**other, "each_prefetched": [0] * 4}, both=True) is None
 
 
 def test_demo(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
