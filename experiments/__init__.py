@@ -21,6 +21,7 @@ EXPERIMENTS: dict[str, str] = {
     "demo": "dynoffload.experiments.demo:Demo",
     "paged": "dynoffload.experiments.paged:Paged",
     "exactness": "dynoffload.experiments.exactness:Exactness",
+    "general": "dynoffload.experiments.general:GeneralPilot",
     "ablation": "dynoffload.experiments.ablation:Ablation",
     "overhead": "dynoffload.experiments.overhead:Overhead",
     "ablations": "dynoffload.experiments.ablations:Ablations",
@@ -44,7 +45,7 @@ EXPERIMENTS: dict[str, str] = {
 }
 """Name on the command line -> ``module:class``."""
 BENCH: dict[str, str] = {
-    **{name: "" for name in EXPERIMENTS if name not in ("demo", "gpu", "ablations")},
+    **{name: "" for name in EXPERIMENTS if name not in ("demo", "gpu", "general", "ablations")},
     "estimates": "estimates --calibration {folder}/simulation.json",
     "resident": "step-time --network moe,tree --budgets 2 --policies repeat --steps 40 --warmup 12",
     "moe-pipeline-4": "moe-pipeline --ranks 4 --mbit 200",

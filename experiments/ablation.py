@@ -4,8 +4,7 @@ Networks are watched while they train (`dynoffload.experiments.watched`), at sev
 general pilot is trained once for each family that is left out, with the idioms of blocks, without
 and with shuffled ones, and scored on the networks of that family, step by step as a session would
 use it. Other networks train under a budget, where all ways to predict take turns
-(`dynoffload.experiments.ablation_sessions`). With ``--general`` the general pilot is trained on all
-of the material and written to that file; the one that comes with the package was made so.
+(`dynoffload.experiments.ablation_sessions`), with the pilot that comes with the package.
 """
 
 from __future__ import annotations
@@ -34,29 +33,26 @@ from dynoffload.experiments.ablation_sessions import (
 from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.contest import Turns
 from dynoffload.experiments.harness import Cell, Experiment, Row, check_known, option, table
-from dynoffload.experiments.pilot_recording import DATA
+from dynoffload.experiments.material import EARLY, OFF, ON, SHUFFLED, Material, coded
 from dynoffload.experiments.predictors import Markov, MostFrequent, Online, RepeatLast
-from dynoffload.experiments.provenance import provenance
 from dynoffload.experiments.scoring import score
 from dynoffload.experiments.trainer import finite
-from dynoffload.experiments.watched import MATERIAL, SUBJECTS, Subject, Watched, watch
+from dynoffload.experiments.watched import MATERIAL, SUBJECTS, Subject, Watched
 from dynoffload.pilot.evaluate import block_order_accuracy
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.general import General
-from dynoffload.pilot.general_training import Rows, rows_of, train
+from dynoffload.pilot.general_training import rows_of, train
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.tracking import StepTracker
 from dynoffload.pilot.workers import run_tasks
-from dynoffload.planning.blocks import Block, Vocabulary
-from dynoffload.profiler.idioms import Idioms
+from dynoffload.planning.blocks import Vocabulary
 from dynoffload.units import format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-EARLY, LATE = 50, 200
-"""Steps scored as the first ones, and the step from which the rest is scored."""
-ON, OFF, SHUFFLED = "pilot", "pilot, no idioms", "pilot, shuffled idioms"
+LATE = 200
+"""The step from which the rest is scored."""
 NO_PROBES, OWN, ORACLE = "pilot, no routers", "pilot of its own", "oracle"
 BASELINES: dict[str, Callable[[], Online]] = {
     "last order": RepeatLast,
@@ -95,7 +91,7 @@ class Params:
     steps: int = option(24, "measured steps of each session, at least")
     warmup: int = option(WARMUP, "steps before them")
     jobs: int = option(-1, "processes that watch and train; -1 for one per core")
-    general: Path | None = option(None, "file for a pilot of all the material", place=True)
+    folder: Path | None = option(None, "where watched steps are kept for another run", place=True)
     spill_dir: Path | None = option(None, "where the spill files lie", place=True)
 
 
@@ -162,10 +158,12 @@ class Ablation(Experiment[Params]):
         done = {row["case"] for row in self.rows}
         cases = [case for name, case in self.cases().items() if name not in done]
         scored = [case for case in cases if isinstance(case, Scored)]
+        families = sorted({case.subject.family for case in scored})
+        pilots = self._material.left_out(families)
         tasks = [
             (
-                self._watched[case.subject.key, case.seed],
-                {k: self._pilots[case.subject.family, k, case.seed] for k in (ON, OFF, SHUFFLED)},
+                self._material.watched[case.subject.key, case.seed],
+                {k: pilots[case.subject.family, k, case.seed] for k in (ON, OFF, SHUFFLED)},
                 case.seed,
             )
             for case in scored
@@ -177,70 +175,9 @@ class Ablation(Experiment[Params]):
         return found
 
     @cached_property
-    def _watched(self) -> dict[tuple[str, int], Watched]:
-        """The steps of every network at every seed."""
+    def _material(self) -> Material:
         own = self.params
-        seeds = range(own.seeds)
-        tasks = [
-            (key, own.watched, seed) for seed in seeds for key in SUBJECTS
-        ]  # all are learned from
-        found: dict[tuple[str, int], Watched] = {}
-        for number, made in run_tasks(_watch_subject, tasks, own.jobs):
-            self.report("watching networks", len(found), len(tasks))
-            found[tasks[number][0], tasks[number][2]] = made
-        return found
-
-    @cached_property
-    def _rows(self) -> dict[tuple[str, str, int, str], Rows]:
-        """By family, network, seed and kind of idioms: what the general pilot learns from."""
-        own = self.params
-        there = [(SUBJECTS[key].family, key, seed, w) for (key, seed), w in self._watched.items()]
-        names = [*MATERIAL][: own.material]
-        for number, made in run_tasks(_watch_material, [(name,) for name in names], own.jobs):
-            self.report("watching architectures", number, len(names))
-            there.append((MATERIAL[names[number]].family, names[number], 0, made))
-        kinds = (ON, OFF, SHUFFLED)
-        tasks = [(w, seed, kind) for _, _, seed, w in there for kind in kinds]
-        marks = [(f, key, seed, kind) for f, key, seed, _ in there for kind in kinds]
-        found: dict[tuple[str, str, int, str], Rows] = {}
-        for number, rows in run_tasks(_rows_of, tasks, own.jobs):
-            self.report("features of their steps", len(found), len(tasks))
-            found[marks[number]] = rows
-        return found
-
-    @cached_property
-    def _pilots(self) -> dict[tuple[str, str, int], General]:
-        """The general pilot by the family that was left out, the kind of idioms, and the seed."""
-        own = self.params
-        families = {SUBJECTS[key].family for key in own.only or SUBJECTS}
-        marks = [
-            (family, kind, seed)
-            for family in sorted(families)
-            for kind in (ON, OFF, SHUFFLED)
-            for seed in range(own.seeds)
-        ]
-        tasks: list[tuple[Any, ...]] = [
-            ([r for (f, _, _, k), r in self._rows.items() if f != family and k == kind], seed, {})
-            for family, kind, seed in marks
-        ]
-        if own.general is not None:
-            every = [rows for (_, _, _, kind), rows in self._rows.items() if kind == ON]
-            train(every, 0, self._card()).save(own.general)
-        found: dict[tuple[str, str, int], General] = {}
-        for number, made in run_tasks(train, tasks, own.jobs):
-            self.report("training general pilots", len(found), len(tasks))
-            found[marks[number]] = made
-        return found
-
-    def _card(self) -> dict[str, Any]:
-        made = provenance()
-        return {
-            "networks": sorted({key for _, key, _, _ in self._rows}),
-            "seeds": self.params.seeds,
-            "steps": self.params.watched,
-            "command": made["command"],
-            "commit": made["commit"],
-        }
+        return Material(own.seeds, own.watched, own.material, own.jobs, own.folder, self.report)
 
     # Results
 
@@ -310,37 +247,6 @@ class Ablation(Experiment[Params]):
         right.legend(loc="lower right", fontsize=7, frameon=False)
         for axes in (left, right):
             axes.grid(visible=True, axis="x")
-
-
-def _watch_subject(key: str, steps: int, seed: int) -> Watched:
-    subject = SUBJECTS[key]
-    count = max(EARLY + 1, round(_SHARES.get(key, 1.0) * steps))
-    return watch(subject, count, seed, oracle=subject.origin == DATA)
-
-
-_SHARES = {"evoformer": 0.5, "esmfold": 0.25}
-"""Networks with slow steps, of which fewer are watched."""
-
-
-def _watch_material(name: str) -> Watched:
-    return watch(MATERIAL[name], _MATERIAL_STEPS, 0)
-
-
-def _rows_of(watched: Watched, seed: int, kind: str) -> Rows:
-    return rows_of(coded(watched.vocabulary, kind, seed), watched.examples, seed)
-
-
-def coded(vocabulary: Vocabulary, kind: str, seed: int) -> Vocabulary:
-    """Return a vocabulary with its idioms, without, or with those of other blocks."""
-    if kind not in (OFF, SHUFFLED):
-        return vocabulary
-    order = np.random.default_rng(seed).permutation(len(vocabulary)).tolist()
-
-    def changed(block: Block) -> Block:
-        other = vocabulary.blocks[order[block.index]].idioms
-        return replace(block, idioms=other if kind == SHUFFLED else Idioms())
-
-    return replace(vocabulary, blocks=tuple(map(changed, vocabulary.blocks)))
 
 
 class _Steered:

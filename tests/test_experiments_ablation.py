@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from dynoffload.experiments import ablation
+from dynoffload.experiments import ablation, general, material
 from dynoffload.experiments import watched as module
 from dynoffload.experiments.ablation_sessions import (
     CLAIRVOYANT,
@@ -21,6 +22,7 @@ from dynoffload.experiments.ablation_sessions import (
     train_in_turns,
 )
 from dynoffload.experiments.contest import Turns
+from dynoffload.experiments.general import GeneralPilot
 from dynoffload.experiments.harness import carry_out
 from dynoffload.experiments.pilot_recording import CASES, Case, recorded
 from dynoffload.experiments.predictors import Markov, MostFrequent, Online, RepeatLast
@@ -284,11 +286,14 @@ def test_a_tracker_is_scored_on_real_steps(moe: Watched) -> None:
 def test_every_predictor_is_scored_on_networks_of_families_left_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ablation, "SUBJECTS", {key: SUBJECTS[key] for key in ("gan", "moe_8")})
+    chosen = {key: SUBJECTS[key] for key in ("gan", "moe_8")}
+    monkeypatch.setattr(ablation, "SUBJECTS", chosen)
+    monkeypatch.setattr(material, "SUBJECTS", chosen)
     monkeypatch.setattr(general_training, "EPOCHS", 1)
-    path, general = tmp_path / "learning.json", tmp_path / "general.safetensors"
+    path, folder = tmp_path / "learning.json", tmp_path / "watched"
     (tmp_path / "learning.md").write_text("<!-- table -->\n<!-- end of table -->\n")
-    params = ablation.Params(sessions=(), seeds=1, watched=60, material=1, jobs=1, general=general)
+    shared: dict[str, Any] = {"seeds": 1, "watched": 60, "material": 1, "jobs": 1}
+    params = ablation.Params(sessions=(), folder=folder, **shared)
     result = carry_out(ablation.Ablation, params, path)
     assert [row["network"] for row in result["rows"]] == ["gan", "moe_8"]
     for row in result["rows"]:
@@ -300,8 +305,10 @@ def test_every_predictor_is_scored_on_networks_of_families_left_out(
             assert 0 < scores["late"] <= 1, name
         assert found["pilot"]["late"] > found["last order"]["late"]
         assert found["pilot"]["slow_s"] >= found["pilot"]["latency_s"] > 0
-    card = General.load(general).card
-    assert card["networks"] == ["gan", "gpt2", "moe_8"]
+    monkeypatch.setattr(material, "watch", lambda *_, **__: pytest.fail("watched again"))
+    out = tmp_path / "general.safetensors"
+    carry_out(GeneralPilot, general.Params(out=out, folder=folder, **shared))
+    assert General.load(out).card["networks"] == ["gan", "gpt2", "moe_8"]
     assert "family left out: better than the last order in" in capsys.readouterr().out
     assert path.with_suffix(".svg").stat().st_size > 4000
 
