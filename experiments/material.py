@@ -107,7 +107,7 @@ class Material:
         return train(rows, 0, {"networks": self.names, "seeds": self._seeds, **card})
 
     def left_out(self, families: Sequence[str]) -> dict[tuple[str, str, int], General]:
-        """Return general pilots by the family that is left out, the kind of idioms, and the seed."""
+        """Return general pilots by family left out, kind of idioms, and seed."""
         found: dict[tuple[str, str, int], General] = {}
         total = len(families) * 3 * self._seeds
         for kind in (ON, OFF, SHUFFLED):
