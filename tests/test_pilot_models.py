@@ -61,23 +61,6 @@ def test_learning_leaves_the_random_numbers_of_the_program_alone() -> None:
     assert torch.get_num_threads() == threads
 
 
-def test_what_tables_memorised_is_not_trusted() -> None:
-    """Codes are those of three steps alone and blocks run by chance: what tables say of a code that
-    they have seen must not make predictions worse than how often a block runs."""
-    vocabulary, _ = routed(1)
-    rng = np.random.default_rng(0)
-    pilot, losses = Pilot(vocabulary), []
-    for step in range(180):
-        sample = InputFeatures({}, np.arange(6) + 6 * (step // 3))
-        ran = rng.random(8) < 0.3
-        example = Example(sample, np.flatnonzero(ran).tolist())
-        losses.append(((chances(pilot, example)[:8] - ran) ** 2).mean())
-        pilot.observe(sample, example.blocks)
-        if pilot.due:
-            pilot.consolidate()
-    assert np.mean(losses[40:]) < 1.1 * 0.3 * 0.7
-
-
 def test_confidence_is_given_for_each_block_and_tells_sure_from_unsure() -> None:
     vocabulary, examples = routed(200, noise=0.15)
     pilot = learn_pilot(vocabulary, examples[:150])
