@@ -45,6 +45,8 @@ MAX_ROWS = 4096
 """The most n-grams of a table, ..."""
 MAX_CELLS = 2_000_000
 """... and the most of its cells, with which a pilot's file stays below 5 MB."""
+MAX_CODES = 1024
+"""The most elements of a sample that tables look at."""
 ORDERS = 3
 """Unigrams, bigrams and trigrams."""
 MOST = 1e12
@@ -92,12 +94,14 @@ class Shown:
     """One sample as evidence sees it.
 
     Attributes:
-        numbers: its number of elements and named numbers, compressed, ``[numbers]``.
+        size: number of its elements.
+        numbers: that and its named numbers, compressed, ``[numbers]``.
         hashes: of its elements' n-grams, ``[orders, elements]``.
         rows: the table's rows of its elements, each once.
         counts: elements of each of these rows.
     """
 
+    size: int
     numbers: Floats
     hashes: Codes
     rows: Codes
@@ -215,8 +219,8 @@ class Evidence:
         compressed = (np.sign(numbers) * np.log1p(np.abs(numbers))).astype(np.float32)
         hashes = np.zeros((0, 0), np.int64)
         if len(sample.elements):
-            hashes = np.stack(hash_prefixes(columns_of(sample.elements), ORDERS))
-        return Shown(compressed, hashes, *self._rows(hashes))
+            hashes = np.stack(hash_prefixes(columns_of(sample.elements[:MAX_CODES]), ORDERS))
+        return Shown(len(sample.elements), compressed, hashes, *self._rows(hashes))
 
     def _rows(self, hashes: Codes) -> tuple[Codes, Floats]:
         """Return the row of each element's longest known n-gram, once each, and their counts."""
@@ -243,7 +247,7 @@ class Evidence:
         pairs = of[_PAIRS].reshape(2, 2, -1)
         ran_then = (pairs[:, 1] + share) / (pairs.sum(axis=1) + 1)
         made[8] = np.where(of[_LAST] > 0, ran_then[1], ran_then[0])
-        elements = float(shown.counts.sum())
+        elements = float(shown.size)
         silent, surest, known, seen = self._by_codes(shown)
         some = -np.expm1(silent)
         made[9], made[10] = some, -np.expm1(surest)
@@ -335,7 +339,7 @@ class Evidence:
         self._numbers[place], self._present[place] = shown.numbers, ran
         self._hashes[place] = shown.hashes
         self.steps += 1
-        self._latest = float(shown.counts.sum())
+        self._latest = float(shown.size)
         self._usual += (self._latest - self._usual) / min(self.steps, 20)
 
     def _compare_numbers(self, numbers: Floats, ran: Bools) -> None:
