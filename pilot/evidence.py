@@ -512,7 +512,7 @@ class Evidence:
         found = {}
         for name, shape in expected.items():
             array = np.asarray(arrays[name])
-            if array.shape != shape or array.dtype.kind not in "fui":
+            if array.shape != shape or array.dtype.kind not in ("i" if name == "shorter" else "fu"):
                 raise ValueError(f"{name} of the wrong shape or type")
             if not (np.abs(array.astype(np.float64)) <= MOST).all():
                 raise ValueError(f"{name} that are not finite, or too large")

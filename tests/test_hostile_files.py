@@ -118,6 +118,7 @@ HOSTILE: dict[str, tuple[str, Change]] = {
     "fewer elements than none": ("routed", _spoil("weights", -1.0)),
     "a mix that overflows": ("routed", _spoil("mix", 3e38)),
     "a trust of another type": ("routed", _array("trust", lambda a: a.astype(np.float64))),
+    "an n-gram without its shorter one": ("routed", _array("shorter", lambda a: a + 5000)),
     "signed presence": ("routed", _array("present", lambda a: a.astype(np.int8))),
     **{
         f"{name} that hold {value}": ("routed", _spoil(name, value))
@@ -197,7 +198,8 @@ def test_a_step_through_the_most_slots_takes_little_time(
     def change(document: dict[str, Any], arrays: dict[str, Any]) -> None:
         document["slots"] = [[0, number] for number in range(MAX_SLOTS)]
         arrays["book"] = arrays["book"][:1]
-        arrays["weights"] = arrays["weights"][:2]
+        for name in ("weights", "orders", "shorter"):
+            arrays[name] = arrays[name][:2]
         for name in ("statistics", "present", "table"):
             rows = 2 if name == "table" else len(arrays[name])
             arrays[name] = np.zeros((rows, MAX_SLOTS), arrays[name].dtype)
