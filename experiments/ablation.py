@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dynoffload.errors import ConfigError
+from dynoffload.experiments.ablation_blocks import MODULES, PLANNED, compare
 from dynoffload.experiments.ablation_sessions import (
     CLAIRVOYANT,
     CONTROL,
@@ -34,6 +35,7 @@ from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.contest import Turns
 from dynoffload.experiments.harness import Cell, Experiment, Row, check_known, option, table
 from dynoffload.experiments.material import EARLY, OFF, ON, SHUFFLED, Material, coded
+from dynoffload.experiments.pilot_recording import CASES
 from dynoffload.experiments.predictors import Markov, MostFrequent, Online, RepeatLast
 from dynoffload.experiments.scoring import score
 from dynoffload.experiments.trainer import finite
@@ -88,7 +90,8 @@ class Params:
     watched: int = option(320, "steps of each network, fewer where they are slow")
     material: int = option(len(MATERIAL), "architectures of transformers to learn from, at most")
     size: str = option("small", "sizes in sessions: tiny or small")
-    steps: int = option(24, "measured steps of each session, at least")
+    recorded: int = option(120, "steps by which kinds of blocks are compared; none if 0")
+    steps: int = option(12, "measured steps of each session, at least")
     warmup: int = option(WARMUP, "steps before them")
     jobs: int = option(-1, "processes that watch and train; -1 for one per core")
     folder: Path | None = option(None, "where watched steps are kept for another run", place=True)
@@ -100,6 +103,14 @@ class Scored:
     """One network at one seed, to be scored."""
 
     subject: Subject
+    seed: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One network at one seed, to be cut into blocks of both kinds."""
+
+    key: str
     seed: int
 
 
@@ -117,7 +128,7 @@ class Ablation(Experiment[Params]):
     parameters = Params
     height = 9.0
 
-    def cases(self) -> Mapping[str, Scored | Trained]:
+    def cases(self) -> Mapping[str, Scored | Cut | Trained]:
         own = self.params
         check_known("only", own.only, SUBJECTS)
         known = contests(own.size)
@@ -136,21 +147,42 @@ class Ablation(Experiment[Params]):
                 for seed in seeds
             },
             **{
+                f"{key}, blocks, seed {seed}": Cut(key, seed)
+                for key in own.only or CASES
+                if own.recorded and key in CASES
+                for seed in seeds
+            },
+            **{
                 f"{key}, sessions, seed {seed}": Trained(key, seed)
                 for seed in seeds
                 for key in paged
             },
         }
 
-    def run(self, case: Scored | Trained) -> Row:
+    def run(self, case: Scored | Cut | Trained) -> Row:
         own = self.params
         if isinstance(case, Trained):
             contest = contests(own.size)[case.key]
             turns = Turns(-(-own.steps // 4), own.warmup, 4)
             row = train_in_turns(contest, case.seed, turns, own.spill_dir, self.report)
             return {"kind": "sessions", "network": case.key, **row}
+        if isinstance(case, Cut):
+            found = self._cuts[case.key, case.seed]
+            return {"kind": "blocks", "network": case.key, "seed": case.seed, **found}
         key, seed = case.subject.key, case.seed
         return {"kind": "scores", "network": key, "seed": seed, **self._scores[key, seed]}
+
+    @cached_property
+    def _cuts(self) -> dict[tuple[str, int], Row]:
+        """The scores with both kinds of blocks, of every network that has none yet."""
+        done = {row["case"] for row in self.rows}
+        cut = [c for n, c in self.cases().items() if n not in done and isinstance(c, Cut)]
+        tasks = [(case.key, self.params.recorded, case.seed) for case in cut]
+        found: dict[tuple[str, int], Row] = {}
+        for number, row in run_tasks(compare, tasks, self.params.jobs):
+            self.report("comparing kinds of blocks", len(found), len(tasks))
+            found[cut[number].key, cut[number].seed] = row
+        return found
 
     @cached_property
     def _scores(self) -> dict[tuple[str, int], Row]:
@@ -192,7 +224,18 @@ class Ablation(Experiment[Params]):
             key: _ratios([row for row in paged if row["network"] == key])
             for key in dict.fromkeys(row["network"] for row in paged)
         }
-        return {"networks": networks, "sessions": sessions}
+        cut = [row for row in rows if row["kind"] == "blocks"]
+        blocks = {
+            key: {
+                kind: {
+                    what: _spread(row[kind][what] for row in cut if row["network"] == key)
+                    for what in ("blocks", "order", "missed_bytes", "wasted_bytes")
+                }
+                for kind in (MODULES, PLANNED)
+            }
+            for key in dict.fromkeys(row["network"] for row in cut)
+        }
+        return {"networks": networks, "blocks": blocks, "sessions": sessions}
 
     def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
         found = result["summary"]
@@ -203,6 +246,13 @@ class Ablation(Experiment[Params]):
             columns: dict[str, Cell] = {"network": lambda row: SUBJECTS[row["key"]].title}
             columns |= {name: _cell(name, what) for name in names}
             parts.append(table(title, columns, networks))
+        cut = [{"key": key, **one} for key, one in found["blocks"].items()]
+        if cut:
+            columns = {"network": lambda row: SUBJECTS[row["key"]].title}
+            for kind in (MODULES, PLANNED):
+                for name in ("blocks", "order", "missed_bytes", "wasted_bytes"):
+                    columns[f"{kind} {_KINDS[name]}"] = _cell(kind, name)
+            parts.append(table("kinds of blocks", columns, cut))
         for title, what in _RATIOS.items() if sessions else ():
             columns = {"network": lambda row: row["title"]}
             columns |= {way: _ratio(way, what) for way in POLICIES}
@@ -423,6 +473,17 @@ def verdicts(found: Mapping[str, Any]) -> list[str]:
             f"{part}, {what}: better by more than the spread in {len(up)} of {len(gains)}"
             f"{_named(up)}, worse in {len(down)}{_named(down)}; mean {fmean(gains.values()):+.4f}"
         )
+    cut = found["blocks"]
+    if cut:
+        order, less, vain = (
+            [key for key, one in cut.items() if _apart(one, what) * sign > 0]
+            for what, sign in (("order", 1), ("missed_bytes", -1), ("wasted_bytes", -1))
+        )
+        lines.append(
+            f"the planner's blocks, against module-wise ones: named better in {len(order)} of "
+            f"{len(cut)}{_named(order)}, fewer bytes missed in {len(less)}, fewer named in vain "
+            f"in {len(vain)}"
+        )
     slow = [key for key, one in networks.items() if one[ON]["slow_s"]["mean"] > LATENCY_S]
     lines.append(
         f"slowest twentieth of the predictions at most {format_seconds(LATENCY_S)}: "
@@ -449,6 +510,14 @@ def _half(one: Mapping[str, Any], what: str = "late") -> float:
     return float(one[ON][what]["max"] - one[ON][what]["min"]) / 2
 
 
+def _apart(one: Mapping[str, Any], what: str) -> float:
+    """Return by how much the planner's blocks exceed module-wise ones; 0 within the spread."""
+    planned, modules = one[PLANNED][what], one[MODULES][what]
+    half = max(each["max"] - each["min"] for each in (planned, modules)) / 2
+    gain = float(planned["mean"] - modules["mean"])
+    return gain if abs(gain) > half else 0.0
+
+
 def _named(keys: Sequence[str]) -> str:
     return f" ({', '.join(keys)})" if keys else ""
 
@@ -464,6 +533,8 @@ def _cell(name: str, what: str) -> Cell:
             return "–"
         if what.endswith("_s"):
             return format_seconds(found["mean"])
+        if what == "blocks":
+            return f"{found['mean']:.0f}"
         if what.endswith("_bytes"):
             return f"{found['mean'] / 1e6:.3f} MB"
         half = (found["max"] - found["min"]) / 2
@@ -485,6 +556,7 @@ def _ratio(way: str, what: str) -> Cell:
     return text
 
 
+_KINDS = {"blocks": "blocks", "order": "order", "missed_bytes": "missed", "wasted_bytes": "in vain"}
 _PREDICTORS = (ON, OFF, SHUFFLED, OWN, *BASELINES)
 _SCORES = (
     (f"order before the step, first {EARLY} steps", "early", _PREDICTORS),

@@ -14,6 +14,7 @@ import torch
 
 from dynoffload.experiments import ablation, general, material
 from dynoffload.experiments import watched as module
+from dynoffload.experiments.ablation_blocks import MODULES, PLANNED
 from dynoffload.experiments.ablation_sessions import (
     CLAIRVOYANT,
     CONTROL,
@@ -289,14 +290,21 @@ def test_every_predictor_is_scored_on_networks_of_families_left_out(
     chosen = {key: SUBJECTS[key] for key in ("gan", "moe_8")}
     monkeypatch.setattr(ablation, "SUBJECTS", chosen)
     monkeypatch.setattr(material, "SUBJECTS", chosen)
+    monkeypatch.setattr(ablation, "CASES", chosen)
     monkeypatch.setattr(general_training, "EPOCHS", 1)
     path, folder = tmp_path / "learning.json", tmp_path / "watched"
     (tmp_path / "learning.md").write_text("<!-- table -->\n<!-- end of table -->\n")
     shared: dict[str, Any] = {"seeds": 1, "watched": 60, "material": 1, "jobs": 1}
-    params = ablation.Params(sessions=(), folder=folder, **shared)
+    params = ablation.Params(sessions=(), recorded=16, folder=folder, **shared)
     result = carry_out(ablation.Ablation, params, path)
-    assert [row["network"] for row in result["rows"]] == ["gan", "moe_8"]
-    for row in result["rows"]:
+    scored = [row for row in result["rows"] if row["kind"] == "scores"]
+    assert [row["network"] for row in scored] == ["gan", "moe_8"]
+    cut = [row for row in result["rows"] if row["kind"] == "blocks"]
+    assert [row["network"] for row in cut] == ["gan", "moe_8"]
+    for row in cut:
+        assert 0 < row[PLANNED]["blocks"] <= row[MODULES]["blocks"]
+        assert 0 < row[MODULES]["order"] <= 1
+    for row in scored:
         found = row["predictors"]
         assert (ablation.ORACLE in found) == (row["network"] == "moe_8")
         assert {*ablation.ROWS} - {*found} <= {ablation.ORACLE}
