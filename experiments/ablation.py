@@ -65,7 +65,6 @@ ROWS = (ON, OFF, SHUFFLED, NO_PROBES, OWN, *BASELINES, ORACLE)
 """Predictors in tables."""
 LATENCY_S = 1e-3
 """Most seconds of a prediction, in the slowest twentieth."""
-_MATERIAL_STEPS = 64
 _WORST = 0.01  # most points that the first steps may lose against the last order
 _TODAY = {
     "early_lstm": 0.874,

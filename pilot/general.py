@@ -2,8 +2,8 @@
 
 It maps the features of a slot (`dynoffload.pilot.evidence.NAMES`) to the log-odds that the slot's
 block runs: a linear map beside two rectified layers. The one that comes with the package was
-trained offline, on steps whose control flow was resolved, by ``dynoffload experiment ablation
---train``; its card says on which networks. Numpy evaluates it.
+trained offline, on steps whose control flow was resolved, by ``dynoffload experiment general``; its
+card says on which networks. Numpy evaluates it.
 """
 
 from __future__ import annotations
