@@ -524,7 +524,7 @@ class Evidence:
         if (found["statistics"][[*range(1, 6)]] > 1).any():
             raise ValueError("shares above one")
         shorter = found["shorter"].astype(np.int64)
-        if not ((shorter >= 0) & (shorter < rows)).all():
+        if not ((shorter >= 0) & (shorter < np.maximum(np.arange(rows), 1))).all():
             raise ValueError("an n-gram without its shorter one")
         made.statistics, made._losses = found["statistics"], found["losses"]
         made._table, made._weights = found["table"], found["weights"]

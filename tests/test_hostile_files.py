@@ -110,6 +110,10 @@ HOSTILE: dict[str, tuple[str, Change]] = {
     "a code twice": ("routed", _array("book", lambda a: a * 0)),
     "codes of another type": ("routed", _array("book", lambda a: a.astype(np.float32))),
     "codes in rows": ("routed", _array("book", lambda a: a[None])),
+    "an n-gram that is shorter than itself": (
+        "routed",
+        _array("shorter", lambda a: np.full_like(a, len(a) - 1)),
+    ),
     "too many codes": ("routed", _array("book", lambda a: np.arange(5000))),
     "chances above one": ("routed", _spoil("table", 3.0)),
     "chances surer than are learned": ("routed", _spoil("table", -20.0)),
@@ -118,7 +122,6 @@ HOSTILE: dict[str, tuple[str, Change]] = {
     "fewer elements than none": ("routed", _spoil("weights", -1.0)),
     "a mix that overflows": ("routed", _spoil("mix", 3e38)),
     "a trust of another type": ("routed", _array("trust", lambda a: a.astype(np.float64))),
-    "an n-gram without its shorter one": ("routed", _array("shorter", lambda a: a + 5000)),
     "signed presence": ("routed", _array("present", lambda a: a.astype(np.int8))),
     **{
         f"{name} that hold {value}": ("routed", _spoil(name, value))
