@@ -24,6 +24,7 @@ from dynoffload.profiler.idioms import Idioms, idioms_of
 
 MAX_NODES = 50_000
 """The most nodes of a graph that are read."""
+_DEPTH = 4  # of dataclasses in each other that are looked into
 _NODE = re.compile(r"([A-Z]\w*?)Backward\d+")
 _WORD = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])")
 
@@ -43,7 +44,7 @@ class GraphIdioms:
     def count(self, output: Any) -> dict[Any, Idioms]:
         """Return the mean idiom counts of a call of each block, from the graph of ``output``."""
         totals: defaultdict[Any, Any] = defaultdict(lambda: np.zeros(len(Idioms._fields)))
-        waiting: list[Any] = [one.grad_fn for one in _tensors(output)]
+        waiting: list[Any] = [_node_of(one) for one in _tensors(output, _DEPTH)]
         seen: set[Any] = {None}
         while waiting and len(seen) <= MAX_NODES:
             node = waiting.pop()
@@ -65,12 +66,19 @@ class GraphIdioms:
         }
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
+def _node_of(tensor: Tensor) -> Any:
+    try:
+        return tensor.grad_fn
+    except RuntimeError:  # for some views that have none
+        return None
+
+
+def _tensors(output: Any, depth: int) -> Iterator[Tensor]:
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _tensors([getattr(leaf, one.name, None) for one in fields(leaf)])
+        elif depth and is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors([getattr(leaf, one.name, None) for one in fields(leaf)], depth - 1)
 
 
 @cache

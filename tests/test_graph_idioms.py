@@ -48,6 +48,7 @@ def test_what_is_no_operator_counts_nothing(name: str) -> None:
 @dataclass
 class _Output:
     loss: Tensor
+    more: object = None
 
 
 def test_each_block_has_the_mean_of_its_calls() -> None:
@@ -75,3 +76,17 @@ def test_without_a_graph_nothing_is_known() -> None:
     counter.begin([1])
     hidden = checkpoint(layer, torch.ones(2, 4, requires_grad=True), use_reentrant=True)
     assert counter.count(hidden) == {}
+
+
+def test_an_output_without_an_end_and_a_view_without_a_node_are_passed_over() -> None:
+    counter, base = GraphIdioms(), torch.zeros(2, 4)
+    counter.begin([0])
+    hidden = nn.Linear(4, 4)(torch.ones(2, 4))
+    with torch.no_grad():
+        view = base[:1]
+    base.add_(hidden)
+    with pytest.raises(RuntimeError, match="view was created in no_grad mode"):
+        assert view.grad_fn
+    output = _Output(hidden.sum())
+    output.more = [view, output]
+    assert counter.count(output)[0].reduction >= 1
