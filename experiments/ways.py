@@ -338,7 +338,8 @@ def _replay(spec: Spec, model: nn.Module, pilot: Any) -> Iterator[Ready]:
 @contextlib.contextmanager
 def _probes(spec: Spec, model: nn.Module, pilot: Any) -> Iterator[Ready]:
     with _budgeted(spec, model, "auto") as ready:
-        ready.session._forecast._pilot = None
+        forecast = ready.session._forecast
+        forecast._pilot, forecast._auto = None, False  # none is made as units change
         yield ready
 
 
