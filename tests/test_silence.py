@@ -16,6 +16,7 @@ from torch.optim import AdamW
 import dynoffload
 from dynoffload.experiments import zoo
 from dynoffload.pilot import template
+from dynoffload.pilot.pilot import Pilot
 from dynoffload.runtime.migration import host_time
 from dynoffload.runtime.migration.gates import DRIFT, SETTLED, STEADY, Silence
 from dynoffload.runtime.migration.host_time import SHARE, HostTime
@@ -58,6 +59,16 @@ def test_it_is_asked_again_as_the_last_order_comes_to_be_wrong() -> None:
     assert 1 - 0.5 * (1 - 0.9**steps) < 1 - DRIFT
     assert not any(silence.observe(0.0, 1.0) for _ in range(STEADY))  # it was said before
     assert silence.holds
+
+
+def test_what_was_wrong_before_a_steady_order_hides_no_drift() -> None:
+    silence = Silence()
+    silence.observe(0.0, 0.0)
+    while not silence.holds:
+        silence.observe(0.0, 1.0)
+    for _ in range(10):
+        silence.observe(None, 0.5)
+    assert not silence.holds
 
 
 class Clock:
@@ -154,6 +165,38 @@ def test_a_pilot_that_cannot_learn_ends_no_training(
             optimizer.zero_grad()
     assert caplog.text.count("the pilot cannot learn from these steps") == 1
     assert session.stats["accuracy"].iloc[1:].tolist() == [1, 1, 1]  # by the last order
+
+
+@needs_pager
+def test_a_pilot_that_cannot_predict_ends_no_training(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Pilot, "predict", lambda *_: 1 / 0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    config = {"page_bytes": 4096, "min_paged_bytes": None, "step_aside": False}
+    with dynoffload.offload(model, AdamW(model.parameters()), budget=200_000, config=config) as one:
+        for _ in range(4):
+            model(torch.ones(2, 64)).sum().backward()
+            one.optimizer.step()
+    assert caplog.text.count("the pilot cannot predict these steps") == 1
+    assert one.stats["accuracy"].iloc[1:].tolist() == [1, 1, 1]  # by the last order
+
+
+@needs_pager
+def test_a_network_that_begins_without_parameters_gets_a_pilot_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_time, "SHARE", 10.0)  # these steps are short
+    model = nn.Sequential()
+    config = {"page_bytes": 4096, "min_paged_bytes": None, "step_aside": False}
+    with dynoffload.offload(model, budget=200_000, config=config) as session:
+        model(torch.ones(2, 64))
+        model.append(nn.Linear(64, 64)).append(nn.Linear(64, 64))
+        for _ in range(3):
+            model(torch.ones(2, 64)).sum().backward()
+        pilot = session._forecast._pilot
+        assert pilot is not None
+        assert [any(block.idioms) for block in pilot.vocabulary.blocks] == [True, True]
 
 
 @needs_pager

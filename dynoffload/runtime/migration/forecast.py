@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,6 @@ from dynoffload.pilot.tracking import OrderTracker, StepTracker
 from dynoffload.planning.blocks import UNSEEN, Vocabulary
 from dynoffload.profiler.experts import experts_hit, slices_in, split_path, unit_path
 from dynoffload.profiler.graph_idioms import GraphIdioms
-from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.input_features import Features, InputFeatures, describe_input
 from dynoffload.profiler.network import fingerprint, shape_key
 from dynoffload.profiler.routing import RoutingProbe, hinted
@@ -152,7 +151,7 @@ class Forecast:
         self._units = {path: unit for unit in units for path in (*unit.members, unit.path)}
         if not self.vocabulary.blocks:
             self.vocabulary = vocabulary_of(self._network, units)
-        if self._auto and self._pilot is None:
+        if self._auto and self._pilot is None and self.vocabulary.blocks:
             self._pilot = Pilot(self.vocabulary)
             self._kinds = [kind_of(unit) for unit in units]
         self._install()
@@ -208,9 +207,19 @@ class Forecast:
     def _predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._sample = describe_input(self._model, args, kwargs, self._features)
         self._compare(self._sample)
-        predictor = self._pilot if self._pilot is not None else self._predictor
-        assert predictor is not None
-        return predictor.predict(self._sample)
+        if self._pilot is None:
+            assert self._predictor is not None
+            return self._predictor.predict(self._sample)
+        try:
+            return self._pilot.predict(self._sample)
+        except Exception:
+            self._give_up("predict")
+            return None
+
+    def _give_up(self, what: str) -> None:
+        """Go on without the pilot, which failed by the error that is handled."""
+        self._pilot, self._auto = None, False
+        logger.exception("the pilot cannot %s these steps and is asked no more", what)
 
     def _asks_last_order(self) -> bool:
         """Return whether routing probes correct the last order in this step."""
@@ -312,7 +321,7 @@ class Forecast:
             return
         if counted is not None and self._pilot is not None:
             with self.host_time.of("idioms"):
-                self._describe(counted.count(output))
+                self._describe(counted, output)
         if step is not None and step.follows and self.actual:
             known = self._foreseen[self._followed]
             share = step.foreseen / len(self.actual)
@@ -323,12 +332,20 @@ class Forecast:
         if self.predicted is not None:
             self.accuracy = block_order_accuracy(self.predicted, self.actual)
         if self._pilot is not None:
-            self._judge_pilot(step)
+            if self._last is not None:
+                self._judge_pilot(step, self._last)
+            if self._foretold is not None and self._sample is not None:
+                self._learn(self._pilot, self._sample)
         self._last = self.actual
 
-    def _describe(self, found: Mapping[int, Idioms]) -> None:
+    def _describe(self, counted: GraphIdioms, output: Any) -> None:
         """Enter the idioms of blocks that ran, and give them to those like them."""
         assert self._pilot is not None
+        try:
+            found = counted.count(output)
+        except Exception as error:  # of what the user's network returns
+            logger.info("idioms are not known: %s: %s", type(error).__name__, error)
+            return
         known = {self._kinds[block]: idioms for block, idioms in found.items() if block >= 0}
         blocks = tuple(
             replace(block, idioms=known.get(self._kinds[block.index], block.idioms))
@@ -337,12 +354,15 @@ class Forecast:
         self.vocabulary = replace(self.vocabulary, blocks=blocks)
         self._pilot.describe(self.vocabulary)
 
-    def _judge_pilot(self, step: Step | None) -> None:
-        """Compare the pilot with the last order on the step that ran, and let it learn."""
-        last = block_order_accuracy(self._last or (), self.actual)
+    def _judge_pilot(self, step: Step | None, last_order: list[int]) -> None:
+        """Compare the pilot with the last order on the step that ran."""
         gain = None
-        if self._foretold is not None:
-            pilot = block_order_accuracy(self._foretold, self.actual)
+        if self._foretold is None:
+            last = self._accuracy_of(last_order)
+        else:
+            with self.host_time.of("judge"):
+                last = self._accuracy_of(last_order)
+                pilot = self._accuracy_of(self._foretold)
             self._standing.observe(pilot, last)
             follows = step is not None and step.follows and self.actual
             share = step.foreseen / len(self.actual) if follows and step is not None else 0.0
@@ -353,8 +373,12 @@ class Forecast:
                 "pilot and the routers are asked no more, until that changes",
                 100 * last,
             )
-        if self._foretold is not None and self._sample is not None and self._pilot is not None:
-            self._learn(self._pilot, self._sample)
+
+    def _accuracy_of(self, order: list[int]) -> float:
+        """Return the accuracy of an order, which is known of the one in use."""
+        return (
+            self.accuracy if order is self.predicted else block_order_accuracy(order, self.actual)
+        )
 
     def _learn(self, pilot: Pilot, sample: InputFeatures) -> None:
         """Let the pilot learn from the step that ran; if it cannot, go on without it."""
@@ -366,8 +390,7 @@ class Forecast:
                 with time.of("consolidate"):
                     pilot.consolidate()
         except Exception:
-            self._pilot, self._auto = None, False
-            logger.exception("the pilot cannot learn from these steps and is asked no more")
+            self._give_up("learn from")
 
     @property
     def pays(self) -> bool:

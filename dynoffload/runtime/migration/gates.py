@@ -109,6 +109,8 @@ class Silence:
         noise = _NOISE * float(gains.std()) / math.sqrt(len(gains))
         self.holds = self._steady >= STEADY or float(gains.mean()) <= noise
         self._gains.clear()
+        if self._steady >= STEADY:
+            self._usual = 1.0  # lately, whatever it was before
         self._level = self._usual
         first = self.holds and not self._said
         self._said |= self.holds
