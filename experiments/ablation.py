@@ -380,10 +380,13 @@ def _plain(values: Mapping[str, float]) -> dict[str, Any]:
     return {name: finite(value) for name, value in values.items() if name != "order"}
 
 
-def _spread(values: Iterable[float | None]) -> dict[str, float] | None:
-    """Return mean, minimum and maximum; None if there are no numbers."""
-    there = [value for value in values if value is not None]
-    return {"mean": fmean(there), "min": min(there), "max": max(there)} if there else None
+def _spread(values: Iterable[float | None]) -> dict[str, Any] | None:
+    """Return mean, minimum, maximum and each value; None if there are no numbers."""
+    each = [*values]
+    there = [value for value in each if value is not None]
+    if not there:
+        return None
+    return {"mean": fmean(there), "min": min(there), "max": max(there), "each": each}
 
 
 def _means(rows: Sequence[Row]) -> dict[str, Any]:
@@ -434,20 +437,21 @@ def verdicts(found: Mapping[str, Any]) -> list[str]:
     networks, sessions = found["networks"], found["sessions"]
     lines = []
     zoo = {key: one for key, one in networks.items() if key not in _MIXTURES}
-
-    def gain(one: Mapping[str, Any], name: str, other: str, what: str) -> float:
-        return float(one[name][what]["mean"] - one[other][what]["mean"])
-
-    better = [key for key, one in zoo.items() if gain(one, ON, "last order", "early") > 0]
-    worse = [key for key, one in zoo.items() if gain(one, ON, "last order", "early") < -_WORST]
+    mixtures = {key: one for key, one in networks.items() if key in _MIXTURES}
+    for group, there in (("", zoo), (" mixtures of transformers", mixtures)):
+        gains = [(key, _gain(one, ON, "last order", "early")) for key, one in there.items()]
+        better = [key for key, gain in gains if gain["mean"] > 0]
+        worse = [key for key, gain in gains if gain["mean"] < -_WORST]
+        if gains:
+            lines.append(
+                f"first {EARLY} steps, family left out: better than the last order in "
+                f"{len(better)} of {len(there)}{group}; worse by more than a point in "
+                f"{len(worse)}{_named(worse)}"
+            )
+    lost = [key for key, one in networks.items() if _sign(_gain(one, ON, OWN, "late")) < 0]
     lines.append(
-        f"first {EARLY} steps, family left out: better than the last order in {len(better)} of "
-        f"{len(zoo)}; worse by more than a point in {len(worse)}{_named(worse)}"
-    )
-    lost = [key for key, one in networks.items() if gain(one, ON, OWN, "late") < -_half(one)]
-    lines.append(
-        f"from step {LATE} on: at least as good as a pilot of its own, within the seeds' spread, "
-        f"in {len(networks) - len(lost)} of {len(networks)}{_not(lost)}"
+        f"from step {LATE} on: at least as good as a pilot of its own, within the spread of the "
+        f"difference, in {len(networks) - len(lost)} of {len(networks)}{_not(lost)}"
     )
     for key, today in _TODAY.items():
         if key in networks:
@@ -461,16 +465,17 @@ def verdicts(found: Mapping[str, Any]) -> list[str]:
         ("idioms, against shuffled ones", SHUFFLED, "early"),
         ("routers, one block ahead", NO_PROBES, "ahead"),
     ):
-        gains = {
-            key: gain(one, ON, without, what)
+        found_gains = {
+            key: _gain(one, ON, without, what)
             for key, one in networks.items()
             if one[ON].get(what) and one[without].get(what)
         }
-        up = [key for key, value in gains.items() if value > _half(networks[key], what)]
-        down = [key for key, value in gains.items() if value < -_half(networks[key], what)]
+        up = [key for key, value in found_gains.items() if _sign(value) > 0]
+        down = [key for key, value in found_gains.items() if _sign(value) < 0]
+        mean = fmean(value["mean"] for value in found_gains.values())
         lines.append(
-            f"{part}, {what}: better by more than the spread in {len(up)} of {len(gains)}"
-            f"{_named(up)}, worse in {len(down)}{_named(down)}; mean {fmean(gains.values()):+.4f}"
+            f"{part}, {what}: better by more than the spread in {len(up)} of "
+            f"{len(found_gains)}{_named(up)}, worse in {len(down)}{_named(down)}; mean {mean:+.4f}"
         )
     cut = found["blocks"]
     if cut:
@@ -489,7 +494,8 @@ def verdicts(found: Mapping[str, Any]) -> list[str]:
         f"{len(networks) - len(slow)} of {len(networks)}{_not(slow)}"
     )
     if sessions:
-        most = max(one["pilot"]["predicting"]["max"] for one in sessions.values())
+        predicting = [way for way in POLICIES if way not in (CONTROL, CLAIRVOYANT)]
+        most = max(one[way]["predicting"]["max"] for one in sessions.values() for way in predicting)
         equal = all(
             one[way]["equal"]["min"] == 1
             for one in sessions.values()
@@ -504,9 +510,18 @@ def verdicts(found: Mapping[str, Any]) -> list[str]:
 _MIXTURES = {key for key, one in SUBJECTS.items() if one.family == "mixtures"}
 
 
-def _half(one: Mapping[str, Any], what: str = "late") -> float:
-    """Return half of the range of the pilot's number over the seeds."""
-    return float(one[ON][what]["max"] - one[ON][what]["min"]) / 2
+def _gain(one: Mapping[str, Any], name: str, other: str, what: str) -> dict[str, float]:
+    """Return by how much a predictor is better than another, seed by seed: mean and extremes."""
+    pairs = zip(one[name][what]["each"], one[other][what]["each"], strict=True)
+    found = _spread(None if None in pair else pair[0] - pair[1] for pair in pairs)
+    assert found is not None
+    return found
+
+
+def _sign(gain: Mapping[str, float]) -> int:
+    """Return 1 or -1 for a mean that is further from 0 than half of the range, else 0."""
+    half = (gain["max"] - gain["min"]) / 2
+    return (gain["mean"] > half) - (gain["mean"] < -half)
 
 
 def _apart(one: Mapping[str, Any], what: str) -> float:

@@ -321,6 +321,18 @@ def test_every_predictor_is_scored_on_networks_of_families_left_out(
     assert path.with_suffix(".svg").stat().st_size > 4000
 
 
+def test_a_loss_at_every_seed_is_told_however_far_apart_the_seeds_are() -> None:
+    def of(*values: float) -> dict[str, Any]:
+        found = ablation._spread(values)
+        assert found is not None
+        return {"late": found}
+
+    one = {"pilot": of(0.2, 0.5, 0.8), "other": of(0.22, 0.51, 0.82), "far": of(0.1, 0.6, 0.8)}
+    assert ablation._sign(ablation._gain(one, "pilot", "other", "late")) == -1
+    assert ablation._sign(ablation._gain(one, "other", "pilot", "late")) == 1
+    assert ablation._sign(ablation._gain(one, "pilot", "far", "late")) == 0
+
+
 def test_idioms_are_hidden_or_those_of_others(moe: Watched) -> None:
     blocks = moe.vocabulary.blocks
     assert ablation.coded(moe.vocabulary, ablation.ON, 0) is moe.vocabulary
