@@ -493,6 +493,14 @@ def verdicts(found: Mapping[str, Any]) -> list[str]:
         f"slowest twentieth of the predictions at most {format_seconds(LATENCY_S)}: "
         f"{len(networks) - len(slow)} of {len(networks)}{_not(slow)}"
     )
+    for part, way, without in _IN_SESSIONS if sessions else ():
+        signs = {key: _sign(_gain(one, way, without, "stall")) for key, one in sessions.items()}
+        less = [key for key, sign in signs.items() if sign < 0]
+        more = [key for key, sign in signs.items() if sign > 0]
+        lines.append(
+            f"{part}, in sessions: less stall by more than the spread in {len(less)} of "
+            f"{len(signs)}{_named(less)}, more in {len(more)}{_named(more)}"
+        )
     if sessions:
         predicting = [way for way in POLICIES if way not in (CONTROL, CLAIRVOYANT)]
         most = max(one[way]["predicting"]["max"] for one in sessions.values() for way in predicting)
@@ -507,6 +515,12 @@ def verdicts(found: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+_IN_SESSIONS = (
+    ("the pilot, against the last order", "pilot", "last order"),
+    ("routers", "pilot", "pilot, no routers"),
+    ("idioms", "pilot", "pilot, no idioms"),
+)
+"""Parts, each with the ways to predict with it and without."""
 _MIXTURES = {key for key, one in SUBJECTS.items() if one.family == "mixtures"}
 
 
