@@ -39,7 +39,7 @@ from dynoffload.experiments.pilot_recording import CASES
 from dynoffload.experiments.predictors import Markov, MostFrequent, Online, RepeatLast
 from dynoffload.experiments.scoring import score
 from dynoffload.experiments.trainer import finite
-from dynoffload.experiments.watched import MATERIAL, SUBJECTS, Subject, Watched
+from dynoffload.experiments.watched import COUNTED, MATERIAL, SUBJECTS, Subject, Watched
 from dynoffload.pilot.evaluate import block_order_accuracy
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.general import General
@@ -299,13 +299,14 @@ class Ablation(Experiment[Params]):
 
 
 class _Steered:
-    """A pilot as an `Online` predictor."""
+    """A pilot as an `Online` predictor; as in a session, it gets the idioms of blocks once the
+    steps in which they are counted have run."""
 
-    def __init__(self, vocabulary: Vocabulary, general: General, *, probes: bool = True) -> None:
-        self.pilot = Pilot(vocabulary, general)
+    def __init__(self, vocabulary: Vocabulary, general: General) -> None:
+        self.pilot = Pilot(coded(vocabulary, OFF, 0), general)
+        self._vocabulary = vocabulary
         self.seconds: list[float] = []
         self.learning_s = 0.0
-        self._probes = probes
 
     def predict(self, example: Example) -> list[int]:
         found = self.pilot.predict(example.sample)
@@ -319,6 +320,8 @@ class _Steered:
     def observe(self, example: Example) -> None:
         begun = perf_counter()
         self.pilot.observe(example.sample, example.blocks)
+        if self.pilot.evidence.steps == COUNTED:
+            self.pilot.describe(self._vocabulary)
         if self.pilot.due:
             self.pilot.consolidate()
         self.learning_s += perf_counter() - begun

@@ -58,7 +58,8 @@ _EXPERTS = (
     *("switch", "nllb-moe", "jamba"),
 )
 _TRAINED = 400  # steps before a mixture is watched, of 16 rows of 64 bytes
-_COUNTED = 3  # first steps whose idioms are counted, as in a session
+COUNTED = 3
+"""First steps whose idioms are counted, as in a session."""
 
 
 class Training(NamedTuple):
@@ -164,9 +165,9 @@ def watch(
                 older(*sample.args, **sample.kwargs)  # with gradients: the same kernels
             oracles.append(foreseen.copy())
         counter = GraphIdioms()
-        starts.append(counter.begin if number < _COUNTED else lambda blocks: None)
+        starts.append(counter.begin if number < COUNTED else lambda blocks: None)
         output = training.backward(sample)
-        if number < _COUNTED:
+        if number < COUNTED:
             idioms |= counter.count(output)
         del output
         orders.append(visited.copy())

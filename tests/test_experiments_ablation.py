@@ -40,8 +40,9 @@ from dynoffload.experiments.watched import (
 from dynoffload.experiments.ways import Spec
 from dynoffload.pilot import general_training
 from dynoffload.pilot.evaluate import block_order_accuracy
+from dynoffload.pilot.evidence import IDIOMS
 from dynoffload.pilot.features import BlockHint, Example
-from dynoffload.pilot.general import General
+from dynoffload.pilot.general import General, packaged
 from dynoffload.pilot.labels import label_traces
 from dynoffload.pilot.progress import Report
 from dynoffload.pilot.tracking import OrderTracker
@@ -331,6 +332,16 @@ def test_a_loss_at_every_seed_is_told_however_far_apart_the_seeds_are() -> None:
     assert ablation._sign(ablation._gain(one, "pilot", "other", "late")) == -1
     assert ablation._sign(ablation._gain(one, "other", "pilot", "late")) == 1
     assert ablation._sign(ablation._gain(one, "pilot", "far", "late")) == 0
+
+
+def test_idioms_are_known_once_the_steps_that_tell_them_have_run(moe: Watched) -> None:
+    steered = ablation._Steered(moe.vocabulary, packaged())
+    known = []
+    for example in moe.examples[: module.COUNTED + 1]:
+        steered.predict(example)
+        known.append(bool(np.isfinite(steered.pilot.features[IDIOMS]).any()))
+        steered.observe(example)
+    assert known == [False] * module.COUNTED + [True]
 
 
 def test_idioms_are_hidden_or_those_of_others(moe: Watched) -> None:
