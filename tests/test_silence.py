@@ -200,6 +200,21 @@ def test_a_network_that_begins_without_parameters_gets_a_pilot_later(
 
 
 @needs_pager
+def test_idioms_are_read_as_soon_as_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    config = {"page_bytes": 4096, "min_paged_bytes": None, "step_aside": False}
+    monkeypatch.setattr(host_time, "SHARE", -1.0)
+    with dynoffload.offload(model, budget=200_000, config=config) as session:
+        for step in range(8):
+            if step == 5:
+                monkeypatch.setattr(host_time, "SHARE", 10.0)
+            model(torch.ones(2, 64)).sum().backward()
+            pilot = session._forecast._pilot
+            assert pilot is not None
+            assert any(any(block.idioms) for block in pilot.vocabulary.blocks) == (step >= 5)
+
+
+@needs_pager
 def test_a_session_spends_a_hundredth_of_its_time_on_prediction() -> None:
     model = zoo.build("moe", "tiny-wide")
     optimizer = AdamW(model.parameters(), lr=1e-3)

@@ -42,7 +42,7 @@ from dynoffload.telemetry import StepStats
 logger = logging.getLogger(__name__)
 
 _MIN_STEPS = 4  # steps observed before a pilot's accuracy counts
-_COUNTED = 3  # first forwards whose idioms are counted
+_COUNTED = 3  # forwards whose idioms are counted: the first that leave the time
 _TRACK_EVERY = 4  # a pilot that is not in use is tracked in one of so many steps
 _PILOT, _LAST = "the pilot", "the last order"
 
@@ -98,6 +98,7 @@ class Forecast:
         self._auto = policy == "pilot" and pilot == "auto"
         self._kinds: list[object] = []  # of each block
         self._counted: GraphIdioms | None = None  # while the idioms of a forward are counted
+        self._uncounted = _COUNTED  # forwards still to count
         self._asks = policy == "pilot"
         self.host_time = HostTime()
         self._opened = perf_counter()
@@ -185,7 +186,8 @@ class Forecast:
                     blocks = []  # else the unused pilot is tracked, to measure its accuracy
                 if blocks and self._pilot is not None and self._trials[_PILOT].prefetch:
                     following = self._pilot.tracker
-        if self._auto and self._begun < _COUNTED and self.host_time.affords("idioms"):
+        counts = self._auto and self._uncounted > 0 and not self._silence.holds
+        if counts and self.host_time.affords("idioms"):
             self._counted = GraphIdioms()
         self._begun += 1
         chosen, self._followed = self.predicted, _PILOT
@@ -320,6 +322,7 @@ class Forecast:
         if not whole:
             return
         if counted is not None and self._pilot is not None:
+            self._uncounted -= 1
             with self.host_time.of("idioms"):
                 self._describe(counted, output)
         if step is not None and step.follows and self.actual:

@@ -18,7 +18,6 @@ class Step:
     """One forward pass: ``expected`` is its predicted order, ``chosen`` the blocks to prefetch.
 
     Attributes:
-        hints: the network's routing hints, from which pilots learn.
         foreseen: number of blocks that ran as predicted right before them.
     """
 
@@ -28,7 +27,6 @@ class Step:
         expected: Sequence[int],
         chosen: Sequence[int] = (),
     ) -> None:
-        self.hints: list[BlockHint] = []
         self.foreseen = 0
         self._following = following
         self._expected, self._at = list(expected), 0
@@ -60,7 +58,6 @@ class Step:
 
     def hinted(self, hint: BlockHint) -> None:
         """Record a routing hint of the network."""
-        self.hints.append(hint)
         if self._following is not None:
             self._following.hint(hint.blocks, hint.values)
             self._diverged |= self._following.decided
