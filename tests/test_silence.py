@@ -117,6 +117,17 @@ def test_all_that_is_spent_is_the_share_and_one_piece_of_work(
     assert time.spent_s > 0.8 * SHARE * time.ran_s
 
 
+def test_waiting_between_steps_earns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, time = Clock(monkeypatch), HostTime()
+    for _ in range(3):
+        clock.now += 100.0
+        for _ in range(2):  # forwards
+            time.begin()
+            clock.now += 1.0
+        time.end(102.0)
+    assert time.ran_s == pytest.approx(6.0)
+
+
 def test_work_that_fails_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, time = Clock(monkeypatch), HostTime()
     with contextlib.suppress(ArithmeticError), time.of("predict"):
@@ -228,5 +239,4 @@ def test_a_session_spends_a_hundredth_of_its_time_on_prediction() -> None:
     stats = session.stats
     assert len(stats) == 60
     assert stats["predicting_s"].sum() == pytest.approx(time.spent_s)
-    assert time.ran_s >= stats["seconds"].sum()
     assert 0 < time.spent_s <= SHARE * time.ran_s + stats["predicting_s"].max()

@@ -22,24 +22,29 @@ class HostTime:
 
     Attributes:
         spent_s: seconds spent on prediction.
-        ran_s: seconds that the session has run: its opening, and its steps.
+        ran_s: seconds that the session has run: its opening, and its steps from their forward on,
+            as waiting between steps earns nothing.
     """
 
     def __init__(self) -> None:
         self.spent_s = 0.0
         self.ran_s = 0.0
         self._taken = 0.0
-        self._step = 0.0  # when the running step's forward began
+        self._step = 0.0  # when the running step's latest forward began
+        self._first = 0.0  # when its first one did
         self._usual: defaultdict[str, float] = defaultdict(float)
 
     def begin(self) -> None:
         """Begin a forward."""
         self._step = perf_counter()
+        self._first = self._first or self._step
 
     def end(self, seconds: float) -> None:
-        """Count seconds that the session has run, as of a whole step."""
+        """Count seconds that the session has run, as of a whole step and what came before it."""
+        if self._first:
+            seconds = min(seconds, perf_counter() - self._first)
         self.ran_s += seconds
-        self._step = 0.0
+        self._step = self._first = 0.0
 
     def take(self) -> float:
         """Return the seconds spent since this was called last."""
