@@ -93,7 +93,9 @@ class Params:
     steps: int = option(12, "measured steps of each session, at least")
     warmup: int = option(WARMUP, "steps before them")
     jobs: int = option(-1, "processes that watch and train; -1 for one per core")
-    folder: Path | None = option(None, "where watched steps are kept for another run", place=True)
+    folder: Path | None = option(
+        None, "where watched steps are kept for another run of the same code", place=True
+    )
     spill_dir: Path | None = option(None, "where the spill files lie", place=True)
 
 
@@ -588,9 +590,10 @@ def _ratio(way: str, what: str) -> Cell:
 
 
 _KINDS = {"blocks": "blocks", "order": "order", "missed_bytes": "missed", "wasted_bytes": "in vain"}
-_PREDICTORS = (ON, OFF, SHUFFLED, OWN, *BASELINES)
+_FIRST = (ON, OFF, SHUFFLED, *BASELINES)
+_PREDICTORS = (*_FIRST, OWN)
 _SCORES = (
-    (f"order before the step, first {EARLY} steps", "early", _PREDICTORS),
+    (f"order before the step, first {EARLY} steps", "early", _FIRST),
     (f"order before the step, from step {LATE} on", "late", (*_PREDICTORS, ORACLE)),
     ("one block ahead", "ahead", (ON, NO_PROBES, OFF, SHUFFLED, OWN)),
     ("recall of what varies", "recall", _PREDICTORS),

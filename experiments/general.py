@@ -29,7 +29,9 @@ class Params:
     watched: int = option(320, "steps of each network, fewer where they are slow")
     material: int = option(len(MATERIAL), "architectures of transformers to learn from, at most")
     jobs: int = option(-1, "processes that watch and train; -1 for one per core")
-    folder: Path | None = option(None, "where watched steps are kept for another run", place=True)
+    folder: Path | None = option(
+        None, "where watched steps are kept for another run of the same code", place=True
+    )
 
     def __post_init__(self) -> None:
         if self.seeds < 1 or self.watched <= EARLY:

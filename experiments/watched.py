@@ -1,9 +1,8 @@
 """Training steps watched by hooks: which units ran, in what order, and what routers hinted.
 
 A *unit* is a module that owns parameters, or one expert of a fused layer. `watch` trains a network
-as plain PyTorch does; hooks cost a tenth of the time of a trace. The *oracle* is what the network,
-with its weights before the latest update, runs on a sample: no prediction made before the step can
-know more.
+as plain PyTorch does. The *oracle* is what the network, with its weights before the latest update,
+runs on a sample: a ceiling for who predicts without its newest weights.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -27,7 +28,7 @@ from dynoffload.experiments.general import GeneralPilot
 from dynoffload.experiments.harness import carry_out
 from dynoffload.experiments.pilot_recording import CASES, Case, recorded
 from dynoffload.experiments.predictors import Markov, MostFrequent, Online, RepeatLast
-from dynoffload.experiments.scoring import hints_ahead, one_ahead, score
+from dynoffload.experiments.scoring import score
 from dynoffload.experiments.watched import (
     MATERIAL,
     MIXTURES,
@@ -39,13 +40,13 @@ from dynoffload.experiments.watched import (
 )
 from dynoffload.experiments.ways import Spec
 from dynoffload.pilot import general_training
-from dynoffload.pilot.evaluate import block_order_accuracy
+from dynoffload.pilot.evaluate import block_order_accuracy, one_ahead
 from dynoffload.pilot.evidence import IDIOMS
-from dynoffload.pilot.features import BlockHint, Example
+from dynoffload.pilot.features import Example
 from dynoffload.pilot.general import General, packaged
 from dynoffload.pilot.labels import label_traces
+from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.progress import Report
-from dynoffload.pilot.tracking import OrderTracker
 from dynoffload.planning.blocks import Block, Vocabulary
 from dynoffload.profiler.experts import split_path
 from dynoffload.profiler.idioms import Idioms
@@ -158,7 +159,6 @@ def test_experts_of_fused_layers_are_units(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(any(block.idioms) for block in experts)
     for example in found.examples:
         assert len(example.hints) == 4
-        assert example.hints[1:] == hints_ahead(example, found.varying)
 
 
 def test_a_convolution_is_no_layer_of_experts() -> None:
@@ -219,7 +219,6 @@ def test_scores_count_varying_blocks_and_their_bytes() -> None:
     scores = score(found, RepeatLast(), range(1, 3))
     assert scores.order == pytest.approx((1 / 2 + 2 / 3) / 2)
     assert (scores.recall, scores.precision) == (1 / 3, 1 / 2)
-    assert (scores.recall_bytes, scores.precision_bytes) == (1 / 12, 1 / 11)
     assert (scores.missed_bytes, scores.wasted_bytes) == (11 / 2, 10 / 2)
     assert math.isnan(scores.ahead)
     still = score(_watched(_examples([0], [0]), [1]), RepeatLast(), range(1, 2))
@@ -227,57 +226,34 @@ def test_scores_count_varying_blocks_and_their_bytes() -> None:
     assert math.isnan(still.recall)
 
 
-class _Believes:
-    """Expects the blocks that hints named, in order."""
-
-    def __init__(self) -> None:
-        self.decided = False
-        self._rest: list[int] = []
-
-    def observe(self, block: int) -> None:
-        self._rest = [one for one in self._rest if one > block]
-
-    def hint(self, blocks: Sequence[int], values: Sequence[float]) -> None:
-        self._rest = sorted({*self._rest, *blocks})
-        self.decided = True
-
-    def expect(self) -> tuple[list[int], object]:
-        self.decided = False
-        return list(self._rest), np.ones(len(self._rest))
-
-
-def test_a_hint_about_the_decision_at_hand_is_not_scored() -> None:
-    hints = (
-        BlockHint(1, (1, 2), (1.0, 1.0)),  # at hand
-        BlockHint(1, (3, 4), (1.0, 1.0)),  # of the next decision, which comes after 1 or 2
-        BlockHint(2, (3, 4), (1.0, 1.0)),  # at hand
-    )
-    example = Example(InputFeatures({}), [0, 1, 3], "", hints)
-    varying = {1, 2, 3, 4}
-    assert hints_ahead(example, varying) == [hints[1]]
-    assert +one_ahead(_Believes(), example, varying) == {3: 1}
-    skipped = replace(example, blocks=[0, 3], hints=[*hints[:2], replace(hints[2], place=1)])
-    assert hints_ahead(skipped, varying) == [hints[1]]
-
-
-def test_routers_asked_a_decision_earlier_are_scored(moe: Watched, depths: Watched) -> None:
-    for example in moe.examples:
-        assert hints_ahead(example, moe.varying) == [example.hints[1]]
-    for example in depths.examples:
-        about = [hint.blocks for hint in example.hints]
-        later = [hint for n, hint in enumerate(example.hints) if hint.blocks in about[n + 1 :]]
-        assert hints_ahead(example, depths.varying) == later
-        assert len(later) == 3
+def test_a_router_at_hand_is_not_scored(moe: Watched) -> None:
+    """The hints of each step are about both layers as the first router is called, then about the
+    second at hand; with all wrong at hand, nothing changes."""
+    pilot = Pilot(moe.vocabulary)
+    for example in moe.examples[:-1]:
+        pilot.observe(example.sample, example.blocks)
+        pilot.consolidate()
+    last = moe.examples[-1]
+    pilot.predict(last.sample)
+    assert pilot.tracker is not None
+    told = [copy.deepcopy(pilot.tracker).at_hand(hint.blocks) for hint in last.hints]
+    assert told[:2] == [True, False]
+    wrong = [
+        replace(hint, values=tuple(1 - value for value in hint.values)) if at_hand else hint
+        for hint, at_hand in zip(last.hints, (True, False, True), strict=True)
+    ]
+    shares = []
+    for hints in (last.hints, wrong, ()):
+        pilot.predict(last.sample)
+        shares.append(one_ahead(pilot.tracker, replace(last, hints=hints)))
+    assert shares[0] == shares[1]
+    assert 0 < shares[0] < 1
 
 
 def test_a_tracker_is_scored_on_real_steps(moe: Watched) -> None:
-    predictor = RepeatLast()
-
-    def follow(example: Example) -> OrderTracker:
-        return OrderTracker(predictor.predict(example), moe.varying, 1.0)
-
-    scores = score(moe, predictor, range(4, STEPS), follow)
-    assert 0 < scores.ahead_varying < scores.ahead < 1
+    steered = ablation._Steered(moe.vocabulary, packaged())
+    scores = score(moe, steered, range(4, STEPS), steered.follow)
+    assert 0 < scores.order < scores.ahead < 1
     assert scores.recall < 1
     assert scores.missed_bytes > 0
 

@@ -112,6 +112,7 @@ class Forecast:
         self._repeats = policy != "on-demand"
         self._units: dict[str, Unit] = {}
         self._foretold: list[int] | None = None  # by the pilot, for the running step
+        self._spent = 0.0  # on prediction, as the running forward begins
         self._standing = Standing()
         self._silence = Silence()
         self._sample: InputFeatures | None = None
@@ -184,20 +185,22 @@ class Forecast:
                     self.predicted, self.source = blocks, _PILOT
                 elif self._begun % _TRACK_EVERY:
                     blocks = []  # else the unused pilot is tracked, to measure its accuracy
-                if blocks and self._pilot is not None and self._trials[_PILOT].prefetch:
+                prefetch = blocks and self._trials[_PILOT].prefetch
+                if prefetch and self._pilot is not None and self._may_follow():
                     following = self._pilot.tracker
         counts = self._auto and self._uncounted > 0 and not self._silence.holds
         if counts and self.host_time.affords("idioms"):
             self._counted = GraphIdioms()
         self._begun += 1
         chosen, self._followed = self.predicted, _PILOT
-        if chosen is not None and following is not None and self.source == _PILOT:
+        if chosen is not None and self.source == _PILOT:
             chosen = likely(chosen, confidence)
         elif chosen is not None and following is None and self._asks_last_order():
             following, self._followed = OrderTracker(chosen, self._hinted, self._again), _LAST
             blocks, chances = following.expect()
             chosen = likely(blocks, chances)
         self._step = Step(following, blocks, chosen or ())
+        self._spent = self.host_time.spent_s
         return None if chosen is None else self._units_of(chosen)
 
     def _may_predict(self) -> bool:
@@ -226,7 +229,12 @@ class Forecast:
     def _asks_last_order(self) -> bool:
         """Return whether routing probes correct the last order in this step."""
         asks = bool(self._hinted) and self.pays and not self._silence.holds
-        return asks and self.host_time.affords("ask")
+        return asks and self._may_follow()
+
+    def _may_follow(self) -> bool:
+        """Return whether there is time to follow a step, with all that is asked and planned in
+        it, and to learn from it."""
+        return self.host_time.affords("followed", "observe", "judge")
 
     def _compare(self, sample: InputFeatures) -> None:
         """At the first sample, warn if its features differ from the pilot's training samples."""
@@ -278,7 +286,9 @@ class Forecast:
     ) -> None:
         """Run the ``probes`` of a module that is called, and pass their hints to the step."""
         step = self._step
-        if step is None or self.asks or not step.follows or not self._may_revise("ask"):
+        if step is None or self.asks or not step.follows:
+            return
+        if not self.host_time.affords("ask", "choose", "plan"):
             return
         with self.host_time.of("ask"):
             self._on_ask(read)
@@ -292,15 +302,11 @@ class Forecast:
         if not slices_in(module):  # else the call lists its experts next, and is planned with them
             self._revise([])
 
-    def _may_revise(self, *more: str) -> bool:
-        """Return whether there is time to predict the rest anew, and for the next step's pilot."""
-        return self.host_time.affords(*more, "choose", "plan", "predict", "observe")
-
     def _revise(self, begun: list[int]) -> None:
         """Replan the rest of the forward if its prediction changed; ``begun`` runs first."""
         step, time = self._step, self.host_time
         assert step is not None
-        if not step.diverged or not self._may_revise():
+        if not step.diverged or not time.affords("choose", "plan"):
             return
         with time.of("choose"):
             chosen = step.choose(self._order)
@@ -326,8 +332,9 @@ class Forecast:
             with self.host_time.of("idioms"):
                 self._describe(counted, output)
         if step is not None and step.follows and self.actual:
+            self.host_time.note("followed", self.host_time.spent_s - self._spent)
             known = self._foreseen[self._followed]
-            share = step.foreseen / len(self.actual)
+            share = self._share(step)
             self._foreseen[self._followed] += (AVERAGE if known else 1.0) * (share - known)
         if before := self._hinted.intersection(self._last or ()):
             share = len(before.intersection(self.actual)) / len(before)
@@ -367,8 +374,7 @@ class Forecast:
                 last = self._accuracy_of(last_order)
                 pilot = self._accuracy_of(self._foretold)
             self._standing.observe(pilot, last)
-            follows = step is not None and step.follows and self.actual
-            share = step.foreseen / len(self.actual) if follows and step is not None else 0.0
+            share = self._share(step) if step is not None and step.follows else 0.0
             gain = max(pilot, share) - last
         if self._silence.observe(gain, last):
             logger.info(
@@ -376,6 +382,11 @@ class Forecast:
                 "pilot and the routers are asked no more, until that changes",
                 100 * last,
             )
+
+    def _share(self, step: Step) -> float:
+        """Return the share of the blocks that were expected right before they ran; of those that
+        were predicted, if these are more."""
+        return step.foreseen / max(1, len(self.actual), len(self.predicted or ()))
 
     def _accuracy_of(self, order: list[int]) -> float:
         """Return the accuracy of an order, which is known of the one in use."""

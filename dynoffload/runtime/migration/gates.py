@@ -44,7 +44,7 @@ SETTLED = 48
 STEADY = 8
 """... or steps in a row that all ran the same blocks."""
 DRIFT = 0.1
-"""Drop of the last order's accuracy, since the pilot fell silent, that has it asked again."""
+"""Drop of the last order's accuracy that has a silent pilot asked again; any, after equal steps."""
 _NOISE = 2.0  # standard errors of the gain that count as nothing
 
 
@@ -79,11 +79,15 @@ class Silence:
 
     def __init__(self) -> None:
         self.holds = False
+        self._said = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self.holds = False
         self._gains: list[float] = []
         self._steady = 0  # steps in a row in which the last order was right
         self._usual = math.nan  # running accuracy of the last order
-        self._level = math.nan  # that as the pilot fell silent
-        self._said = False
+        self._least = 0.0  # of that, for the pilot to stay silent
 
     def observe(self, gain: float | None, last_order: float) -> bool:
         """Enter a step; return whether the pilot falls silent now for the first time.
@@ -93,25 +97,23 @@ class Silence:
             last_order: accuracy of the last order.
         """
         known = not math.isnan(self._usual)
-        change = AVERAGE * (last_order - self._usual) if known else 0.0
-        self._usual = self._usual + change if known else last_order
+        self._usual += AVERAGE * (last_order - self._usual) if known else 0.0
+        if not known:
+            self._usual = last_order
         self._steady = self._steady + 1 if last_order == 1 else 0
         if self.holds:
-            if self._usual < self._level - DRIFT:
-                self.__init__()  # type: ignore[misc]
-                self._said = True
+            if self._usual < self._least:
+                self._reset()
             return False
         if gain is not None:
             self._gains.append(gain)
-        if self._steady < STEADY and len(self._gains) < SETTLED:
-            return False
-        gains = np.array(self._gains or [0.0])
-        noise = _NOISE * float(gains.std()) / math.sqrt(len(gains))
-        self.holds = self._steady >= STEADY or float(gains.mean()) <= noise
-        self._gains.clear()
+        gains = np.array(self._gains)
         if self._steady >= STEADY:
-            self._usual = 1.0  # lately, whatever it was before
-        self._level = self._usual
+            self.holds, self._usual, self._least = True, 1.0, 1.0  # until a step differs
+        elif len(gains) >= SETTLED:
+            self.holds = bool(gains.mean() <= _NOISE * gains.std() / math.sqrt(len(gains)))
+            self._least = self._usual - DRIFT
+            self._gains.clear()
         first = self.holds and not self._said
         self._said |= self.holds
         return first

@@ -66,5 +66,9 @@ class HostTime:
         finally:
             took = perf_counter() - begun
             self.spent_s += took
-            usual = self._usual[kind]
-            self._usual[kind] = usual + _AVERAGE * (took - usual) if usual else took
+            self.note(kind, took)
+
+    def note(self, kind: str, seconds: float) -> None:
+        """Enter what some work took, as its usual cost; it counts where it is done."""
+        usual = self._usual[kind]
+        self._usual[kind] = usual + _AVERAGE * (seconds - usual) if usual else seconds
