@@ -445,6 +445,10 @@ class Evidence:
                 chain[slot] = chain[before]
         return chain
 
+    def round(self) -> None:
+        """Round the tables to the precision in which they are stored."""
+        self._table = self._table.astype(np.float16).astype(np.float32)
+
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays to store; the memory of codes is left out."""
         rows, count = len(self._book) + 1, self._remembered

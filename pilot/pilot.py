@@ -63,7 +63,7 @@ KEPT = 64
 """The latest steps from which the structure is learned."""
 LATER = 128
 """Steps between two consolidations, at most; the first come after 1, 2, 4, ... steps."""
-_TRUST = np.array([[0.0, 0.5, 0.7, 0.5], [0.0, 0.2, 1.0, 3.0]], np.float32)  # ahead, at hand
+_TRUST = np.array([[0.0, 0.5, 1.0, 0.5], [0.0, 0.2, 1.0, 3.0]], np.float32)  # ahead, at hand
 _SURE = 0.02  # slots whose chance is as near to 0 or 1, and right, do not teach the mix
 
 
@@ -274,11 +274,12 @@ class Pilot:
         return "; ".join(texts)[:1000]
 
     def save(self, path: str | Path) -> None:
-        """Write the pilot to one file.
+        """Write the pilot to one file, and round it to what that holds.
 
         Raises:
             PilotError: if the file cannot be written.
         """
+        self.evidence.round()
         document = {
             "vocabulary": self.vocabulary.to_json(),
             "slots": [list(slot) for slot in self.structure.template.slots],
