@@ -138,7 +138,7 @@ def test_a_hint_stands_where_it_was_given_and_a_pilot_is_better_for_it(moe: list
     bare = [Example(e.sample, e.blocks, e.source) for e in examples]
     with_hints = evaluate(learn_pilot(vocabulary, inside), aside).one_ahead
     alone = evaluate(learn_pilot(vocabulary, bare[:30]), bare[30:]).one_ahead
-    # By those of the second of two layers, given ahead; the first one's are of the decision at hand.
+    # By those of the second of two layers, given ahead; the first's are of the decision at hand.
     assert 1 - with_hints < 0.85 * (1 - alone)
 
 
