@@ -51,6 +51,7 @@ from dynoffload.planning.blocks import Vocabulary
 from dynoffload.units import format_seconds
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 LATE = 200
@@ -262,7 +263,8 @@ class Ablation(Experiment[Params]):
 
     def draw(self, figure: Figure, color: Mapping[str, str], result: Mapping[str, Any]) -> None:
         networks, sessions = result["summary"]["networks"], result["summary"]["sessions"]
-        left, right = figure.subplots(1, 2)
+        panels = figure.subplots(1, 1 + bool(sessions), squeeze=False)[0]
+        left, right = panels[0], panels[-1]
         names = ("last order", "most frequent", ON, ORACLE)
         for name, shade, mark in zip(
             names, ("fault", "rss", "plan", "optimizer"), "vsoD", strict=True
@@ -282,22 +284,28 @@ class Ablation(Experiment[Params]):
         left.set_xlim(0, 1.02)
         left.set_xlabel("block-order accuracy before the step")
         left.legend(loc="lower left", fontsize=7, frameon=False)
+        if sessions:
+            self._draw_stalls(right, color, sessions)
+        for axes in panels:
+            axes.grid(visible=True, axis="x")
+
+    def _draw_stalls(
+        self, axes: Axes, color: Mapping[str, str], sessions: Mapping[str, Any]
+    ) -> None:
         ways = ("last order", "last order, routers", "pilot, no routers", "pilot", CLAIRVOYANT)
         thick = 0.8 / len(ways)
         for number, (way, shade) in enumerate(zip(ways, _SHADES, strict=True)):
-            right.barh(
+            axes.barh(
                 [place + (number - 2) * thick for place in range(len(sessions))],
                 [one[way]["stall"]["mean"] for one in sessions.values()],
                 height=thick,
                 color=color[shade],
                 label=way,
             )
-        right.set_yticks(range(len(sessions)), [one["title"] for one in sessions.values()])
-        right.invert_yaxis()
-        right.set_xlabel("stall over on demand")
-        right.legend(loc="lower right", fontsize=7, frameon=False)
-        for axes in (left, right):
-            axes.grid(visible=True, axis="x")
+        axes.set_yticks(range(len(sessions)), [one["title"] for one in sessions.values()])
+        axes.invert_yaxis()
+        axes.set_xlabel("stall over on demand")
+        axes.legend(loc="lower right", fontsize=7, frameon=False)
 
 
 class _Steered:
