@@ -49,7 +49,7 @@ RATE, FORGET = 0.3, 0.02
 """Learning rate of a slot's bias, and the share of it that decays each step."""
 HABIT_RATE, MAX_HABIT = 0.03, 4.0
 """Learning rate of a slot's habit, and its limit in either direction."""
-MIX_RATE, HINT_RATE = 0.005, 0.02
+MIX_RATE, HINT_RATE = 0.005, 0.2
 """Learning rates of the mix of features, and of that with hints."""
 MIXED = [
     NAMES.index(name)
@@ -63,7 +63,7 @@ KEPT = 64
 """The latest steps from which the structure is learned."""
 LATER = 128
 """Steps between two consolidations, at most; the first come after 1, 2, 4, ... steps."""
-_TRUST = np.array([[0.0, 0.5, 1.0, 0.5], [0.0, 0.2, 1.0, 3.0]], np.float32)  # ahead, at hand
+_TRUST = np.array([[0.0, 0.7, 0.5, 0.2], [0.0, 0.2, 1.0, 3.0]], np.float32)  # ahead, at hand
 _SURE = 0.02  # slots whose chance is as near to 0 or 1, and right, do not teach the mix
 
 
