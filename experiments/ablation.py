@@ -498,7 +498,7 @@ def verdicts(found: Mapping[str, Any]) -> list[str]:
         )
         lines.append(
             f"the planner's blocks, against module-wise ones: named better in {len(order)} of "
-            f"{len(cut)}{_named(order)}, fewer bytes missed in {len(less)}, fewer named in vain "
+            f"{len(cut)}{_named(order)}, fewer bytes missed in {len(less)}, fewer wasted "
             f"in {len(vain)}"
         )
     slow = [key for key, one in networks.items() if one[ON]["slow_s"]["mean"] > LATENCY_S]
@@ -597,7 +597,7 @@ def _ratio(way: str, what: str) -> Cell:
     return text
 
 
-_KINDS = {"blocks": "blocks", "order": "order", "missed_bytes": "missed", "wasted_bytes": "in vain"}
+_KINDS = {"blocks": "blocks", "order": "order", "missed_bytes": "missed", "wasted_bytes": "wasted"}
 _FIRST = (ON, OFF, SHUFFLED, *BASELINES)
 _PREDICTORS = (*_FIRST, OWN)
 _SCORES = (
@@ -607,13 +607,13 @@ _SCORES = (
     ("recall of what varies", "recall", _PREDICTORS),
     ("precision of what varies", "precision", _PREDICTORS),
     ("bytes that were needed and not named, a step", "missed_bytes", _PREDICTORS),
-    ("bytes that were named in vain, a step", "wasted_bytes", _PREDICTORS),
+    ("bytes that were wasted, a step", "wasted_bytes", _PREDICTORS),
     ("one of twenty predictions takes at least", "slow_s", (ON,)),
 )
 _RATIOS = {
     "step over plain": "step",
     "step over the last order's": "over_last",
     "stall over on demand": "stall",
-    "prefetched in vain": "wasted",
+    "wasted prefetch": "wasted",
     "host time of prediction": "predicting",
 }

@@ -2,7 +2,7 @@
 
 It turns predicted blocks into units for the migrator. A pilot's prediction is used while it was
 lately at least as accurate as the last order. Where the pilot is no better, it is asked no more
-(`dynoffload.runtime.migration.gates.Silence`); and never for longer than `HostTime` allows.
+(`dynoffload.runtime.migration.gates.Silence`); and only while `HostTime` allows.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Forecast:
                 self._predictor, self._asks = pilot, False
         self._repeats = policy != "on-demand"
         self._units: dict[str, Unit] = {}
-        self._foretold: list[int] | None = None  # by the pilot, for the running step
+        self._prediction: list[int] | None = None  # by the pilot, for the running step
         self._spent = 0.0  # on prediction, as the running forward begins
         self._standing = Standing()
         self._silence = Silence()
@@ -169,7 +169,7 @@ class Forecast:
         """Begin a sample; return the predicted order of its units, or None."""
         self._order, self._inside, self._sample = [], [], None
         self.host_time.begin()
-        self._foretold = None
+        self._prediction = None
         following: StepTracker | OrderTracker | None = None
         self.predicted, self.source = self._last if self._repeats else None, _LAST
         blocks: list[int] = []
@@ -180,7 +180,7 @@ class Forecast:
             if prediction is not None:
                 blocks = list(prediction.blocks)
                 confidence = getattr(prediction, "confidence", None)
-                self._foretold = blocks
+                self._prediction = blocks
                 if self._may_steer():
                     self.predicted, self.source = blocks, _PILOT
                 elif self._begun % _TRACK_EVERY:
@@ -344,7 +344,7 @@ class Forecast:
         if self._pilot is not None:
             if self._last is not None:
                 self._judge_pilot(step, self._last)
-            if self._foretold is not None and self._sample is not None:
+            if self._prediction is not None and self._sample is not None:
                 self._learn(self._pilot, self._sample)
         self._last = self.actual
 
@@ -367,12 +367,12 @@ class Forecast:
     def _judge_pilot(self, step: Step | None, last_order: list[int]) -> None:
         """Compare the pilot with the last order on the step that ran."""
         gain = None
-        if self._foretold is None:
+        if self._prediction is None:
             last = self._accuracy_of(last_order)
         else:
             with self.host_time.of("judge"):
                 last = self._accuracy_of(last_order)
-                pilot = self._accuracy_of(self._foretold)
+                pilot = self._accuracy_of(self._prediction)
             self._standing.observe(pilot, last)
             share = self._share(step) if step is not None and step.follows else 0.0
             gain = max(pilot, share) - last
