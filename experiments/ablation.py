@@ -248,6 +248,13 @@ class Ablation(Experiment[Params]):
             columns: dict[str, Cell] = {"network": lambda row: SUBJECTS[row["key"]].title}
             columns |= {name: _cell(name, what) for name in names}
             parts.append(table(title, columns, networks))
+        columns = {
+            "network": lambda row: SUBJECTS[row["key"]].title,
+            "blocks": lambda row: f"{row['blocks']['mean']:.0f}",
+            "distinct idiom vectors": lambda row: f"{row['distinct_idioms']['mean']:.0f}",
+            "learning from a step": _cell(ON, "learning_s"),
+        }
+        parts.append(table("blocks, idioms, and what learning takes", columns, networks))
         cut = [{"key": key, **one} for key, one in found["blocks"].items()]
         if cut:
             columns = {"network": lambda row: SUBJECTS[row["key"]].title}
