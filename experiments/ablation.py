@@ -1,10 +1,11 @@
 """What learning is worth: each part of the pilot with it and without, network by network.
 
 Networks are watched while they train (`dynoffload.experiments.watched`), at several seeds. The
-general pilot is trained once for each family that is left out, with the idioms of blocks, without
-and with shuffled ones, and scored on the networks of that family, step by step as a session would
-use it. Other networks train under a budget, where all ways to predict take turns
-(`dynoffload.experiments.ablation_sessions`), with the pilot that comes with the package.
+general pilot is trained once for each family that is left out, without the idioms of blocks, with
+them, with shuffled ones and with shapes in place of them, and scored on the networks of that
+family, step by step as a session would use it. Other networks train under a budget, where all ways
+to predict take turns (`dynoffload.experiments.ablation_sessions`), with the pilot that comes with
+the package.
 """
 
 from __future__ import annotations
@@ -34,12 +35,21 @@ from dynoffload.experiments.ablation_sessions import (
 from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.contest import Turns
 from dynoffload.experiments.harness import Cell, Experiment, Row, check_known, option, table
-from dynoffload.experiments.material import EARLY, OFF, ON, SHUFFLED, Material, coded
+from dynoffload.experiments.material import (
+    EARLY,
+    IDIOMS,
+    KINDS,
+    PILOT,
+    SHAPES,
+    SHUFFLED,
+    Material,
+    coded,
+)
 from dynoffload.experiments.pilot_recording import CASES
 from dynoffload.experiments.predictors import Markov, MostFrequent, Online, RepeatLast
 from dynoffload.experiments.scoring import score
 from dynoffload.experiments.trainer import finite
-from dynoffload.experiments.watched import COUNTED, MATERIAL, SUBJECTS, Subject, Watched
+from dynoffload.experiments.watched import MATERIAL, SUBJECTS, Subject, Watched
 from dynoffload.pilot.evaluate import block_order_accuracy
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.general import General
@@ -62,7 +72,7 @@ BASELINES: dict[str, Callable[[], Online]] = {
     "most frequent": MostFrequent,
     "Markov": Markov,
 }
-ROWS = (ON, OFF, SHUFFLED, NO_PROBES, OWN, *BASELINES, ORACLE)
+ROWS = (*KINDS, NO_PROBES, OWN, *BASELINES, ORACLE)
 """Predictors in tables."""
 LATENCY_S = 1e-3
 """Most seconds of a prediction, in the slowest twentieth."""
@@ -197,7 +207,7 @@ class Ablation(Experiment[Params]):
         tasks = [
             (
                 self._material.watched[case.subject.key, case.seed],
-                {k: pilots[case.subject.family, k, case.seed] for k in (ON, OFF, SHUFFLED)},
+                {kind: pilots[case.subject.family, kind, case.seed] for kind in KINDS},
                 case.seed,
             )
             for case in scored
@@ -252,7 +262,8 @@ class Ablation(Experiment[Params]):
             "network": lambda row: SUBJECTS[row["key"]].title,
             "blocks": lambda row: f"{row['blocks']['mean']:.0f}",
             "distinct idiom vectors": lambda row: f"{row['distinct_idioms']['mean']:.0f}",
-            "learning from a step": _cell(ON, "learning_s"),
+            "distinct shapes": lambda row: f"{row['distinct_shapes']['mean']:.0f}",
+            "learning from a step": _cell(PILOT, "learning_s"),
         }
         parts.append(table("blocks, idioms, and what learning takes", columns, networks))
         cut = [{"key": key, **one} for key, one in found["blocks"].items()]
@@ -272,7 +283,7 @@ class Ablation(Experiment[Params]):
         networks, sessions = result["summary"]["networks"], result["summary"]["sessions"]
         panels = figure.subplots(1, 1 + bool(sessions), squeeze=False)[0]
         left, right = panels[0], panels[-1]
-        names = ("last order", "most frequent", ON, ORACLE)
+        names = ("last order", "most frequent", PILOT, ORACLE)
         for name, shade, mark in zip(
             names, ("fault", "rss", "plan", "optimizer"), "vsoD", strict=True
         ):
@@ -316,12 +327,10 @@ class Ablation(Experiment[Params]):
 
 
 class _Steered:
-    """A pilot as an `Online` predictor; as in a session, it gets the idioms of blocks once the
-    steps in which they are counted have run."""
+    """A pilot as an `Online` predictor."""
 
     def __init__(self, vocabulary: Vocabulary, general: General) -> None:
-        self.pilot = Pilot(coded(vocabulary, OFF, 0), general)
-        self._vocabulary = vocabulary
+        self.pilot = Pilot(vocabulary, general)
         self.seconds: list[float] = []
         self.learning_s = 0.0
 
@@ -337,8 +346,6 @@ class _Steered:
     def observe(self, example: Example) -> None:
         begun = perf_counter()
         self.pilot.observe(example.sample, example.blocks)
-        if self.pilot.evidence.steps == COUNTED:
-            self.pilot.describe(self._vocabulary)
         if self.pilot.due:
             self.pilot.consolidate()
         self.learning_s += perf_counter() - begun
@@ -349,7 +356,7 @@ def scores(watched: Watched, pilots: Mapping[str, General], seed: int) -> Row:
 
     Args:
         watched: the steps.
-        pilots: general pilots that know nothing of this network's family, by kind of idioms.
+        pilots: general pilots that know nothing of this network's family, by kind.
         seed: of the shuffled idioms.
     """
     late = min(LATE, 2 * len(watched.examples) // 3)
@@ -359,14 +366,14 @@ def scores(watched: Watched, pilots: Mapping[str, General], seed: int) -> Row:
     found: Row = {}
     tried: list[tuple[str, General, Watched]] = [
         *((kind, general, watched) for kind, general in pilots.items()),
-        (NO_PROBES, pilots[ON], mute),
+        (NO_PROBES, pilots[PILOT], mute),
         (OWN, own, watched),
     ]
     for name, general, steps in tried:
-        kind = name if name in pilots else ON
-        steered = _Steered(coded(watched.vocabulary, kind, seed), general)
+        kind = name if name in pilots else PILOT
+        steered = _Steered(coded(watched, kind, seed), general)
         begun = score(steps, steered, first)
-        steered = _Steered(coded(watched.vocabulary, kind, seed), general)
+        steered = _Steered(coded(watched, kind, seed), general)
         after = score(steps, steered, rest, steered.follow)
         found[name] = {
             "early": begun.order,
@@ -392,6 +399,7 @@ def scores(watched: Watched, pilots: Mapping[str, General], seed: int) -> Row:
         "paths": len({tuple(one.blocks) for one in watched.examples}),
         "blocks": len(watched.vocabulary),
         "distinct_idioms": len({block.idioms for block in watched.vocabulary.blocks}),
+        "distinct_shapes": len({block.idioms for block in watched.shaped.blocks}),
         "predictors": found,
     }
 
@@ -419,7 +427,7 @@ def _means(rows: Sequence[Row]) -> dict[str, Any]:
         for name in rows[0]["predictors"]
     } | {
         what: _spread(row[what] for row in rows)
-        for what in ("paths", "blocks", "distinct_idioms", "steps")
+        for what in ("paths", "blocks", "distinct_idioms", "distinct_shapes", "steps")
     }
 
 
@@ -459,7 +467,7 @@ def verdicts(found: Mapping[str, Any]) -> list[str]:
     zoo = {key: one for key, one in networks.items() if key not in _MIXTURES}
     mixtures = {key: one for key, one in networks.items() if key in _MIXTURES}
     for group, there in (("", zoo), (" mixtures of transformers", mixtures)):
-        gains = [(key, _gain(one, ON, "last order", "early")) for key, one in there.items()]
+        gains = [(key, _gain(one, PILOT, "last order", "early")) for key, one in there.items()]
         better = [key for key, gain in gains if gain["mean"] > 0]
         worse = [key for key, gain in gains if gain["mean"] < -_WORST]
         if gains:
@@ -468,27 +476,29 @@ def verdicts(found: Mapping[str, Any]) -> list[str]:
                 f"{len(better)} of {len(there)}{group}; worse by more than a point in "
                 f"{len(worse)}{_named(worse)}"
             )
-    lost = [key for key, one in networks.items() if _sign(_gain(one, ON, OWN, "late")) < 0]
+    lost = [key for key, one in networks.items() if _sign(_gain(one, PILOT, OWN, "late")) < 0]
     lines.append(
         f"from step {LATE} on: at least as good as a pilot of its own, within the spread of the "
         f"difference, in {len(networks) - len(lost)} of {len(networks)}{_not(lost)}"
     )
     for key, today in _TODAY.items():
         if key in networks:
-            late = networks[key][ON]["late"]["mean"]
+            late = networks[key][PILOT]["late"]["mean"]
             top = networks[key].get(ORACLE)
             ceiling = f", oracle {top['late']['mean']:.3f}" if top else ""
             lines.append(f"{SUBJECTS[key].title}: {late:.3f}, before {today:.3f}{ceiling}")
-    for part, without, what in (
-        ("idioms", OFF, "early"),
-        ("idioms", OFF, "late"),
-        ("idioms, against shuffled ones", SHUFFLED, "early"),
-        ("routers, one block ahead", NO_PROBES, "ahead"),
+    for part, name, without, what in (
+        ("idioms", IDIOMS, PILOT, "early"),
+        ("idioms", IDIOMS, PILOT, "late"),
+        ("idioms, against shuffled ones", IDIOMS, SHUFFLED, "early"),
+        ("shapes", SHAPES, PILOT, "early"),
+        ("shapes", SHAPES, PILOT, "late"),
+        ("routers, one block ahead", PILOT, NO_PROBES, "ahead"),
     ):
         found_gains = {
-            key: _gain(one, ON, without, what)
+            key: _gain(one, name, without, what)
             for key, one in networks.items()
-            if one[ON].get(what) and one[without].get(what)
+            if one[name].get(what) and one[without].get(what)
         }
         up = [key for key, value in found_gains.items() if _sign(value) > 0]
         down = [key for key, value in found_gains.items() if _sign(value) < 0]
@@ -508,7 +518,7 @@ def verdicts(found: Mapping[str, Any]) -> list[str]:
             f"{len(cut)}{_named(order)}, fewer bytes missed in {len(less)}, fewer wasted "
             f"in {len(vain)}"
         )
-    slow = [key for key, one in networks.items() if one[ON]["slow_s"]["mean"] > LATENCY_S]
+    slow = [key for key, one in networks.items() if one[PILOT]["slow_s"]["mean"] > LATENCY_S]
     lines.append(
         f"slowest twentieth of the predictions at most {format_seconds(LATENCY_S)}: "
         f"{len(networks) - len(slow)} of {len(networks)}{_not(slow)}"
@@ -538,7 +548,6 @@ def verdicts(found: Mapping[str, Any]) -> list[str]:
 _IN_SESSIONS = (
     ("the pilot, against the last order", "pilot", "last order"),
     ("routers", "pilot", "pilot, no routers"),
-    ("idioms", "pilot", "pilot, no idioms"),
 )
 """Parts, each with the ways to predict with it and without."""
 _MIXTURES = {key for key, one in SUBJECTS.items() if one.family == "mixtures"}
@@ -605,17 +614,17 @@ def _ratio(way: str, what: str) -> Cell:
 
 
 _KINDS = {"blocks": "blocks", "order": "order", "missed_bytes": "missed", "wasted_bytes": "wasted"}
-_FIRST = (ON, OFF, SHUFFLED, *BASELINES)
+_FIRST = (*KINDS, *BASELINES)
 _PREDICTORS = (*_FIRST, OWN)
 _SCORES = (
     (f"order before the step, first {EARLY} steps", "early", _FIRST),
     (f"order before the step, from step {LATE} on", "late", (*_PREDICTORS, ORACLE)),
-    ("one block ahead", "ahead", (ON, NO_PROBES, OFF, SHUFFLED, OWN)),
+    ("one block ahead", "ahead", (PILOT, NO_PROBES, *KINDS[1:], OWN)),
     ("recall of what varies", "recall", _PREDICTORS),
     ("precision of what varies", "precision", _PREDICTORS),
     ("bytes that were needed and not named, a step", "missed_bytes", _PREDICTORS),
     ("bytes that were wasted, a step", "wasted_bytes", _PREDICTORS),
-    ("one of twenty predictions takes at least", "slow_s", (ON,)),
+    ("one of twenty predictions takes at least", "slow_s", (PILOT,)),
 )
 _RATIOS = {
     "step over plain": "step",

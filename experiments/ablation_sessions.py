@@ -2,7 +2,7 @@
 
 A network trains on files of its own plainly (twice, as a control), on demand, by the last order, by
 the last order corrected by routers, by the pilot that comes with the package, with and without
-routers and idioms, and with perfect predictions ("clairvoyant"). Their processes take turns on the
+routers, and with perfect predictions ("clairvoyant"). Their processes take turns on the
 same samples. The budget is an eighth of the footprint, more where one update needs more. The first
 steps are not measured: in them a session tests whether prefetch pays
 (`dynoffload.runtime.migration.gates`).
@@ -52,7 +52,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     "last order, routers": {"mode": PROBES},
     "pilot": {"pilot": "auto"},
     "pilot, no routers": {"pilot": "auto", "config": {"routing_probes": ()}},
-    "pilot, no idioms": {"pilot": "auto", "without": "idioms"},
     CLAIRVOYANT: {"clairvoyant": True},
 }
 """Way to predict -> options of `Spec`."""

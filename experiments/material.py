@@ -1,8 +1,8 @@
 """What general pilots learn from: watched steps of the zoo, of mixtures, and of architectures.
 
 Each network of `dynoffload.experiments.watched` trains at several seeds, and each architecture of
-transformers for some steps. Their rows (`dynoffload.pilot.general_training`) are made with the
-idioms of blocks, without, and with shuffled ones.
+transformers for some steps. Their rows (`dynoffload.pilot.general_training`) are made without the
+idioms of blocks, with them, with shuffled ones, and with shapes in place of them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from dynoffload.pilot.workers import run_tasks
 from dynoffload.planning.blocks import Block, Vocabulary
 from dynoffload.profiler.idioms import Idioms
 
-ON, OFF, SHUFFLED = "pilot", "pilot, no idioms", "pilot, shuffled idioms"
-"""Kinds of idioms that a general pilot is trained with."""
+PILOT, IDIOMS, SHUFFLED = "pilot", "pilot, idioms", "pilot, shuffled idioms"
+SHAPES = "pilot, shapes"
+"""Kinds of general pilots: the one that comes with the package knows no idioms of blocks."""
+KINDS = (PILOT, IDIOMS, SHUFFLED, SHAPES)
 EARLY = 50
 """First steps, of which each network is watched at least one more."""
 _ARCHITECTURE_STEPS = 64
@@ -92,7 +94,7 @@ class Material:
         return sorted({name for _, name, _, _ in self._all})
 
     def rows(self, kind: str) -> list[tuple[str, Rows]]:
-        """Return the family and the rows of each network, for a kind of idioms."""
+        """Return the family and the rows of each network, for a kind of pilot."""
         tasks = [(watched, seed, kind) for _, _, seed, watched in self._all]
         found: dict[int, Rows] = {}
         for number, rows in run_tasks(_rows_of, tasks, self._jobs):
@@ -102,15 +104,15 @@ class Material:
 
     def general(self, card: dict[str, Any]) -> General:
         """Return a general pilot that has learned from all of it."""
-        rows = [one for _, one in self.rows(ON)]
+        rows = [one for _, one in self.rows(PILOT)]
         self._report("training the general pilot")
         return train(rows, 0, {"networks": self.names, "seeds": self._seeds, **card})
 
     def left_out(self, families: Sequence[str]) -> dict[tuple[str, str, int], General]:
-        """Return general pilots by family left out, kind of idioms, and seed."""
+        """Return general pilots by family left out, kind and seed."""
         found: dict[tuple[str, str, int], General] = {}
-        total = len(families) * 3 * self._seeds
-        for kind in (ON, OFF, SHUFFLED):
+        total = len(families) * len(KINDS) * self._seeds
+        for kind in KINDS:
             rows = self.rows(kind)
             marks = [(family, kind, seed) for family in families for seed in range(self._seeds)]
             tasks: list[tuple[Any, ...]] = [
@@ -133,12 +135,14 @@ def _watch_material(name: str) -> Watched:
 
 
 def _rows_of(watched: Watched, seed: int, kind: str) -> Rows:
-    return rows_of(coded(watched.vocabulary, kind, seed), watched.examples, seed)
+    return rows_of(coded(watched, kind, seed), watched.examples, seed)
 
 
-def coded(vocabulary: Vocabulary, kind: str, seed: int) -> Vocabulary:
-    """Return a vocabulary with its idioms, without, or with those of other blocks."""
-    if kind not in (OFF, SHUFFLED):
+def coded(watched: Watched, kind: str, seed: int) -> Vocabulary:
+    """Return the vocabulary as a kind of pilot knows it: without idioms, with them, with those of
+    other blocks, or with shapes in place of them."""
+    vocabulary = watched.shaped if kind == SHAPES else watched.vocabulary
+    if kind in (IDIOMS, SHAPES):
         return vocabulary
     order = np.random.default_rng(seed).permutation(len(vocabulary)).tolist()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import count, islice
 from operator import attrgetter
@@ -22,6 +22,7 @@ from torch.optim import AdamW, Optimizer
 
 from dynoffload.experiments import zoo
 from dynoffload.experiments.architectures import ARCHITECTURES
+from dynoffload.experiments.graph_idioms import GraphIdioms
 from dynoffload.experiments.pilot_recording import CASES, DATA, STRUCTURE, Case
 from dynoffload.experiments.predictors import watching, with_parameters
 from dynoffload.experiments.ways import Spec, adamw, network
@@ -32,7 +33,6 @@ from dynoffload.pilot.features import BlockHint, Example
 from dynoffload.pilot.progress import Report
 from dynoffload.planning.blocks import Block, Vocabulary
 from dynoffload.profiler.experts import slices_in, split_path, unit_path
-from dynoffload.profiler.graph_idioms import GraphIdioms
 from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.input_features import describe_input
 from dynoffload.profiler.network import fingerprint
@@ -58,7 +58,7 @@ _EXPERTS = (
 )
 _TRAINED = 400  # steps before a mixture is watched, of 16 rows of 64 bytes
 COUNTED = 3
-"""First steps whose idioms are counted, as in a session."""
+"""First steps whose idioms are counted."""
 
 
 class Training(NamedTuple):
@@ -113,11 +113,13 @@ class Watched:
 
     Attributes:
         vocabulary: one block per unit.
+        shaped: the same, where the idioms of blocks are replaced; see `_by_shapes`.
         examples: every step, in order.
         oracle: the oracle's order of every step, for the first what it ran; empty unless asked for.
     """
 
     vocabulary: Vocabulary
+    shaped: Vocabulary
     examples: list[Example]
     oracle: list[list[int]]
 
@@ -184,7 +186,8 @@ def watch(
         Example(sample, encoded(order), one.source, [_in_blocks(hint, inside) for hint in given])
         for sample, order, one, given in zip(features, orders, samples[:steps], told, strict=True)
     ]
-    return Watched(vocabulary, examples, [encoded(order) for order in oracles])
+    shaped = _by_shapes(model, vocabulary, examples[:COUNTED])
+    return Watched(vocabulary, shaped, examples, [encoded(order) for order in oracles])
 
 
 def _hinting(model: nn.Module, visited: list[str]) -> list[RoutingHint]:
@@ -226,6 +229,33 @@ def _vocabulary(model: nn.Module, ran: set[str], idioms: Mapping[str, Idioms]) -
         for number, (path, nbytes, like) in enumerate(units)
     )
     return Vocabulary(fingerprint(model), tuple(blocks))
+
+
+def _by_shapes(model: nn.Module, vocabulary: Vocabulary, examples: Sequence[Example]) -> Vocabulary:
+    """Return a vocabulary with six other numbers in place of the idioms: the longest and the next
+    side of a block's largest parameter, its dimensions, the number of parameters, the limit of the
+    arithmetic intensity of a product with it, and the blocks until the block runs again."""
+    again: dict[int, list[int]] = defaultdict(list)
+    for example in examples:
+        last: dict[int, int] = {}
+        for place, block in enumerate(example.blocks):
+            if block in last:
+                again[block].append(place - last[block])
+            last[block] = place
+    found: dict[str, tuple[int, ...]] = {}
+    for path, module in with_parameters(model).items():
+        own = [p for p in module._parameters.values() if p is not None]
+        largest = max(own, key=Tensor.numel)
+        sides = sorted([1, 1, *largest.shape])
+        intensity = largest.numel() // sum(sides[-2:])
+        found[path] = (sides[-1], sides[-2], largest.ndim, len(own), intensity)
+
+    def shaped(block: Block) -> Block:
+        gaps = again.get(block.index, [len(vocabulary)])
+        numbers = (*found[split_path(block.path)[0]], sum(gaps) // len(gaps))
+        return replace(block, idioms=Idioms(*numbers))
+
+    return replace(vocabulary, blocks=tuple(map(shaped, vocabulary.blocks)))
 
 
 def _units_inside(vocabulary: Vocabulary) -> dict[str, list[int]]:

@@ -64,7 +64,6 @@ def _rebuilt(file: str, line: str, other: str) -> None:
 WITHOUT: dict[str, Callable[[], None]] = {
     "guard": partial(_replace, "runtime.paging:Paging", _begin_guard=_nothing),
     "visits": partial(_replace, "runtime.stepping:Stepping", _visit=_nothing),
-    "idioms": partial(_replace, "runtime.migration.forecast:Forecast", _describe=_nothing),
     "samples": partial(
         _replace, "runtime.recording:Recording", sample=_nothing, look_at_heap=_nothing
     ),

@@ -154,6 +154,6 @@ def one_ahead(step: StepTracker, example: Example) -> float:
         if step.decided:
             expected = step.expect()[0]
         right += expected[:1] == [block]
-        step.observe(block)
+        step.observe([block])
         expected = expected[1:] if expected[:1] == [block] else step.expect()[0]
     return right / max(len(example.blocks), 1)

@@ -168,12 +168,12 @@ class Evidence:
             self._weights = self._weights[: self._most_rows]
             self._orders = self._orders[: self._most_rows]
             self._shorter = self._shorter[: self._most_rows]
-        self.describe(self._blocks)
+        self._describe()
         return np.flatnonzero(~known).tolist()
 
-    def describe(self, blocks: Sequence[Block]) -> None:
-        """Set what is known of the blocks; their number and names stay."""
-        self._blocks, slots = blocks, self.slots
+    def _describe(self) -> None:
+        """Compute what is known of the slots' blocks."""
+        blocks, slots = self._blocks, self.slots
         of = [blocks[block] for block, _ in slots]
         self.sites = sites_of(of, range(len(of)))
         self._sizes = np.bincount(self.sites)[self.sites].astype(np.float32)

@@ -84,7 +84,7 @@ def train(sets: Sequence[Rows], seed: int, card: Mapping[str, Any]) -> General:
     count = np.maximum(known.sum(axis=0), 1)
     mean = np.where(known, inputs, 0).sum(axis=0) / count
     variance = (np.where(known, inputs - mean, 0) ** 2).sum(axis=0) / count
-    scale = 1 / (np.sqrt(variance) + 1e-2)
+    scale = known.any(axis=0) / (np.sqrt(variance) + 1e-2)  # 0: what it never sees, it ignores
     clipped = np.clip((inputs - mean) * scale, -CLIP, CLIP)
     x = torch.from_numpy(np.nan_to_num(clipped, nan=0.0).astype(np.float32))
     y = torch.from_numpy(np.concatenate([one[1] for one in sets]).astype(np.float32))

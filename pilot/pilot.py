@@ -31,7 +31,7 @@ from dynoffload.pilot.general import General, packaged
 from dynoffload.pilot.loops import LoopModel
 from dynoffload.pilot.structure import MAX_ORDER, Structure, learn_structure
 from dynoffload.pilot.template import LOOP, OrderTemplate, tokens
-from dynoffload.pilot.tracking import Hinted, StepTracker
+from dynoffload.pilot.tracking import StepTracker
 from dynoffload.planning.blocks import Vocabulary
 from dynoffload.profiler.input_features import InputFeatures
 from dynoffload.profiler.safefile import BadFileError, pack, read_file, write_whole
@@ -203,15 +203,10 @@ class Pilot:
         count = max(5, int(unsure.sum()))
         self._mix += MIX_RATE * (asked.mixed @ np.where(unsure, residual, 0)) / count
         for kind, hinted in enumerate(asked.step.hinted):
-            self._trust(kind, hinted, ran)
-
-    def _trust(self, kind: int, hinted: Hinted, ran: Any) -> None:
-        if not hinted:
-            return
-        slots = np.array([*hinted])
-        rows = np.array([*hinted.values()], np.float32)
-        residual = ran[slots] - sigmoid(rows @ self.trust[kind])
-        self.trust[kind] += HINT_RATE * (residual @ rows) / max(5, len(slots))
+            if hinted.any():
+                rows = asked.step.mixed[kind, hinted]
+                wrong = ran[hinted] - sigmoid(rows @ self.trust[kind])
+                self.trust[kind] += HINT_RATE * (wrong @ rows) / max(5, len(rows))
 
     @property
     def due(self) -> bool:
@@ -233,11 +228,6 @@ class Pilot:
         self._place()
         if steps >= 16:
             self.evidence.refit()
-
-    def describe(self, vocabulary: Vocabulary) -> None:
-        """Set what is known of the blocks, as their idioms; they stay the same blocks."""
-        self.vocabulary = vocabulary
-        self.evidence.describe(vocabulary.blocks)
 
     def check(self, fingerprint: str) -> None:
         """Check that this pilot was trained for the given network.
@@ -349,7 +339,7 @@ def follow(
             step.hint(hints[at].blocks, hints[at].values)
             at += 1
         yield place, block
-        step.observe(block)
+        step.observe([block])
 
 
 def shown_by(samples: Sequence[InputFeatures]) -> dict[str, Any]:

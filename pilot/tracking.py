@@ -21,10 +21,8 @@ from dynoffload.pilot.structure import Structure
 from dynoffload.pilot.template import LOOP, Slot
 from dynoffload.profiler.input_features import InputFeatures
 
-Hinted = dict[int, Floats]
-"""Slot -> what a hint is mixed from: a constant, the pilot's log-odds, the hint's, its sign."""
 AT_HAND = 1
-"""Which of `StepTracker.hinted` is about the next decision; 0 is ahead of earlier ones."""
+"""Which hints of `StepTracker` are about the next decision; 0 are ahead of earlier ones."""
 _LIMIT = 0.02  # of a hint's chance, from below and above
 
 
@@ -43,7 +41,9 @@ class StepTracker:
     Attributes:
         decided: whether the prediction may have changed since the last `expect`: a slot did not
             run as expected, a hint came, or a loop deviated from its prediction.
-        hinted: the latest hint about each slot, of those ahead and of those at hand.
+        hinted: whether there was a hint about each slot, ahead and at hand, ``[2, single]``.
+        mixed: what the latest hint of each is mixed from: a constant, the pilot's log-odds, the
+            hint's, and their sign, ``[2, single, 4]``.
     """
 
     def __init__(
@@ -56,12 +56,13 @@ class StepTracker:
         steady: npt.NDArray[np.bool_],
     ) -> None:
         self.decided = False
-        self.hinted: tuple[Hinted, Hinted] = ({}, {})
+        self.hinted = np.zeros((2, len(odds)), np.bool_)
+        self.mixed = np.ones((2, len(odds), 4), np.float32)
+        self.mixed[:, :, 1] = odds
         self._structure, self._sample, self._chain, self._trust = structure, sample, chain, trust
         self._template = structure.template
         self._chained = np.bincount(chain, minlength=1)[chain] > 1  # slots in chains
         self._steady = steady
-        self._odds = odds
         self._chances = sigmoid(odds)
         self._passed = 0  # slots of one block that are decided
         self._seen: Counter[int] = Counter()  # occurrences by block and by family code
@@ -71,28 +72,32 @@ class StepTracker:
         self._loop: list[int] = []  # blocks of the current loop so far
         self._expected: list[int] = []  # its predicted blocks
 
-    def observe(self, block: int) -> None:
-        """Record that a block ran; negative: a block unknown to the vocabulary."""
-        family = self._template.family_of.get(block, -1)
-        if family >= 0 and family == self._family:
-            if self._loop_model is not None:
+    def observe(self, blocks: Sequence[int]) -> None:
+        """Record that blocks ran, in order; negative: a block unknown to the vocabulary."""
+        places: list[int] = []
+        for block in blocks:
+            family = self._template.family_of.get(block, -1)
+            if family >= 0 and family == self._family:
+                if self._loop_model is not None:
+                    self._continue_loop(block)
+                continue
+            self._leave_loop()
+            self._family = family
+            if block < 0:
+                continue
+            code = LOOP - family if family >= 0 else block
+            slot: Slot = (code, self._seen[code])
+            self._seen[code] += 1
+            place = self._template.place_of.get(slot, -1)
+            if place > self._slot:
+                self._slot = place
+                places.append(place)
+            if place == self._slot and place in self._template.loops:
+                self._loop_model = self._structure.loops[self._template.loops.index(place)]
+                self._expected = self._loop_model.predict(self._sample)
                 self._continue_loop(block)
-            return
-        self._leave_loop()
-        self._family = family
-        if block < 0:
-            return
-        code = LOOP - family if family >= 0 else block
-        slot: Slot = (code, self._seen[code])
-        self._seen[code] += 1
-        place = self._template.place_of.get(slot, -1)
-        if place > self._slot:
-            self._slot = place
-            self._resolve(place)
-        if place == self._slot and place in self._template.loops:
-            self._loop_model = self._structure.loops[self._template.loops.index(place)]
-            self._expected = self._loop_model.predict(self._sample)
-            self._continue_loop(block)
+        if places:
+            self._resolve(places)
 
     def hint(self, blocks: Sequence[int], values: Sequence[float]) -> None:
         """Record a routing hint: probabilities, 0 to 1, of some coming blocks."""
@@ -104,12 +109,11 @@ class StepTracker:
         slots = np.array([number for number, _ in coming])
         kind = AT_HAND if self._is_next(int(slots.min())) else 0
         chance = np.clip(np.array([value for _, value in coming]), _LIMIT, 1 - _LIMIT)
-        rows = np.ones((len(slots), 4), np.float32)
-        rows[:, 1] = self._odds[slots]
-        rows[:, 2] = np.log(chance) - np.log1p(-chance)
-        rows[:, 3] = np.sign(rows[:, 2])
-        self._chances[slots] = sigmoid(rows @ self._trust[kind])
-        self.hinted[kind].update(zip(slots.tolist(), rows, strict=True))
+        odds = np.log(chance) - np.log1p(-chance)
+        mixed = self.mixed[kind]
+        mixed[slots, 2], mixed[slots, 3] = odds, np.sign(odds)
+        self._chances[slots] = sigmoid(mixed[slots] @ self._trust[kind])
+        self.hinted[kind, slots] = True
         self.decided = True
 
     def at_hand(self, blocks: Sequence[int]) -> bool:
@@ -154,26 +158,25 @@ class StepTracker:
         self._loop.append(block)
         self.decided |= self._expected[place : place + 1] != [block]
 
-    def _resolve(self, place: int) -> None:
-        """Decide the slots up to ``place``: only that at ``place`` itself ran."""
+    def _resolve(self, places: Sequence[int]) -> None:
+        """Decide the slots up to the last of ``places``: of these only those at ``places`` ran."""
         single = self._template.single
-        begin, end = self._passed, int(np.searchsorted(single, place, side="right"))
+        begin, end = self._passed, int(np.searchsorted(single, places[-1], side="right"))
         if begin >= end:
             return
         self._passed = end
-        before = self._chances[begin:end].copy()
         ran = np.zeros(end - begin, np.bool_)
-        ran[-1] = single[end - 1] == place
+        at = np.searchsorted(single, places)
+        ran[at[single[np.minimum(at, len(single) - 1)] == places] - begin] = True
+        self.decided |= bool(((self._chances[begin:end] >= 0.5) != ran).any())
+        for number in (np.flatnonzero(self._chained[begin:end]) + begin).tolist():
+            self._follow_chain(number, bool(ran[number - begin]), float(self._chances[number]))
         self._chances[begin:end] = ran
-        self.decided |= bool(((before >= 0.5) != ran).any())
-        for number, chance in enumerate(before.tolist(), begin):
-            if self._chained[number]:
-                self._follow_chain(number, bool(ran[number - begin]), chance)
 
     def _follow_chain(self, number: int, ran: bool, chance: float) -> None:
         """Correct the later slots of a chain, of which one ran with ``chance``, or did not."""
         later = np.flatnonzero(self._chain[number + 1 :] == self._chain[number]) + number + 1
-        later = np.array([n for n in later.tolist() if n not in self.hinted[AT_HAND]], np.int64)
+        later = later[~self.hinted[AT_HAND, later]]
         known = self._chances[later]
         self._chances[later] = np.minimum(known / max(chance, _LIMIT), 1) if ran else 0
 
@@ -195,10 +198,11 @@ class OrderTracker:
         self._rest, self._varying, self._again = list(order), varying, again
         self._hinted: dict[int, float] = {}
 
-    def observe(self, block: int) -> None:
-        """Record that a block ran; those expected before it are not any more."""
-        if block in self._rest:
-            del self._rest[: self._rest.index(block) + 1]
+    def observe(self, blocks: Sequence[int]) -> None:
+        """Record that blocks ran; those expected before them are not any more."""
+        for block in blocks:
+            if block in self._rest:
+                del self._rest[: self._rest.index(block) + 1]
 
     def hint(self, blocks: Sequence[int], values: Sequence[float]) -> None:
         """Record a routing hint: it replaces those of its blocks that are still expected."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -164,12 +165,12 @@ def _values(probe: RoutingProbe, args: Sequence[Any]) -> tuple[float, ...] | Non
     values = probe.predict(*args)
     if values is None:
         return None
-    flat = torch.as_tensor(values).detach().float().cpu().reshape(-1)
+    flat = torch.as_tensor(values).detach().float().cpu().reshape(-1).numpy()
     if len(flat) != len(probe.blocks):
         raise ValueError(f"{len(flat)} values for {len(probe.blocks)} blocks")
-    if not ((flat >= -_SLACK) & (flat <= 1 + _SLACK)).all():
+    if not (flat.min() >= -_SLACK and flat.max() <= 1 + _SLACK):
         _warn_once(probe.path, "values that are no chances, 0 to 1; they are cut off")
-    return tuple(flat.nan_to_num(0.5).clamp(0, 1).tolist())
+    return tuple(np.clip(np.nan_to_num(flat, nan=0.5), 0, 1).tolist())
 
 
 def _warn_once(path: str, what: str) -> None:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -41,7 +40,6 @@ from dynoffload.experiments.watched import (
 from dynoffload.experiments.ways import Spec
 from dynoffload.pilot import general_training
 from dynoffload.pilot.evaluate import block_order_accuracy, one_ahead
-from dynoffload.pilot.evidence import IDIOMS
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.general import General, packaged
 from dynoffload.pilot.labels import label_traces
@@ -210,7 +208,8 @@ def test_a_chain_follows_the_most_frequent_successors() -> None:
 def _watched(examples: list[Example], nbytes: Sequence[int]) -> Watched:
     none = Idioms(0, 0, 0, 0, 0, 0)
     blocks = (Block(n, f"b{n}", "", (f"b{n}",), of, 0, none) for n, of in enumerate(nbytes))
-    return Watched(Vocabulary("", tuple(blocks)), examples, [])
+    vocabulary = Vocabulary("", tuple(blocks))
+    return Watched(vocabulary, vocabulary, examples, [])
 
 
 def test_scores_count_varying_blocks_and_their_bytes() -> None:
@@ -310,27 +309,27 @@ def test_a_loss_at_every_seed_is_told_however_far_apart_the_seeds_are() -> None:
     assert ablation._sign(ablation._gain(one, "pilot", "far", "late")) == 0
 
 
-def test_idioms_are_known_once_the_steps_that_tell_them_have_run(moe: Watched) -> None:
-    steered = ablation._Steered(moe.vocabulary, packaged())
-    known = []
-    for example in moe.examples[: module.COUNTED + 1]:
-        steered.predict(example)
-        known.append(bool(np.isfinite(steered.pilot.features[IDIOMS]).any()))
-        steered.observe(example)
-    assert known == [False] * module.COUNTED + [True]
-
-
 def test_idioms_are_hidden_or_those_of_others(moe: Watched) -> None:
     blocks = moe.vocabulary.blocks
-    assert ablation.coded(moe.vocabulary, ablation.ON, 0) is moe.vocabulary
-    assert not any(any(b.idioms) for b in ablation.coded(moe.vocabulary, ablation.OFF, 0).blocks)
-    shuffled = ablation.coded(moe.vocabulary, ablation.SHUFFLED, 0).blocks
+    assert ablation.coded(moe, ablation.IDIOMS, 0) is moe.vocabulary
+    hidden = ablation.coded(moe, ablation.PILOT, 0).blocks
+    assert not any(any(block.idioms) for block in hidden)
+    shuffled = ablation.coded(moe, ablation.SHUFFLED, 0).blocks
     assert sorted(b.idioms for b in shuffled) == sorted(b.idioms for b in blocks)
     assert [b.idioms for b in shuffled] != [b.idioms for b in blocks]
 
 
+def test_shapes_tell_blocks_apart_by_parameters_and_by_how_soon_they_run_again(
+    moe: Watched,
+) -> None:
+    shaped = {b.path: tuple(b.idioms) for b in ablation.coded(moe, ablation.SHAPES, 0).blocks}
+    router, expert = shaped["layers.0.moe.router"], shaped["layers.0.moe.experts.0.gate"]
+    assert router == (64, 64, 2, 1, 32, len(moe.vocabulary))
+    assert expert == shaped["layers.1.moe.experts.3.gate"] == (64, 10, *router[2:4], 8, router[5])
+
+
 def test_ways_to_predict_take_turns_in_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = (CONTROL, "on demand", "pilot, no idioms", CLAIRVOYANT)
+    chosen = (CONTROL, "on demand", "pilot, no routers", CLAIRVOYANT)
     ways = {way: POLICIES[way] for way in chosen}
     monkeypatch.setattr(ablation_sessions, "POLICIES", ways)
     case = Case("moe_8", "moe", "tiny-wide", {"length": 8}, "top-2 of 64")

@@ -287,17 +287,17 @@ def test_without_a_pilot_hints_correct_the_last_order() -> None:
     """Blocks 1 to 4 are experts of one layer, 6 to 9 of the next."""
     tracker = OrderTracker([0, 1, 3, 5, 6, 7, 10], {1, 2, 3, 4, 6, 7, 8, 9}, again=0.6)
     assert tracker.expect()[0] == [0, 1, 3, 5, 6, 7, 10]
-    tracker.observe(0)
+    tracker.observe([0])
     tracker.hint((1, 2, 3, 4), (0.1, 0.9, 0.8, 0.2))
     assert tracker.decided
     blocks, chances = tracker.expect()
     assert blocks == [2, 3, 5, 6, 7, 10]
     assert [round(float(p), 2) for p in chances] == [0.9, 0.8, 1, 0.6, 0.6, 1]
     for block in (2, 4):
-        tracker.observe(block)
+        tracker.observe([block])
     tracker.hint((6, 7, 8, 9), (0.0, 0.0, 1.0, 1.0))
     assert tracker.expect()[0] == [5, 8, 9, 10]
-    tracker.observe(10)
+    tracker.observe([10])
     tracker.hint((6, 7, 8, 9), (1.0, 1.0, 1.0, 1.0))  # they are past
     assert tracker.expect()[0] == []
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from dynoffload.profiler.graph_idioms import GraphIdioms, idioms_of_node
+from dynoffload.experiments.graph_idioms import GraphIdioms, idioms_of_node
 from dynoffload.profiler.idioms import Idioms, idioms_of
 
 aten = torch.ops.aten

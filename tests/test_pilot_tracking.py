@@ -38,13 +38,13 @@ def test_what_went_by_without_running_is_known_not_to_run(
     known = pilot.vocabulary
     number = {block.path: block.index for block in known.blocks}
     step = begun(pilot, examples[0].sample)
-    step.observe(number["embedding"])
-    step.observe(number["layers.0.attention"])
-    step.observe(number["layers.0.experts.3"])
+    step.observe([number["embedding"]])
+    step.observe([number["layers.0.attention"]])
+    step.observe([number["layers.0.experts.3"]])
     rest = step.expect()[0]
     gone = {number[f"layers.0.experts.{e}"] for e in range(4)}
     assert not gone & set(rest)
-    step.observe(number["layers.1.attention"])
+    step.observe([number["layers.1.attention"]])
     assert not {number[f"layers.0.experts.{e}"] for e in range(12)} & set(step.expect()[0])
 
 
@@ -52,15 +52,15 @@ def test_a_loop_goes_on_as_its_elements_say_until_a_stranger_runs(cells: Pilot) 
     example = trees(5, seed=4)[1][2]
     step = begun(cells, example.sample)
     for place, block in enumerate(example.blocks):
-        step.observe(block)
+        step.observe([block])
         assert not step.decided
         assert step.expect()[0] == list(example.blocks[place + 1 :])
     step = begun(cells, example.sample)
     for block in example.blocks[:3]:
-        step.observe(block)
-    step.observe(-1)
+        step.observe([block])
+    step.observe([-1])
     assert step.decided
-    step.observe(example.blocks[3])
+    step.observe([example.blocks[3]])
     assert step.expect()[0] == [1]
 
 
@@ -73,7 +73,7 @@ def test_strangers_and_blocks_out_of_order_do_no_harm(
     for _ in range(20):
         step = begun(pilot, examples[int(rng.integers(120))].sample)
         for block in rng.integers(-1, len(known), size=60).tolist():
-            step.observe(block)
+            step.observe([block])
             rest = step.expect()[0]
             assert all(0 <= b < len(known) for b in rest)
             assert ((step.chances >= 0) & (step.chances <= 1)).all()
@@ -85,7 +85,7 @@ def test_hints_about_what_is_past_or_unknown_are_ignored(
     pilot, examples = experts
     number = {block.path: block.index for block in pilot.vocabulary.blocks}
     step = begun(pilot, examples[0].sample)
-    step.observe(number["layers.1.attention"])
+    step.observe([number["layers.1.attention"]])
     before = step.chances.copy()
     step.hint([number["layers.0.experts.1"], number["layers.1.attention"]], [1.0, 1.0])
     assert np.array_equal(step.chances, before)
@@ -106,18 +106,18 @@ def gated(steps: int = 40) -> tuple[Pilot, dict[str, int]]:
 def test_hints_are_about_the_next_decision_or_ahead_of_it() -> None:
     pilot, number = gated()
     step = begun(pilot, InputFeatures({}))
-    step.observe(number["begin"])
+    step.observe([number["begin"]])
     step.hint([number["a"]], [1.0])
     assert number["a"] in step.expect()[0]
     assert not step.at_hand([number["c"]])  # that "a" runs is expected before
     step.hint([number["c"]], [0.0])
     assert number["c"] not in step.expect()[0]
     slots = [block for block, _ in pilot.evidence.slots]
-    ahead, at_hand = ({slots[slot] for slot in hinted} for hinted in step.hinted)
+    ahead, at_hand = ({slots[slot] for slot in np.flatnonzero(one)} for one in step.hinted)
     assert (at_hand, ahead) == ({number["a"]}, {number["c"]})
-    step.observe(number["a"])
+    step.observe([number["a"]])
     step.hint([number["b"]], [0.0])
-    assert number["b"] in {slots[slot] for slot in step.hinted[AT_HAND]}
+    assert number["b"] in {slots[slot] for slot in np.flatnonzero(step.hinted[AT_HAND])}
 
 
 def test_blocks_that_always_run_are_no_decision() -> None:
@@ -126,9 +126,9 @@ def test_blocks_that_always_run_are_no_decision() -> None:
     orders = [[0, 1, 2], [0, 1, 3], [0, 1, 2, 3], [0, 1]]
     pilot = learn_pilot(known, [Example(InputFeatures({}), order) for order in orders])
     step = begun(pilot, InputFeatures({}))
-    step.observe(0)
+    step.observe([0])
     step.hint([2, 3], [0.9, 0.1])
-    assert [len(hinted) for hinted in step.hinted] == [0, 2]
+    assert step.hinted.sum(axis=1).tolist() == [0, 2]
 
 
 def test_trust_in_hints_grows_as_they_turn_out_right() -> None:
@@ -150,9 +150,9 @@ def test_of_a_chain_what_is_known_of_one_decides_about_the_others() -> None:
     step = begun(pilot, InputFeatures({}))
     before = step.chances[2:7].copy()
     for block in (0, 1, 2):
-        step.observe(block)
+        step.observe([block])
     assert (step.chances[3:7] > before[1:]).all()
-    step.observe(4)  # the third did not run
+    step.observe([4])  # the third did not run
     assert (step.chances[5:7] == 0).all()
 
 
@@ -164,7 +164,7 @@ def test_the_last_order_is_repeated_but_for_what_is_hinted() -> None:
     order, chances = step.expect()
     assert order == [0, 2, 5, 3]
     assert chances == pytest.approx([1, 0.9, 0.8, 1])
-    step.observe(2)
+    step.observe([2])
     assert step.expect()[0] == [5, 3]
 
 
@@ -191,7 +191,7 @@ def test_a_loop_that_no_rule_tells_is_asked_for_round_by_round() -> None:
     example = max(examples, key=lambda one: len(one.blocks))
     step = begun(pilot, example.sample)
     for place, block in enumerate(example.blocks[:-1]):
-        step.observe(block)
+        step.observe([block])
         if block == 1:
             assert step.expect()[0][0] == 2, place
     assert set(step.expect()[0]) <= {1, 2, 3}
@@ -215,5 +215,36 @@ def test_a_loop_whose_last_round_is_short_is_unrolled_too() -> None:
     assert pilot.predict(InputFeatures({"length": 5.0})).blocks == order
     step = begun(pilot, InputFeatures({"length": 5.0}))
     for place, block in enumerate(order):
-        step.observe(block)
+        step.observe([block])
         assert step.expect()[0] == order[place + 1 :]
+
+
+def test_blocks_observed_at_once_count_as_one_by_one(
+    experts: tuple[Pilot, list[Example]], cells: Pilot
+) -> None:
+    pilot, examples = experts
+    for chosen, example in (
+        *((pilot, one) for one in examples[:8]),
+        (cells, trees(3, seed=4)[1][0]),
+    ):
+        half = len(example.blocks) // 2
+        step = begun(chosen, example.sample)
+        step.observe(example.blocks[:half])
+        single = begun(chosen, example.sample)
+        for block in example.blocks[:half]:
+            single.observe([block])
+        assert np.array_equal(step.chances, single.chances)
+        assert step.expect()[0] == single.expect()[0]
+
+
+def test_a_chain_is_followed_alike_if_its_blocks_are_observed_at_once() -> None:
+    known = vocabulary([(path, "") for path in ("begin", *(f"stage.{n}" for n in range(6)), "end")])
+    depths = np.random.default_rng(0).integers(1, 7, size=80).tolist()
+    examples = [Example(InputFeatures({}), [*range(depth + 1), 7]) for depth in depths]
+    pilot = learn_pilot(known, examples)
+    for order in ([0, 1, 2, 3], [0, 1, 3], [0, 1, 2, 3, 5]):
+        step, single = begun(pilot, InputFeatures({})), begun(pilot, InputFeatures({}))
+        step.observe(order)
+        for block in order:
+            single.observe([block])
+        np.testing.assert_allclose(step.chances, single.chances, rtol=1e-6)

@@ -138,6 +138,7 @@ def test_what_routers_say_is_planned(
     profiled: tuple[int, Pilot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_time, "SHARE", 10.0)  # these steps are short
+    monkeypatch.setattr(host_time.HostTime, "affords_plan", True)
     monkeypatch.setattr(Trial, "observe", lambda self, step: None)  # whatever it costs
     foreseen, missed, _ = _trained(profiled)
     _, missed_mute, _ = _trained(profiled, lambda probe: lambda x: None)
@@ -150,6 +151,7 @@ def test_a_pilot_that_comes_to_know_within_the_step_goes_on_steering(
     profiled: tuple[int, Pilot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_time, "SHARE", 10.0)  # these steps are short
+    monkeypatch.setattr(host_time.HostTime, "affords_plan", True)
     monkeypatch.setattr(Trial, "observe", lambda self, step: None)
     worse = lambda self, *_: vars(self).update(pilot=0.1, last_order=0.9, steps=9)  # noqa: E731
     monkeypatch.setattr(Standing, "observe", worse)  # before the first operator
@@ -217,6 +219,7 @@ def test_a_forward_that_fails_teaches_nothing(
 ) -> None:
     """Also while another error is handled."""
     monkeypatch.setattr(host_time, "SHARE", 10.0)  # these steps are short
+    monkeypatch.setattr(host_time.HostTime, "affords_plan", True)
     model = _Failing()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     config = {**PAGES, "step_aside": False}

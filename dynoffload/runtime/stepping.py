@@ -242,7 +242,7 @@ class Stepping(Mode):
     def end_sample(self, output: Any = None, *, whole: bool = True) -> None:
         self.activations.end_forward()
         self.migrator.end_forward()
-        self._forecast.end(output, whole=whole)
+        self._forecast.end(whole=whole)
         self._end_check()
         if not whole and isinstance(sys.exception(), torch.OutOfMemoryError):
             self._make_way()

@@ -55,9 +55,9 @@ class StrictForecast(Forecast):
             if self._session._paging is not None:
                 self._session._paging.migrator.set_prefetch(False)
 
-    def end(self, output: Any = None, *, whole: bool = True) -> None:
+    def end(self, *, whole: bool = True) -> None:
         """See `Forecast.end`."""
-        super().end(output, whole=whole)
+        super().end(whole=whole)
         if self._broken:
             self._record = None
         elif whole and not self._record:

@@ -124,8 +124,3 @@ def vocabulary_of(network: str, units: Sequence[Unit]) -> Vocabulary:
         for number, unit in enumerate(units)
     )
     return Vocabulary(network, blocks)
-
-
-def kind_of(unit: Unit) -> object:
-    """Return what is equal for units that run the same operators: their class and their shapes."""
-    return type(unit.module), tuple(slot.parameter.shape for slot in unit.slots)

@@ -12,7 +12,6 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
@@ -26,11 +25,10 @@ from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.tracking import OrderTracker, StepTracker
 from dynoffload.planning.blocks import UNSEEN, Vocabulary
 from dynoffload.profiler.experts import experts_hit, slices_in, split_path, unit_path
-from dynoffload.profiler.graph_idioms import GraphIdioms
 from dynoffload.profiler.input_features import Features, InputFeatures, describe_input
 from dynoffload.profiler.network import fingerprint, shape_key
 from dynoffload.profiler.routing import RoutingProbe, hinted
-from dynoffload.runtime.adoption.units import Unit, kind_of, vocabulary_of
+from dynoffload.runtime.adoption.units import Unit, vocabulary_of
 from dynoffload.runtime.migration.gates import AVERAGE, LEAST, Silence, Standing, Trial, likely
 from dynoffload.runtime.migration.host_time import HostTime
 from dynoffload.runtime.migration.probing import Probing
@@ -42,7 +40,6 @@ from dynoffload.telemetry import StepStats
 logger = logging.getLogger(__name__)
 
 _MIN_STEPS = 4  # steps observed before a pilot's accuracy counts
-_COUNTED = 3  # forwards whose idioms are counted: the first that leave the time
 _TRACK_EVERY = 4  # a pilot that is not in use is tracked in one of so many steps
 _PILOT, _LAST = "the pilot", "the last order"
 
@@ -96,9 +93,6 @@ class Forecast:
         self._predictor: Predictor | None = None
         self._pilot: Pilot | None = None
         self._auto = policy == "pilot" and pilot == "auto"
-        self._kinds: list[object] = []  # of each block
-        self._counted: GraphIdioms | None = None  # while the idioms of a forward are counted
-        self._uncounted = _COUNTED  # forwards still to count
         self._asks = policy == "pilot"
         self.host_time = HostTime()
         self._opened = perf_counter()
@@ -155,7 +149,6 @@ class Forecast:
             self.vocabulary = vocabulary_of(self._network, units)
         if self._auto and self._pilot is None and self.vocabulary.blocks:
             self._pilot = Pilot(self.vocabulary)
-            self._kinds = [kind_of(unit) for unit in units]
         self._install()
         if self._opened:
             self.host_time.end(perf_counter() - self._opened)
@@ -188,9 +181,6 @@ class Forecast:
                 prefetch = blocks and self._trials[_PILOT].prefetch
                 if prefetch and self._pilot is not None and self._may_follow():
                     following = self._pilot.tracker
-        counts = self._auto and self._uncounted > 0 and not self._silence.holds
-        if counts and self.host_time.affords("idioms"):
-            self._counted = GraphIdioms()
         self._begun += 1
         chosen, self._followed = self.predicted, _PILOT
         if chosen is not None and self.source == _PILOT:
@@ -207,7 +197,10 @@ class Forecast:
         """Return whether there is a predictor, and the time to ask it and to learn."""
         if self._pilot is None:
             return self._predictor is not None
-        return not self._silence.holds and self.host_time.affords("predict", "observe")
+        # Routers that correct the last order are worth more than a prediction without them.
+        asks = ("followed",) if self._asks_last_order() else ()
+        whole = self.host_time.affords("predict", "observe", "judge", *asks)
+        return whole and not self._silence.holds
 
     def _predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._sample = describe_input(self._model, args, kwargs, self._features)
@@ -232,8 +225,8 @@ class Forecast:
         return asks and self._may_follow()
 
     def _may_follow(self) -> bool:
-        """Return whether there is time to follow a step, with all that is asked and planned in
-        it, and to learn from it."""
+        """Return whether there is time to follow a step, with all that is asked in it, and to learn
+        from it."""
         return self.host_time.affords("followed", "observe", "judge")
 
     def _compare(self, sample: InputFeatures) -> None:
@@ -268,8 +261,6 @@ class Forecast:
         if self._step is None or self.asks:
             return
         self._order += blocks
-        if self._counted is not None:
-            self._counted.begin(blocks)
         if self._step.follows:
             with self.host_time.of("follow"):
                 self._step.ran(blocks)
@@ -288,10 +279,10 @@ class Forecast:
         step = self._step
         if step is None or self.asks or not step.follows:
             return
-        if not self.host_time.affords("ask", "choose", "plan"):
+        if not self.host_time.affords("ask", "choose"):
             return
+        self._on_ask(read)  # which the forward would do soon, so it is no cost of prediction
         with self.host_time.of("ask"):
-            self._on_ask(read)
             self.asks = True
             try:
                 hints = hinted({probes[0].path: probes}, probes[0].path, args, 0)
@@ -306,12 +297,12 @@ class Forecast:
         """Replan the rest of the forward if its prediction changed; ``begun`` runs first."""
         step, time = self._step, self.host_time
         assert step is not None
-        if not step.diverged or not time.affords("choose", "plan"):
+        if not step.diverged or not time.affords_plan or not time.affords("choose"):
             return
         with time.of("choose"):
             chosen = step.choose(self._order)
         if chosen is not None and self.source == self._followed:
-            with time.of("plan"):
+            with time.of_plan():
                 self._on_revise(self._units_of([*begun, *chosen]))
 
     def drop(self) -> None:
@@ -319,18 +310,13 @@ class Forecast:
         if self._step is not None:
             self.end(whole=False)
 
-    def end(self, output: Any = None, *, whole: bool = True) -> None:
+    def end(self, *, whole: bool = True) -> None:
         """End the sample's forward: learn from what ran, unless an error ended it."""
-        counted, self._counted = self._counted, None
         self.actual, self._order = self._order, []
         step, self._step = self._step, None
         self.accuracy = math.nan
         if not whole:
             return
-        if counted is not None and self._pilot is not None:
-            self._uncounted -= 1
-            with self.host_time.of("idioms"):
-                self._describe(counted, output)
         if step is not None and step.follows and self.actual:
             self.host_time.note("followed", self.host_time.spent_s - self._spent)
             known = self._foreseen[self._followed]
@@ -347,22 +333,6 @@ class Forecast:
             if self._prediction is not None and self._sample is not None:
                 self._learn(self._pilot, self._sample)
         self._last = self.actual
-
-    def _describe(self, counted: GraphIdioms, output: Any) -> None:
-        """Enter the idioms of blocks that ran, and give them to those like them."""
-        assert self._pilot is not None
-        try:
-            found = counted.count(output)
-        except Exception as error:  # of what the user's network returns
-            logger.info("idioms are not known: %s: %s", type(error).__name__, error)
-            return
-        known = {self._kinds[block]: idioms for block, idioms in found.items() if block >= 0}
-        blocks = tuple(
-            replace(block, idioms=known.get(self._kinds[block.index], block.idioms))
-            for block in self.vocabulary.blocks
-        )
-        self.vocabulary = replace(self.vocabulary, blocks=blocks)
-        self._pilot.describe(self.vocabulary)
 
     def _judge_pilot(self, step: Step | None, last_order: list[int]) -> None:
         """Compare the pilot with the last order on the step that ran."""
@@ -417,7 +387,7 @@ class Forecast:
 
     def judge(self, step: StepStats) -> None:
         """Pass a step's statistics to the trial of the source that predicted it."""
-        self.host_time.end(step.seconds)
+        self.host_time.end(step.seconds, step.stall_s)
         if self._repeats:
             self._trials[self.source].observe(step)
 

@@ -1,8 +1,12 @@
 """The host's time for prediction: at most a share of what the session has run.
 
-All that predicting costs counts: features, predictions, probes, following a step, new plans of its
-rest, and learning. Each kind of work begins only if its usual cost still fits; a step that is
-followed is followed to its end.
+All that predicting costs counts: features, predictions, probes, following a step, and learning.
+Each kind of work begins only if its usual cost still fits; a step that is followed is followed to
+its end.
+
+A prediction that changes within a step has the migrator plan again. This is planning, which each
+step does without predictions too. Such plans may take as long in a step as steps lately stalled, as
+they can save no more.
 """
 
 from __future__ import annotations
@@ -33,17 +37,21 @@ class HostTime:
         self._step = 0.0  # when the running step's latest forward began
         self._first = 0.0  # when its first one did
         self._usual: defaultdict[str, float] = defaultdict(float)
+        self._planned = 0.0  # seconds of plans within the running step
 
     def begin(self) -> None:
         """Begin a forward."""
         self._step = perf_counter()
         self._first = self._first or self._step
 
-    def end(self, seconds: float) -> None:
-        """Count seconds that the session has run, as of a whole step and what came before it."""
+    def end(self, seconds: float, stall_s: float = 0.0) -> None:
+        """Count seconds that the session has run, as of a whole step and what came before it, and
+        those of them that it stalled."""
         if self._first:
             seconds = min(seconds, perf_counter() - self._first)
         self.ran_s += seconds
+        self.note("stall", stall_s)
+        self._planned = 0.0
         self._step = self._first = 0.0
 
     def take(self) -> float:
@@ -56,6 +64,22 @@ class HostTime:
         running = perf_counter() - self._step if self._step else 0.0
         needed = sum(self._usual[kind] for kind in kinds)
         return self.spent_s + needed <= SHARE * (self.ran_s + running)
+
+    @property
+    def affords_plan(self) -> bool:
+        """Whether there is time to plan again within the running step."""
+        return self._planned + self._usual["plan"] <= self._usual["stall"]
+
+    @contextmanager
+    def of_plan(self) -> Iterator[None]:
+        """Count the body as a plan within the running step."""
+        begun = perf_counter()
+        try:
+            yield
+        finally:
+            took = perf_counter() - begun
+            self._planned += took
+            self.note("plan", took)
 
     @contextmanager
     def of(self, kind: str) -> Iterator[None]:

@@ -32,6 +32,7 @@ class Step:
         self._expected, self._at = list(expected), 0
         self._chosen, self._planned = list(chosen), 0  # the latter: blocks begun at that time
         self._diverged = False
+        self._begun: list[int] = []  # blocks that the tracker is yet to observe
 
     @property
     def follows(self) -> bool:
@@ -42,16 +43,16 @@ class Step:
         """Record that ``blocks`` run now: one module, or all experts of a call."""
         if self._following is None:
             return
-        for block in blocks:
-            self._following.observe(block)
-        rest = self._expected[self._at :]
-        if rest[: len(blocks)] == list(blocks):
+        self._begun += blocks
+        rest = self._expected[self._at : self._at + len(blocks)]
+        if rest == list(blocks):
             self._at += len(blocks)
             self.foreseen += len(blocks)
             return
         self._diverged = True
         if len(blocks) > 1:
             run = set(blocks)
+            rest = self._expected[self._at :]
             places = [place for place, block in enumerate(rest) if block in run]
             self.foreseen += len(places)
             self._at += max(places, default=-1) + 1
@@ -59,8 +60,13 @@ class Step:
     def hinted(self, hint: BlockHint) -> None:
         """Record a routing hint of the network."""
         if self._following is not None:
+            self._catch_up(self._following)
             self._following.hint(hint.blocks, hint.values)
             self._diverged |= self._following.decided
+
+    def _catch_up(self, following: StepTracker | OrderTracker) -> None:
+        following.observe(self._begun)
+        self._begun.clear()
 
     @property
     def diverged(self) -> bool:
@@ -72,6 +78,7 @@ class Step:
         if the choice is unchanged."""
         assert self._following is not None
         self._diverged = False
+        self._catch_up(self._following)
         self._expected, chances = self._following.expect()
         self._at = 0
         chosen = likely(self._expected, chances)
