@@ -3,7 +3,8 @@
 `Evidence` keeps statistics of each slot (how often and how lately it ran), tables of which codes of
 a sample run it, and a memory of the latest samples. `features` returns, for each slot, what the
 general pilot (`dynoffload.pilot.general`) looks at: these statistics and the block's code, which is
-its six idiom counts, its bytes, its place and the size of its site. All of it is learned online.
+its bytes, its place, the size of its site and, if known, its six idiom counts. All of it is learned
+online.
 
 [Note: tables]  A step shows which blocks ran, not which element of the sample ran them, and a block
 runs if any element runs it. So a table is a noisy-or: P(an element with this n-gram of codes runs
@@ -228,9 +229,10 @@ class Evidence:
             return np.zeros(0, np.int64), np.zeros(0, np.float32)
         find = self._book.get
         rows = np.zeros(hashes.shape[1], np.int64)
-        for order in hashes:
-            found = np.array([find(code, 0) for code in order.tolist()])
-            rows = np.where(found, found, rows)
+        left = np.arange(hashes.shape[1])  # elements without a row yet
+        for order in hashes[::-1]:
+            rows[left] = [find(code, 0) for code in order[left].tolist()]
+            left = left[rows[left] == 0]
         unique, counts = np.unique(rows, return_counts=True)
         return unique, counts.astype(np.float32)
 
