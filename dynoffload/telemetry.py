@@ -117,6 +117,7 @@ class StepStats:
         peak_allocated_bytes: most bytes that an accelerator's own allocator had allocated at any
             moment of the step, for regions and everything else; 0 on the CPU.
         predicting_s: seconds of the host's time that prediction took.
+        replanning_s: those that new plans took, after predictions changed within the step.
     """
 
     step: int
@@ -132,6 +133,7 @@ class StepStats:
     peak_fast_bytes: int
     peak_allocated_bytes: int = 0
     predicting_s: float = 0.0
+    replanning_s: float = 0.0
 
 
 def table_of(steps: Sequence[StepStats]) -> pd.DataFrame:

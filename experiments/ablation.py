@@ -29,7 +29,6 @@ from dynoffload.experiments.ablation_sessions import (
     POLICIES,
     WARMUP,
     contests,
-    paired,
     train_in_turns,
 )
 from dynoffload.experiments.comparing import Table
@@ -58,6 +57,7 @@ from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.tracking import StepTracker
 from dynoffload.pilot.workers import run_tasks
 from dynoffload.planning.blocks import Vocabulary
+from dynoffload.runtime.migration.gates import Silence
 from dynoffload.units import format_seconds
 
 if TYPE_CHECKING:
@@ -94,7 +94,9 @@ _SHADES = ("plan", "rss", "evict", "fault", "optimizer")
 class Params:
     """Options of the experiment."""
 
-    only: tuple[str, ...] = option((), "networks that are scored, by key; all by default")
+    only: tuple[str, ...] = option(
+        (), "networks that are scored, by key; all are watched, to learn from the others"
+    )
     sessions: tuple[str, ...] = option(("all",), "networks that train in sessions; none if empty")
     seeds: int = option(3, "how many, from 0")
     watched: int = option(320, "steps of each network, fewer where they are slow")
@@ -264,8 +266,12 @@ class Ablation(Experiment[Params]):
             "distinct idiom vectors": lambda row: f"{row['distinct_idioms']['mean']:.0f}",
             "distinct shapes": lambda row: f"{row['distinct_shapes']['mean']:.0f}",
             "learning from a step": _cell(PILOT, "learning_s"),
+            "silent steps": lambda row: f"{row['silent']['mean']:.0%}",
+            "order foregone in them": lambda row: (
+                f"{row['foregone']['mean']:+.3f}" if row["foregone"] else "–"
+            ),
         }
-        parts.append(table("blocks, idioms, and what learning takes", columns, networks))
+        parts.append(table("blocks, what learning takes, and silence", columns, networks))
         cut = [{"key": key, **one} for key, one in found["blocks"].items()]
         if cut:
             columns = {"network": lambda row: SUBJECTS[row["key"]].title}
@@ -310,11 +316,11 @@ class Ablation(Experiment[Params]):
     def _draw_stalls(
         self, axes: Axes, color: Mapping[str, str], sessions: Mapping[str, Any]
     ) -> None:
-        ways = ("last order", "last order, routers", "pilot, no routers", "pilot", CLAIRVOYANT)
+        ways = ("last order", "pilot, no routers", "pilot", CLAIRVOYANT)
         thick = 0.8 / len(ways)
-        for number, (way, shade) in enumerate(zip(ways, _SHADES, strict=True)):
+        for number, (way, shade) in enumerate(zip(ways, _SHADES, strict=False)):
             axes.barh(
-                [place + (number - 2) * thick for place in range(len(sessions))],
+                [place + (number - 1.5) * thick for place in range(len(sessions))],
                 [one[way]["stall"]["mean"] for one in sessions.values()],
                 height=thick,
                 color=color[shade],
@@ -360,9 +366,9 @@ def scores(watched: Watched, pilots: Mapping[str, General], seed: int) -> Row:
         seed: of the shuffled idioms.
     """
     late = min(LATE, 2 * len(watched.examples) // 3)
-    first, rest = range(EARLY), range(late, len(watched.examples))
+    first, rest = range(1, EARLY), range(late, len(watched.examples))
     mute = replace(watched, examples=[replace(one, hints=()) for one in watched.examples])
-    own = train([rows_of(watched.vocabulary, watched.examples[:late], seed)], seed, {})
+    own = train([rows_of(coded(watched, PILOT, seed), watched.examples[:late], seed)], seed, {})
     found: Row = {}
     tried: list[tuple[str, General, Watched]] = [
         *((kind, general, watched) for kind, general in pilots.items()),
@@ -394,7 +400,10 @@ def scores(watched: Watched, pilots: Mapping[str, General], seed: int) -> Row:
         ran = [one.blocks for one in watched.examples]
         right = [block_order_accuracy(*pair) for pair in zip(watched.oracle, ran, strict=True)]
         found[ORACLE] = {"early": fmean(right[1:EARLY]), "late": fmean(right[late:])}
+    silent, foregone = silence(watched, pilots[PILOT], seed)
     return {
+        "silent": silent,
+        "foregone": foregone,
         "steps": len(watched.examples),
         "paths": len({tuple(one.blocks) for one in watched.examples}),
         "blocks": len(watched.vocabulary),
@@ -402,6 +411,23 @@ def scores(watched: Watched, pilots: Mapping[str, General], seed: int) -> Row:
         "distinct_shapes": len({block.idioms for block in watched.shaped.blocks}),
         "predictors": found,
     }
+
+
+def silence(watched: Watched, general: General, seed: int) -> tuple[float, float | None]:
+    """Return the share of the steps in which a session asks its pilot no more, and by how much the
+    pilot would have been more accurate than the last order in these; None if there are none."""
+    steered, last, rule = _Steered(coded(watched, PILOT, seed), general), RepeatLast(), Silence()
+    gains: list[float] = []
+    for example in watched.examples:
+        pilot, repeated = (
+            block_order_accuracy(one.predict(example), example.blocks) for one in (steered, last)
+        )
+        if rule.holds:
+            gains.append(pilot - repeated)
+        rule.observe(None if rule.holds else pilot - repeated, repeated)
+        steered.observe(example)
+        last.observe(example)
+    return len(gains) / len(watched.examples), fmean(gains) if gains else None
 
 
 def _plain(values: Mapping[str, float]) -> dict[str, Any]:
@@ -427,7 +453,7 @@ def _means(rows: Sequence[Row]) -> dict[str, Any]:
         for name in rows[0]["predictors"]
     } | {
         what: _spread(row[what] for row in rows)
-        for what in ("paths", "blocks", "distinct_idioms", "distinct_shapes", "steps")
+        for what in ("paths", "blocks", "distinct_idioms", "distinct_shapes", "silent", "foregone")
     }
 
 
@@ -439,7 +465,9 @@ def _ratios(rows: Sequence[Row]) -> dict[str, Any]:
         found[way] = {
             "step": _spread(run[way]["step_s"] / run["plain"]["step_s"] for run in runs),
             "over_last": _spread(
-                None if (over := paired(run[way], run["last order"])) is None else over[0]
+                float(
+                    np.median(np.divide(run[way]["each_step_s"], run["last order"]["each_step_s"]))
+                )
                 for run in runs
             ),
         }
@@ -455,6 +483,7 @@ def _ratios(rows: Sequence[Row]) -> dict[str, Any]:
             ),
             "read": _spread(run[way]["bytes_in"] / 1e6 for run in runs),
             "predicting": _spread(run[way]["predicting_share"] for run in runs),
+            "replanning": _spread(run[way]["replanning_share"] for run in runs),
             "equal": _spread(float(run[way]["losses_equal"]) for run in runs),
         }
     return found
@@ -606,7 +635,7 @@ def _ratio(way: str, what: str) -> Cell:
         if found is None:
             return "–"
         half = (found["max"] - found["min"]) / 2
-        if what in ("wasted", "predicting"):
+        if what in ("wasted", "predicting", "replanning"):
             return f"{found['mean']:.1%}"
         return f"{found['mean']:.2f}" + (f" ±{half:.2f}" if half > 5e-3 else "")
 
@@ -632,4 +661,5 @@ _RATIOS = {
     "stall over on demand": "stall",
     "wasted prefetch": "wasted",
     "host time of prediction": "predicting",
+    "time of new plans": "replanning",
 }

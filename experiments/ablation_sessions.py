@@ -1,11 +1,10 @@
 """Real sessions of the ablation: stalls, waste and time of each way to predict, under a budget.
 
 A network trains on files of its own plainly (twice, as a control), on demand, by the last order, by
-the last order corrected by routers, by the pilot that comes with the package, with and without
-routers, and with perfect predictions ("clairvoyant"). Their processes take turns on the
-same samples. The budget is an eighth of the footprint, more where one update needs more. The first
-steps are not measured: in them a session tests whether prefetch pays
-(`dynoffload.runtime.migration.gates`).
+the pilot that comes with the package, with and without routers, and with perfect predictions
+("clairvoyant"). Their processes take turns on the same samples. The budget is an eighth of the
+footprint, more where one update needs more. The first steps are not measured: in them a session
+tests whether prefetch pays (`dynoffload.runtime.migration.gates`).
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from itertools import islice
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
-
-import numpy as np
 
 from dynoffload.experiments import zoo
 from dynoffload.experiments.contest import (
@@ -34,7 +31,7 @@ from dynoffload.experiments.contest import (
 from dynoffload.experiments.harness import Row
 from dynoffload.experiments.pilot_recording import Case, recorded
 from dynoffload.experiments.processes import WorkerError
-from dynoffload.experiments.ways import BUDGETED, PLAIN, PROBES, Spec, adamw, network
+from dynoffload.experiments.ways import BUDGETED, PLAIN, Spec, adamw, network
 from dynoffload.experiments.zoo.fused_moe import FAMILIES
 from dynoffload.pilot.progress import Report
 from dynoffload.runtime.migration.gates import SETTLING, TRIED, WATCHED
@@ -49,7 +46,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     CONTROL: {"mode": PLAIN},
     "on demand": {"config": {"policy": "on-demand"}},
     "last order": {"config": {"policy": "repeat"}},
-    "last order, routers": {"mode": PROBES},
     "pilot": {"pilot": "auto"},
     "pilot, no routers": {"pilot": "auto", "config": {"routing_probes": ()}},
     CLAIRVOYANT: {"clairvoyant": True},
@@ -145,7 +141,10 @@ def train_in_turns(
         "repeatable": losses == found.plain_losses,
         "runs": {
             "plain": {"step_s": median_seconds(found.plain)},
-            **{key: numbers(found.steps[key], found.sides[key]) for key in POLICIES},
+            **{
+                key: numbers(found.steps[key], found.every[key], found.sides[key])
+                for key in POLICIES
+            },
         },
     }
 
@@ -180,8 +179,8 @@ def plain_orders(spec: Spec, steps: int, report: Report) -> tuple[list[list[str]
         return orders, watched.losses
 
 
-def numbers(steps: Sequence[Step], side: Side) -> dict[str, Any]:
-    """Return what a run's measured steps took.
+def numbers(steps: Sequence[Step], every: Sequence[Step], side: Side) -> dict[str, Any]:
+    """Return what a run's measured steps took, and what prediction took of all of them.
 
     Raises:
         WorkerError: it dropped out.
@@ -192,13 +191,16 @@ def numbers(steps: Sequence[Step], side: Side) -> dict[str, Any]:
     def of(name: str) -> list[Any]:
         return [step.stats[name] for step in steps]
 
+    def share(name: str) -> float:
+        total = sum(step.stats["seconds"] for step in every)
+        return float(sum(step.stats[name] for step in every) / total)
+
     if not side.sizing:
         return {"step_s": side.seconds, "each_step_s": side.steps_s}
     known = [accuracy for accuracy in of("accuracy") if accuracy is not None]
     return {
         "step_s": side.seconds,
         "each_step_s": side.steps_s,
-        "each_prefetched": of("prefetched_bytes"),
         "stall_s": side.stall_s,
         "stall_total_s": sum(of("stall_s")),
         "stalls": median(of("stalls")),
@@ -206,35 +208,10 @@ def numbers(steps: Sequence[Step], side: Side) -> dict[str, Any]:
         "bytes_out": int(median(of("bytes_out"))),
         "prefetched_bytes": sum(of("prefetched_bytes")),
         "wasted_bytes": sum(of("wasted_bytes")),
-        "steps_on_demand": sum(not one for one in of("prefetched_bytes")),
-        "predicting_share": sum(of("predicting_s")) / sum(of("seconds")),
+        "predicting_share": share("predicting_s"),
+        "replanning_share": share("replanning_s"),
         "accuracy": fmean(known) if known else None,
         "peak_fast_bytes": side.peak_fast_bytes,
         "losses_equal": side.losses_equal,
         "steps": len(steps),
     }
-
-
-def paired(
-    run: dict[str, Any], other: dict[str, Any], *, both: bool = False
-) -> tuple[float, float, float] | None:
-    """Return the ratio of two runs' step times, paired by sample.
-
-    Args:
-        run: the numerator.
-        other: the denominator.
-        both: leave out samples on which either run prefetched nothing, as in a trial.
-
-    Returns:
-        The median, which is robust to differing sample sizes, and its 90% bootstrap interval
-        over samples; None if all are left out.
-    """
-    ratios = np.array(run["each_step_s"]) / np.array(other["each_step_s"])
-    if both:
-        ahead = np.array(run["each_prefetched"]) * np.array(other["each_prefetched"], float)
-        ratios = ratios[ahead > 0]
-    if not len(ratios):
-        return None
-    drawn = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
-    low, high = np.quantile(np.median(drawn, axis=1), (0.05, 0.95))
-    return float(np.median(ratios)), float(low), float(high)

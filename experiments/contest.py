@@ -253,6 +253,7 @@ class Found(NamedTuple):
         plain: the measured plain steps.
         plain_losses: of all plain steps.
         steps: the measured steps of each method.
+        every: all of its steps.
         sides: result of each method.
         described: `Trainer.describe` of a plain step.
     """
@@ -260,6 +261,7 @@ class Found(NamedTuple):
     plain: list[Step]
     plain_losses: list[str]
     steps: dict[str, list[Step]]
+    every: dict[str, list[Step]]
     sides: dict[str, Side]
     described: dict[str, Any]
 
@@ -314,6 +316,7 @@ def measure(
             plain.steps,
             plain.losses,
             {one.name: one.steps for one in others},
+            {one.name: one.every for one in others},
             {one.name: one.result(plain.losses) for one in others},
             described,
         )

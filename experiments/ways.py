@@ -1,8 +1,7 @@
 """Ways of training one network: plain PyTorch, this library, a baseline, common alternatives.
 
 All have the same optimizer, samples and weights (drawn on the CPU). `BUDGETED` is `offload`;
-`REPLAY` is the same with strict replay of a recorded order, `PROBES` with the last order corrected
-by the network's routers. `DTR` drops activations and recomputes
+`REPLAY` is the same with strict replay of a recorded order. `DTR` drops activations and recomputes
 them under a budget. `CHECKPOINT` is plain training with
 `torch.utils.checkpoint` around each block of the network; ``save-on-cpu`` with
 `torch.autograd.graph.save_on_cpu`. ``fsdp2`` is `fully_shard` of each block and of the root with
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from dynoffload.experiments.zoo.building import ZooSample
 
 PLAIN, CHECKPOINT, DTR = "plain", "checkpoint", "dtr"
-BUDGETED, REPLAY, PROBES = "offload", "replay", "probes"
+BUDGETED, REPLAY = "offload", "replay"
 DEEPSPEED, ACCELERATE = "deepspeed", "accelerate"
 
 
@@ -56,7 +55,7 @@ class Spec:
         optimizer: implementation of AdamW: ``"fused"``, ``"foreach"`` or ``"for-loop"``.
         lr: its learning rate.
         weights: safetensors file of the initial weights; "" for those drawn by the seed.
-        budget: bytes, for `BUDGETED`, `REPLAY`, `PROBES` and `DTR`; `DEEPSPEED` sizes its buffers
+        budget: bytes, for `BUDGETED`, `REPLAY` and `DTR`; `DEEPSPEED` sizes its buffers
             by it.
         host_budget: bytes of host memory above the spill file of an accelerator; 0 for no file.
         config: options of `dynoffload.OffloadConfig`.
@@ -335,21 +334,12 @@ def _replay(spec: Spec, model: nn.Module, pilot: Any) -> Iterator[Ready]:
         yield Ready(optimizer, session=session)
 
 
-@contextlib.contextmanager
-def _probes(spec: Spec, model: nn.Module, pilot: Any) -> Iterator[Ready]:
-    with _budgeted(spec, model, "auto") as ready:
-        forecast = ready.session._forecast
-        forecast._pilot, forecast._auto = None, False  # none is made as units change
-        yield ready
-
-
 WAYS: dict[str, Way] = {
     PLAIN: _plain,
     CHECKPOINT: _checkpoint,
     DTR: _dtr,
     BUDGETED: _budgeted,
     REPLAY: _replay,
-    PROBES: _probes,
     "save-on-cpu": _save_on_cpu,
     "fsdp2": _fsdp2,
     "host-optimizer": _host_optimizer,

@@ -128,7 +128,7 @@ class Evidence:
         self._losses = np.zeros(1, np.float32)  # of each number as the only predictor
         self._numbers = np.zeros((MEMORY, 1), np.float32)
         self._present = np.zeros((MEMORY, 0), np.bool_)
-        self._hashes: list[Codes] = [np.zeros((0, 0), np.int64)] * MEMORY
+        self._hashes: list[Codes | None] = [None] * MEMORY  # None: not in the pilot's file
         self._book: dict[int, int] = {}  # hash of an n-gram -> row
         self._waiting: list[Counter[int]] = [Counter() for _ in range(ORDERS)]
         self._table = np.zeros((64, 0), np.float32)  # log(1 - P); row 0 is of unknown codes
@@ -142,6 +142,16 @@ class Evidence:
     @property
     def _remembered(self) -> int:
         return min(self.steps, MEMORY)
+
+    @property
+    def always(self) -> Bools:
+        """Whether each slot ran in every step so far, ``[slots]``."""
+        return np.asarray((self.statistics[_COUNT] >= self.steps) & (self.steps > 0))
+
+    @property
+    def lately(self) -> Floats:
+        """How often each slot ran in the latest ten steps or so, ``[slots]``."""
+        return np.asarray(self.statistics[_MEANS][1] + 0.5 * (1 - _RATES[1]) ** self.steps)
 
     @property
     def _most_rows(self) -> int:
@@ -273,7 +283,7 @@ class Evidence:
         made[26] = made[24] - made[11]
         made[27] = self._ranks(made[9])
         made[28] = self._ranks(of[_MEANS][2] + 1e-3 * share)
-        made[29] = (of[_COUNT] >= steps) & (steps > 0)
+        made[29] = self.always
         made[CODE] = self._code
         return made
 
@@ -405,16 +415,17 @@ class Evidence:
         """Fit the tables again to the steps in memory, shorter n-grams first; see [Note: tables].
         Nothing is done while the codes of some are not known, as after loading."""
         steps = np.arange(self._remembered)
-        if not len(self.slots) or not all(self._hashes[n].size for n in steps):
-            return  # without codes, or not all are known since the pilot was loaded
+        hashes = [one for one in self._hashes[: len(steps)] if one is not None]
+        if not len(self.slots) or len(hashes) < len(steps):
+            return
         ran = self._present[steps]
         age = (self.steps - 1 - steps) % MEMORY
         weight = (_KEPT**age).astype(np.float32)
         share = np.clip((weight @ ran + 0.5) / (weight.sum() + 1), 1e-4, 1 - 1e-4)
         for order in range(ORDERS):
             counts = np.zeros((len(steps), len(self._book) + 1), np.float32)
-            for place, step in enumerate(steps.tolist()):
-                rows, each = self._rows(self._hashes[step][: order + 1])
+            for place, codes in enumerate(hashes):
+                rows, each = self._rows(codes[: order + 1])
                 counts[place, rows] = each
             used = np.flatnonzero(counts.any(axis=0))
             own = np.flatnonzero(self._orders[used] == order)

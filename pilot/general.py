@@ -8,9 +8,10 @@ card says on which networks. Numpy evaluates it.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
-from functools import cache
-from itertools import pairwise
+from functools import cache, cached_property
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,12 @@ class General:
     layers: tuple[tuple[Floats, Floats], ...]
     direct: Floats
     card: dict[str, Any]
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the weights: names which general pilot this is."""
+        arrays = (self.mean, self.scale, self.direct, *chain.from_iterable(self.layers))
+        return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()[:16]
 
     def odds(self, features: Floats) -> Floats:
         """Return the log-odds that each slot runs, ``[slots]``, of features ``[NAMES, slots]``."""

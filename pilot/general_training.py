@@ -22,7 +22,8 @@ from dynoffload.planning.blocks import Vocabulary
 
 WIDTHS = (32, 16)
 """Units of the two hidden layers."""
-EPOCHS = 12
+EPOCHS, UPDATES = 12, 150
+"""How often all rows are learned from, and the least number of updates."""
 BATCH = 2048
 LEARNING_RATE = 6e-3
 """The largest of the schedule."""
@@ -48,7 +49,7 @@ def rows_of(vocabulary: Vocabulary, examples: Sequence[Example], seed: int) -> R
     rng = np.random.default_rng(seed)
     nothing = np.zeros(len(NAMES), np.float32)
     blank = General(nothing, nothing, ((nothing[None], nothing[:1, None]),), nothing[None], {})
-    pilot = Pilot(vocabulary, blank)
+    pilot = Pilot(vocabulary, blank)  # the package's may be of other features
     features, labels, weights = [], [], []
     for step, example in enumerate(examples):
         pilot.predict(example.sample)
@@ -97,11 +98,12 @@ def train(sets: Sequence[Rows], seed: int, card: Mapping[str, Any]) -> General:
     parameters = [*deep.parameters(), *direct.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=1e-3)
     batches = -(-len(x) // BATCH)
+    epochs = max(EPOCHS, -(-UPDATES // batches))
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, LEARNING_RATE, total_steps=EPOCHS * batches
+        optimizer, LEARNING_RATE, total_steps=epochs * batches
     )
     code = torch.arange(len(NAMES)) >= CODE.start
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         for chosen in torch.split(torch.randperm(len(x)), BATCH):
             hidden = code & (torch.rand(len(chosen), 1) < _HIDDEN)
             batch = x[chosen].masked_fill(hidden, 0)

@@ -37,20 +37,19 @@ class Structure:
     loops: tuple[LoopModel, ...] = ()
 
     def decode(
-        self, sample: InputFeatures, chances: Floats, least: float = 0.5, start: int = 0
+        self, sample: InputFeatures, chances: Floats, start: int = 0
     ) -> tuple[list[int], Floats]:
         """Return the order of the slots that are likely, and the chance of each of its blocks.
 
         Args:
             sample: the sample of the step.
             chances: P(runs) of the slots of one block, ``[single]``.
-            least: the chance from which a slot is included.
             start: the slot to begin at.
         """
         template = self.template
         surety = np.ones(len(template.slots), np.float32)
         surety[template.single] = chances
-        taken = surety >= least
+        taken = surety >= 0.5
         taken[:start] = False
         blocks: list[int] = []
         confidence: list[Floats] = []

@@ -1,16 +1,15 @@
 """Tracks a running step and updates the prediction of its remaining blocks.
 
-`OrderTracker` repeats the last order but for the network's hints, without a pilot. `StepTracker`
-observes each block as it runs, matches it to the template, and returns the expected rest of the
-order. Hints are mixed with the pilot's log-odds. Of slots of which each runs only if the one before
-it does, what is known of one decides about the others. It follows forward only, as backward replays
-forward.
+`StepTracker` observes each block as it runs, matches it to the template, and returns the expected
+rest of the order. Hints are mixed with the pilot's log-odds. Of slots of which each runs only if
+the one before it does, what is known of one decides about the others. It follows forward only, as
+backward replays forward.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -179,46 +178,3 @@ class StepTracker:
         later = later[~self.hinted[AT_HAND, later]]
         known = self._chances[later]
         self._chances[later] = np.minimum(known / max(chance, _LIMIT), 1) if ran else 0
-
-
-class OrderTracker:
-    """Tracks one step that is expected to run as the last one, but for what is hinted.
-
-    Args:
-        order: the last order.
-        varying: blocks that hints are about.
-        again: chance of one of these to run again.
-
-    Attributes:
-        decided: whether a hint came since the last `expect`.
-    """
-
-    def __init__(self, order: Sequence[int], varying: Container[int], again: float) -> None:
-        self.decided = False
-        self._rest, self._varying, self._again = list(order), varying, again
-        self._hinted: dict[int, float] = {}
-
-    def observe(self, blocks: Sequence[int]) -> None:
-        """Record that blocks ran; those expected before them are not any more."""
-        for block in blocks:
-            if block in self._rest:
-                del self._rest[: self._rest.index(block) + 1]
-
-    def hint(self, blocks: Sequence[int], values: Sequence[float]) -> None:
-        """Record a routing hint: it replaces those of its blocks that are still expected."""
-        about = set(blocks)
-        place = next((n for n, block in enumerate(self._rest) if block in about), None)
-        if place is not None:
-            after = [block for block in self._rest[place:] if block not in about]
-            self._rest[place:] = [*blocks, *after]
-            self._hinted.update(zip(blocks, values, strict=True))
-            self.decided = True
-
-    def expect(self) -> tuple[list[int], Floats]:
-        """Return the remaining blocks in order, and the probability of each, ``[blocks]``."""
-        self.decided = False
-        chances = [
-            self._hinted.get(b, self._again if b in self._varying else 1.0) for b in self._rest
-        ]
-        kept = [(b, p) for b, p in zip(self._rest, chances, strict=True) if p >= 0.5]
-        return [b for b, _ in kept], np.array([p for _, p in kept], np.float32)

@@ -268,6 +268,7 @@ def test_every_predictor_is_scored_on_networks_of_families_left_out(
     monkeypatch.setattr(material, "SUBJECTS", chosen)
     monkeypatch.setattr(ablation, "CASES", chosen)
     monkeypatch.setattr(general_training, "EPOCHS", 1)
+    monkeypatch.setattr(general_training, "UPDATES", 1)
     path, folder = tmp_path / "learning.json", tmp_path / "watched"
     (tmp_path / "learning.md").write_text("<!-- table -->\n<!-- end of table -->\n")
     shared: dict[str, Any] = {"seeds": 1, "watched": 60, "material": 1, "jobs": 1}
@@ -288,6 +289,8 @@ def test_every_predictor_is_scored_on_networks_of_families_left_out(
             assert 0 <= scores["early"] <= 1, name
             assert 0 < scores["late"] <= 1, name
         assert found["pilot"]["late"] > found["last order"]["late"]
+        assert 0 <= row["silent"] < 1
+        assert (row["foregone"] is None) == (row["silent"] == 0)
         assert found["pilot"]["slow_s"] >= found["pilot"]["latency_s"] > 0
     monkeypatch.setattr(material, "watch", lambda *_, **__: pytest.fail("watched again"))
     out = tmp_path / "general.safetensors"

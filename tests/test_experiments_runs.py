@@ -16,7 +16,6 @@ import pytest
 
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import (
-    ablation_sessions,
     demo,
     paged,
 )
@@ -116,16 +115,6 @@ def test_paged_says_what_it_cannot_measure(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(paged, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="not installed: install it, or measure --rows main,"):
         paged.Paged(tiny()).cases()
-
-
-def test_steps_are_compared_on_the_same_sample() -> None:
-    own = {"each_step_s": [2.0, 30.0, 1.0, 9.0], "each_prefetched": [1, 1, 1, 0]}
-    other = {"each_step_s": [1.0, 20.0, 1.0, 1.0], "each_prefetched": [1, 1, 1, 1]}
-    assert ablation_sessions.paired(own, other, both=True) == (1.5, 1.0, 2.0)  # of 2, 1.5 and 1
-    all_of_them = ablation_sessions.paired(own, other)
-    assert all_of_them is not None
-    assert all_of_them[0] == 1.75
-    assert ablation_sessions.paired(own, {**other, "each_prefetched": [0] * 4}, both=True) is None
 
 
 def test_demo(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

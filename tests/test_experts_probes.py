@@ -23,12 +23,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import dynoffload
 from dynoffload.config import OffloadConfig
 from dynoffload.errors import BudgetError, TraceError
-from dynoffload.pilot.tracking import OrderTracker
 from dynoffload.profiler import Recorder, RoutingProbe, Trace
 from dynoffload.profiler.experts import split_path, unit_path
 from dynoffload.profiler.routing import hinted, probes_of, read_early
 from dynoffload.runtime.migration import host_time
 from dynoffload.runtime.migration.forecast import Forecast
+from dynoffload.runtime.migration.gates import Trial
 from dynoffload.runtime.sizing import sizing_of
 
 pytest.importorskip("transformers")
@@ -283,41 +283,24 @@ def test_a_users_own_probes_are_asked_alone() -> None:
         probes_of(model, [stranger])
 
 
-def test_without_a_pilot_hints_correct_the_last_order() -> None:
-    """Blocks 1 to 4 are experts of one layer, 6 to 9 of the next."""
-    tracker = OrderTracker([0, 1, 3, 5, 6, 7, 10], {1, 2, 3, 4, 6, 7, 8, 9}, again=0.6)
-    assert tracker.expect()[0] == [0, 1, 3, 5, 6, 7, 10]
-    tracker.observe([0])
-    tracker.hint((1, 2, 3, 4), (0.1, 0.9, 0.8, 0.2))
-    assert tracker.decided
-    blocks, chances = tracker.expect()
-    assert blocks == [2, 3, 5, 6, 7, 10]
-    assert [round(float(p), 2) for p in chances] == [0.9, 0.8, 1, 0.6, 0.6, 1]
-    for block in (2, 4):
-        tracker.observe([block])
-    tracker.hint((6, 7, 8, 9), (0.0, 0.0, 1.0, 1.0))
-    assert tracker.expect()[0] == [5, 8, 9, 10]
-    tracker.observe([10])
-    tracker.hint((6, 7, 8, 9), (1.0, 1.0, 1.0, 1.0))  # they are past
-    assert tracker.expect()[0] == []
-
-
 @needs_pager
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
-def test_a_session_that_repeats_the_last_order_follows_its_routers(
+def test_a_step_that_is_not_predicted_follows_the_routers(
     implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it expects just before it runs is nearer to what runs than the last order is."""
+    """What it expects just before it runs is nearer to what runs than the prediction was."""
     monkeypatch.setattr(host_time, "SHARE", 10.0)  # these steps are short
-    monkeypatch.setattr(Forecast, "_may_predict", lambda self: False)
+    monkeypatch.setattr(Forecast, "_may_predict", lambda self: self._begun < 6)
+    monkeypatch.setattr(Forecast, "_may_steer", lambda self: True)
+    monkeypatch.setattr(Trial, "observe", lambda self, step: None)  # whatever it costs
     network = partial(mixtral, implementation, num_local_experts=16, num_experts_per_tok=1)
     twin = Twin(network(), lambda p: AdamW(p, lr=1e-3))
     pages = {"page_bytes": 4096, "min_paged_bytes": 4096}
     samples = list(range(15))
     session = compare_runs(twin, Loop(steps=15), samples, mixtral_loss, 1_500_000, config=pages)
-    foreseen = session._forecast._foreseen["the last order"]
     assert session.stats["bytes_in"].sum() > 0
-    assert foreseen > session.stats["accuracy"].iloc[1:].mean()
+    assert session._forecast.source == "the pilot"
+    assert session._forecast._foreseen > session.stats["accuracy"].iloc[6:].mean()
 
 
 @needs_pager

@@ -8,7 +8,7 @@ from synthetic_pilot import routed, trees, vocabulary
 
 from dynoffload.pilot.features import BlockHint, Example
 from dynoffload.pilot.pilot import Pilot
-from dynoffload.pilot.tracking import AT_HAND, OrderTracker, StepTracker
+from dynoffload.pilot.tracking import AT_HAND, StepTracker
 from dynoffload.pilot.train import learn_pilot
 from dynoffload.profiler.input_features import InputFeatures
 
@@ -156,16 +156,20 @@ def test_of_a_chain_what_is_known_of_one_decides_about_the_others() -> None:
     assert (step.chances[5:7] == 0).all()
 
 
-def test_the_last_order_is_repeated_but_for_what_is_hinted() -> None:
-    step = OrderTracker([0, 1, 2, 3], {1, 2}, 0.4)
-    assert step.expect()[0] == [0, 3]
-    step.hint([2, 5], [0.9, 0.8])
-    assert step.decided
-    order, chances = step.expect()
-    assert order == [0, 2, 5, 3]
-    assert chances == pytest.approx([1, 0.9, 0.8, 1])
-    step.observe([2])
-    assert step.expect()[0] == [5, 3]
+def test_a_glance_expects_what_ran_lately_until_routers_say_more(
+    experts: tuple[Pilot, list[Example]],
+) -> None:
+    pilot, _ = experts
+    steps, order = pilot.evidence.steps, pilot.glance().blocks
+    often = pilot.evidence.lately
+    slots = [slot[0] for slot in pilot.evidence.slots]
+    assert set(order) == {block for block, share in zip(slots, often, strict=True) if share >= 0.5}
+    tracker = pilot.tracker
+    assert tracker is not None
+    seldom = next(block for block, share in zip(slots, often, strict=True) if share < 0.5)
+    tracker.hint([seldom], [1.0])
+    assert seldom in tracker.expect()[0]
+    assert pilot.evidence.steps == steps
 
 
 def exits(count: int, seed: int = 0) -> tuple[object, list[Example]]:

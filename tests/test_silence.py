@@ -19,7 +19,7 @@ from dynoffload.pilot import template
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.runtime.migration import host_time
 from dynoffload.runtime.migration.gates import DRIFT, SETTLED, STEADY, Silence
-from dynoffload.runtime.migration.host_time import SHARE, HostTime
+from dynoffload.runtime.migration.host_time import PLANS, SHARE, HostTime
 
 SAID = "no prediction is better than repeating the last order"
 
@@ -102,8 +102,8 @@ def test_work_that_does_not_fit_never_begins(monkeypatch: pytest.MonkeyPatch) ->
     time.end(2.01)
     assert time.affords("predict")
     assert not time.affords("predict", "predict")
-    assert time.take() == pytest.approx(0.06)
-    assert time.take() == 0
+    assert time.take() == (pytest.approx(0.06), 0)
+    assert time.take() == (0, 0)
 
 
 def test_all_that_is_spent_is_the_share_and_one_piece_of_work(
@@ -136,24 +136,38 @@ def test_waiting_between_steps_earns_nothing(monkeypatch: pytest.MonkeyPatch) ->
     assert time.ran_s == pytest.approx(6.0)
 
 
-def test_new_plans_take_as_long_as_steps_lately_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_plans_have_a_share_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, time = Clock(monkeypatch), HostTime()
 
-    def plans() -> int:
+    def plans(seconds: float) -> int:
         count = 0
-        while count < 100 and time.affords_plan:
-            with time.of_plan():
-                clock.now += 0.01
+        while time.affords_plan:
+            with time.of("plan"):
+                clock.now += seconds
             count += 1
         return count
 
-    assert plans() == 1  # its cost is not known before
-    time.end(1.0, 0.105)
-    assert plans() == 10
-    assert time.spent_s == 0  # it is planning, as each step does
-    for _ in range(30):
-        time.end(1.0, 0.0)
-    assert plans() == 0
+    time.end(1.0)
+    assert plans(0.2) == 1  # its cost is not known before
+    assert time.take() == (0, pytest.approx(0.2))
+    for _ in range(10):  # one that took long ends no others for good
+        time.end(1.0)
+    assert plans(0.001) > 10
+    assert time.planned_s < PLANS * 11 + 0.001
+    assert time.spent_s == 0
+
+
+def test_all_forwards_of_a_step_count_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, time = Clock(monkeypatch), HostTime()
+    with time.of("predict"):
+        clock.now += 0.02
+    for _ in range(3):
+        assert not time.affords()
+        time.begin()
+        clock.now += 1.0
+        time.pause()
+        clock.now += 100.0  # waiting, or a forward that failed
+    assert time.affords()
 
 
 def test_work_that_fails_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

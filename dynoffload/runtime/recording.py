@@ -214,6 +214,7 @@ class Recording:
         actual: tuple[str, ...],
         accuracy: float,
         predicting_s: float = 0.0,
+        replanning_s: float = 0.0,
     ) -> StepStats:
         """Close a step and return its statistics."""
         now, device = time.perf_counter(), self._device
@@ -238,6 +239,7 @@ class Recording:
             peak_fast_bytes=peak,
             peak_allocated_bytes=allocated,
             predicting_s=predicting_s,
+            replanning_s=replanning_s,
             **moved,
         )
         self._step_began = now

@@ -501,7 +501,7 @@ class Stepping(Mode):
             forecast.names(forecast.predicted),
             forecast.names(forecast.actual) or (),
             forecast.accuracy,
-            forecast.host_time.take(),
+            *forecast.host_time.take(),
         )
         self._on_step(stats)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
 from time import perf_counter
@@ -22,7 +22,7 @@ from dynoffload.around import after_call, before_call, choosing
 from dynoffload.pilot.evaluate import block_order_accuracy
 from dynoffload.pilot.labels import placed_hint
 from dynoffload.pilot.pilot import Pilot
-from dynoffload.pilot.tracking import OrderTracker, StepTracker
+from dynoffload.pilot.tracking import StepTracker
 from dynoffload.planning.blocks import UNSEEN, Vocabulary
 from dynoffload.profiler.experts import experts_hit, slices_in, split_path, unit_path
 from dynoffload.profiler.input_features import Features, InputFeatures, describe_input
@@ -30,7 +30,7 @@ from dynoffload.profiler.network import fingerprint, shape_key
 from dynoffload.profiler.routing import RoutingProbe, hinted
 from dynoffload.runtime.adoption.units import Unit, vocabulary_of
 from dynoffload.runtime.migration.gates import AVERAGE, LEAST, Silence, Standing, Trial, likely
-from dynoffload.runtime.migration.host_time import HostTime
+from dynoffload.runtime.migration.host_time import OPENING_S, HostTime
 from dynoffload.runtime.migration.probing import Probing
 from dynoffload.runtime.migration.steps import Step
 from dynoffload.runtime.passes.hooks import Hook, in_backward
@@ -113,8 +113,7 @@ class Forecast:
         self._inside: list[str] = []  # paths of running calls of blocks of several units
         self._step: Step | None = None  # while a forward runs
         self._begun = 0  # samples begun
-        # By source: moving average of the share of blocks that ran as predicted.
-        self._foreseen = {_PILOT: 0.0, _LAST: 0.0}
+        self._foreseen = 0.0  # moving average of the share of blocks expected right before they ran
         self._hinted: set[int] = set()  # blocks that routing probes are about
         self._again = 1.0  # moving average of the share of these that ran again
         self.asks = False
@@ -151,7 +150,7 @@ class Forecast:
             self._pilot = Pilot(self.vocabulary)
         self._install()
         if self._opened:
-            self.host_time.end(perf_counter() - self._opened)
+            self.host_time.end(min(OPENING_S, perf_counter() - self._opened))
             self._opened = 0.0
 
     def unwatch(self) -> None:
@@ -163,32 +162,32 @@ class Forecast:
         self._order, self._inside, self._sample = [], [], None
         self.host_time.begin()
         self._prediction = None
-        following: StepTracker | OrderTracker | None = None
+        following: StepTracker | None = None
         self.predicted, self.source = self._last if self._repeats else None, _LAST
         blocks: list[int] = []
         confidence = None
+        time, prediction = self.host_time, None
         if self._may_predict():
-            with self.host_time.of("predict"):
+            with time.of("predict"):
                 prediction = self._predict(args, kwargs)
-            if prediction is not None:
-                blocks = list(prediction.blocks)
-                confidence = getattr(prediction, "confidence", None)
-                self._prediction = blocks
-                if self._may_steer():
-                    self.predicted, self.source = blocks, _PILOT
-                elif self._begun % _TRACK_EVERY:
-                    blocks = []  # else the unused pilot is tracked, to measure its accuracy
-                prefetch = blocks and self._trials[_PILOT].prefetch
-                if prefetch and self._pilot is not None and self._may_follow():
-                    following = self._pilot.tracker
+                self._prediction = None if prediction is None else list(prediction.blocks)
+        elif self._pilot is not None and self._asks_routers():
+            with time.of("follow"):
+                prediction = self._pilot.glance()
+        if prediction is not None:
+            blocks, confidence = list(prediction.blocks), getattr(prediction, "confidence", None)
+            if self._may_steer():
+                self.predicted, self.source = blocks, _PILOT
+            elif self._begun % _TRACK_EVERY:
+                blocks = []  # else the unused pilot is tracked, to measure its accuracy
+            prefetch = blocks and self._trials[_PILOT].prefetch
+            learning = ("observe", "judge") if self._prediction is not None else ()
+            if prefetch and self._pilot is not None and time.affords("followed", *learning):
+                following = self._pilot.tracker
         self._begun += 1
-        chosen, self._followed = self.predicted, _PILOT
+        chosen = self.predicted
         if chosen is not None and self.source == _PILOT:
             chosen = likely(chosen, confidence)
-        elif chosen is not None and following is None and self._asks_last_order():
-            following, self._followed = OrderTracker(chosen, self._hinted, self._again), _LAST
-            blocks, chances = following.expect()
-            chosen = likely(blocks, chances)
         self._step = Step(following, blocks, chosen or ())
         self._spent = self.host_time.spent_s
         return None if chosen is None else self._units_of(chosen)
@@ -197,8 +196,8 @@ class Forecast:
         """Return whether there is a predictor, and the time to ask it and to learn."""
         if self._pilot is None:
             return self._predictor is not None
-        # Routers that correct the last order are worth more than a prediction without them.
-        asks = ("followed",) if self._asks_last_order() else ()
+        # Routers are worth more than a prediction without them.
+        asks = ("followed",) if self._asks_routers() else ()
         whole = self.host_time.affords("predict", "observe", "judge", *asks)
         return whole and not self._silence.holds
 
@@ -214,20 +213,25 @@ class Forecast:
             self._give_up("predict")
             return None
 
+    @contextlib.contextmanager
+    def _following(self, kind: str) -> Iterator[None]:
+        """Count the body as work of a kind; if the tracker fails in it, follow no more."""
+        try:
+            with self.host_time.of(kind):
+                yield
+        except Exception:
+            self._step = Step(None, ())
+            self._give_up("follow")
+
     def _give_up(self, what: str) -> None:
         """Go on without the pilot, which failed by the error that is handled."""
         self._pilot, self._auto = None, False
         logger.exception("the pilot cannot %s these steps and is asked no more", what)
 
-    def _asks_last_order(self) -> bool:
-        """Return whether routing probes correct the last order in this step."""
-        asks = bool(self._hinted) and self.pays and not self._silence.holds
-        return asks and self._may_follow()
-
-    def _may_follow(self) -> bool:
-        """Return whether there is time to follow a step, with all that is asked in it, and to learn
-        from it."""
-        return self.host_time.affords("followed", "observe", "judge")
+    def _asks_routers(self) -> bool:
+        """Return whether routing probes can correct what is expected in this step."""
+        asks = bool(self._hinted) and self._trials[_PILOT].prefetch and not self._silence.holds
+        return asks and self.host_time.affords("followed")
 
     def _compare(self, sample: InputFeatures) -> None:
         """At the first sample, warn if its features differ from the pilot's training samples."""
@@ -244,8 +248,7 @@ class Forecast:
     def _may_steer(self) -> bool:
         if self._pilot is None or self._standing.steps < _MIN_STEPS:
             return True  # the user's own predictor, or the first steps
-        pilot = max(self._standing.pilot, self._foreseen[_PILOT])
-        return pilot >= max(self._standing.last_order, self._foreseen[_LAST])
+        return max(self._standing.pilot, self._foreseen) >= self._standing.last_order
 
     def visit(self, unit: Unit) -> None:
         """Record a use of slices of a module whose call did not list them."""
@@ -262,7 +265,7 @@ class Forecast:
             return
         self._order += blocks
         if self._step.follows:
-            with self.host_time.of("follow"):
+            with self._following("follow"):
                 self._step.ran(blocks)
             self._revise(blocks)
 
@@ -288,6 +291,7 @@ class Forecast:
                 hints = hinted({probes[0].path: probes}, probes[0].path, args, 0)
             finally:
                 self.asks = False
+        with self._following("follow"):
             for hint in hints:
                 step.hinted(placed_hint(self.vocabulary, hint, len(self._order)))
         if not slices_in(module):  # else the call lists its experts next, and is planned with them
@@ -295,14 +299,18 @@ class Forecast:
 
     def _revise(self, begun: list[int]) -> None:
         """Replan the rest of the forward if its prediction changed; ``begun`` runs first."""
-        step, time = self._step, self.host_time
+        step, time, chosen = self._step, self.host_time, None
         assert step is not None
-        if not step.diverged or not time.affords_plan or not time.affords("choose"):
+        if not step.diverged:
             return
-        with time.of("choose"):
+        if not time.affords("choose"):
+            step.lapsed = True
+            return
+        with self._following("choose"):
             chosen = step.choose(self._order)
-        if chosen is not None and self.source == self._followed:
-            with time.of_plan():
+        if chosen is not None and self.source == _PILOT and time.affords_plan:
+            step.plan(chosen, self._order)
+            with time.of("plan"):
                 self._on_revise(self._units_of([*begun, *chosen]))
 
     def drop(self) -> None:
@@ -315,38 +323,40 @@ class Forecast:
         self.actual, self._order = self._order, []
         step, self._step = self._step, None
         self.accuracy = math.nan
+        self.host_time.pause()
         if not whole:
             return
-        if step is not None and step.follows and self.actual:
+        share = None  # of the blocks that were expected right before they ran
+        if step is not None and step.follows and self.actual and not step.lapsed:
             self.host_time.note("followed", self.host_time.spent_s - self._spent)
-            known = self._foreseen[self._followed]
             share = self._share(step)
-            self._foreseen[self._followed] += (AVERAGE if known else 1.0) * (share - known)
+            rate = AVERAGE if self._foreseen else 1.0
+            self._foreseen += rate * (share - self._foreseen)
         if before := self._hinted.intersection(self._last or ()):
-            share = len(before.intersection(self.actual)) / len(before)
-            self._again += AVERAGE * (share - self._again)
+            again = len(before.intersection(self.actual)) / len(before)
+            self._again += AVERAGE * (again - self._again)
         if self.predicted is not None:
             self.accuracy = block_order_accuracy(self.predicted, self.actual)
-        if self._pilot is not None:
-            if self._last is not None:
-                self._judge_pilot(step, self._last)
-            if self._prediction is not None and self._sample is not None:
-                self._learn(self._pilot, self._sample)
+        if self._last is not None and self._pilot is not None:
+            self._judge(share, self._last)
+        if self._pilot is not None and self._prediction is not None and self._sample is not None:
+            self._learn(self._pilot, self._sample)
         self._last = self.actual
 
-    def _judge_pilot(self, step: Step | None, last_order: list[int]) -> None:
-        """Compare the pilot with the last order on the step that ran."""
-        gain = None
-        if self._prediction is None:
-            last = self._accuracy_of(last_order)
-        else:
+    def _judge(self, share: float | None, last_order: list[int]) -> None:
+        """Compare what was predicted, before the step and within it, with the last order.
+
+        Args:
+            share: of the blocks that were expected right before they ran; None if unknown.
+            last_order: the order that the step before ran.
+        """
+        last = self._accuracy_of(last_order)
+        found = [] if share is None else [share]
+        if self._prediction is not None:
             with self.host_time.of("judge"):
-                last = self._accuracy_of(last_order)
-                pilot = self._accuracy_of(self._prediction)
-            self._standing.observe(pilot, last)
-            share = self._share(step) if step is not None and step.follows else 0.0
-            gain = max(pilot, share) - last
-        if self._silence.observe(gain, last):
+                found.append(self._accuracy_of(self._prediction))
+                self._standing.observe(found[-1], last)
+        if self._silence.observe(max(found) - last if found else None, last):
             logger.info(
                 "no prediction is better than repeating the last order, which is %.0f%% right: the "
                 "pilot and the routers are asked no more, until that changes",
@@ -387,7 +397,7 @@ class Forecast:
 
     def judge(self, step: StepStats) -> None:
         """Pass a step's statistics to the trial of the source that predicted it."""
-        self.host_time.end(step.seconds, step.stall_s)
+        self.host_time.end(step.seconds)
         if self._repeats:
             self._trials[self.source].observe(step)
 

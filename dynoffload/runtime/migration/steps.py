@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from dynoffload.pilot.features import BlockHint
-from dynoffload.pilot.tracking import OrderTracker, StepTracker
+from dynoffload.pilot.tracking import StepTracker
 from dynoffload.runtime.migration.gates import likely
 
 
@@ -19,15 +19,17 @@ class Step:
 
     Attributes:
         foreseen: number of blocks that ran as predicted right before them.
+        lapsed: whether there was no time to predict the rest anew.
     """
 
     def __init__(
         self,
-        following: StepTracker | OrderTracker | None,
+        following: StepTracker | None,
         expected: Sequence[int],
         chosen: Sequence[int] = (),
     ) -> None:
         self.foreseen = 0
+        self.lapsed = False
         self._following = following
         self._expected, self._at = list(expected), 0
         self._chosen, self._planned = list(chosen), 0  # the latter: blocks begun at that time
@@ -52,10 +54,14 @@ class Step:
         self._diverged = True
         if len(blocks) > 1:
             run = set(blocks)
-            rest = self._expected[self._at :]
-            places = [place for place, block in enumerate(rest) if block in run]
-            self.foreseen += len(places)
-            self._at += max(places, default=-1) + 1
+            passed: set[int] = set()
+            for place, block in enumerate(self._expected[self._at :], self._at + 1):
+                if block in passed:
+                    break  # another pass over them
+                passed.add(block)
+                if block in run:
+                    self.foreseen += 1
+                    self._at = place
 
     def hinted(self, hint: BlockHint) -> None:
         """Record a routing hint of the network."""
@@ -64,7 +70,7 @@ class Step:
             self._following.hint(hint.blocks, hint.values)
             self._diverged |= self._following.decided
 
-    def _catch_up(self, following: StepTracker | OrderTracker) -> None:
+    def _catch_up(self, following: StepTracker) -> None:
         following.observe(self._begun)
         self._begun.clear()
 
@@ -75,17 +81,18 @@ class Step:
 
     def choose(self, ran: Sequence[int]) -> list[int] | None:
         """Predict the rest anew; return the blocks to prefetch after those that ``ran``, or None
-        if the choice is unchanged."""
+        if these are as planned."""
         assert self._following is not None
         self._diverged = False
         self._catch_up(self._following)
         self._expected, chances = self._following.expect()
         self._at = 0
         chosen = likely(self._expected, chances)
-        if chosen == _less(self._chosen, ran[self._planned :]):
-            return None
+        return None if chosen == _less(self._chosen, ran[self._planned :]) else chosen
+
+    def plan(self, chosen: list[int], ran: Sequence[int]) -> None:
+        """Record that blocks are planned to be prefetched after those that ``ran``."""
         self._chosen, self._planned = chosen, len(ran)
-        return chosen
 
 
 def _less(blocks: Sequence[int], begun: Sequence[int]) -> list[int]:
