@@ -192,7 +192,7 @@ def numbers(steps: Sequence[Step], every: Sequence[Step], side: Side) -> dict[st
         return [step.stats[name] for step in steps]
 
     def share(name: str) -> float:
-        total = sum(step.stats["seconds"] for step in every)
+        total = sum(step.seconds for step in every)  # without waiting for the others' turns
         return float(sum(step.stats[name] for step in every) / total)
 
     if not side.sizing:
