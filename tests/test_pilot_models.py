@@ -17,13 +17,14 @@ import pytest
 import torch
 from exactness import Twin, footprint_of, needs_pager, small, small_loss, small_samples
 from reference_work import times_reference
-from synthetic_pilot import routed, trees
+from synthetic_pilot import routed, trees, vocabulary
 from torch.optim import AdamW
 
 import dynoffload
 from dynoffload.errors import PilotError
 from dynoffload.pilot.evaluate import score
 from dynoffload.pilot.features import Example
+from dynoffload.pilot.general import packaged
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.train import learn_pilot, train_pilot
 from dynoffload.profiler.input_features import InputFeatures
@@ -117,6 +118,14 @@ def shown() -> Pilot:
     values = {"rows": 1.0, "length": 2.0}
     told = [replace(one, sample=InputFeatures(values, one.sample.elements)) for one in examples]
     return learn_pilot(vocabulary, told)
+
+
+def test_a_pilot_over_another_general_one_is_refused(tmp_path: Path) -> None:
+    own = packaged()
+    other = Pilot(vocabulary([("a", "")]), replace(own, direct=own.direct + 1))
+    other.save(tmp_path / "other.pilot")
+    with pytest.raises(PilotError, match="starts from another general pilot.*Train the pilot again"):
+        Pilot.load(tmp_path / "other.pilot")
 
 
 @pytest.mark.parametrize(

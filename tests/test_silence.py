@@ -20,6 +20,7 @@ from dynoffload.pilot.pilot import Pilot
 from dynoffload.runtime.migration import host_time
 from dynoffload.runtime.migration.gates import DRIFT, SETTLED, STEADY, Silence
 from dynoffload.runtime.migration.host_time import PLANS, SHARE, HostTime
+from dynoffload.runtime.migration.steps import Step
 
 SAID = "no prediction is better than repeating the last order"
 
@@ -232,6 +233,22 @@ def test_a_pilot_that_cannot_predict_ends_no_training(
             model(torch.ones(2, 64)).sum().backward()
             one.optimizer.step()
     assert caplog.text.count("the pilot cannot predict these steps") == 1
+    assert one.stats["accuracy"].iloc[1:].tolist() == [1, 1, 1]  # by the last order
+
+
+@needs_pager
+def test_a_tracker_that_fails_ends_no_training(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host_time, "SHARE", 10.0)  # these steps are short
+    monkeypatch.setattr(Step, "ran", lambda *_: 1 / 0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    config = {"page_bytes": 4096, "min_paged_bytes": None, "step_aside": False}
+    with dynoffload.offload(model, AdamW(model.parameters()), budget=200_000, config=config) as one:
+        for _ in range(4):
+            model(torch.ones(2, 64)).sum().backward()
+            one.optimizer.step()
+    assert caplog.text.count("the pilot cannot follow these steps") == 1
     assert one.stats["accuracy"].iloc[1:].tolist() == [1, 1, 1]  # by the last order
 
 

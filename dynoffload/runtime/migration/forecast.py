@@ -283,6 +283,7 @@ class Forecast:
         if step is None or self.asks or not step.follows:
             return
         if not self.host_time.affords("ask", "choose"):
+            step.lapsed = True
             return
         self._on_ask(read)  # which the forward would do soon, so it is no cost of prediction
         with self.host_time.of("ask"):

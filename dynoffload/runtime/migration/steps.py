@@ -19,7 +19,7 @@ class Step:
 
     Attributes:
         foreseen: number of blocks that ran as predicted right before them.
-        lapsed: whether there was no time to predict the rest anew.
+        lapsed: whether there was no time to ask a router, or to predict the rest anew.
     """
 
     def __init__(
