@@ -148,10 +148,13 @@ class Evidence:
         """Whether each slot ran in every step so far, ``[slots]``."""
         return np.asarray((self.statistics[_COUNT] >= self.steps) & (self.steps > 0))
 
-    @property
-    def lately(self) -> Floats:
-        """How often each slot ran in the latest ten steps or so, ``[slots]``."""
-        return np.asarray(self.statistics[_MEANS][1] + 0.5 * (1 - _RATES[1]) ** self.steps)
+    def after(self, ran: Bools) -> Floats:
+        """Return the chance that each slot runs after a step of which it is known whether each
+        slot ran, ``[slots]``."""
+        share = (self.statistics[_COUNT] + 0.5) / (self.steps + 1)
+        pairs = self.statistics[_PAIRS].reshape(2, 2, -1)
+        ran_then = (pairs[:, 1] + share) / (pairs.sum(axis=1) + 1)
+        return np.asarray(np.where(ran, ran_then[1], ran_then[0]))
 
     @property
     def _most_rows(self) -> int:
@@ -256,9 +259,7 @@ class Evidence:
         made[0] = np.log1p(steps)
         made[1] = share
         made[2:5] = of[_MEANS] + 0.5 * (1 - _RATES) ** steps
-        pairs = of[_PAIRS].reshape(2, 2, -1)
-        ran_then = (pairs[:, 1] + share) / (pairs.sum(axis=1) + 1)
-        made[8] = np.where(of[_LAST] > 0, ran_then[1], ran_then[0])
+        made[8] = self.after(of[_LAST] > 0)
         elements = float(shown.size)
         silent, surest, known, seen = self._by_codes(shown)
         some = -np.expm1(silent)

@@ -156,13 +156,14 @@ def test_of_a_chain_what_is_known_of_one_decides_about_the_others() -> None:
     assert (step.chances[5:7] == 0).all()
 
 
-def test_a_glance_expects_what_ran_lately_until_routers_say_more(
+def test_a_glance_expects_what_followed_the_last_order_until_routers_say_more(
     experts: tuple[Pilot, list[Example]],
 ) -> None:
-    pilot, _ = experts
-    steps, order = pilot.evidence.steps, pilot.glance().blocks
-    often = pilot.evidence.lately
+    pilot, examples = experts
+    last = examples[-1].blocks
+    steps, order = pilot.evidence.steps, pilot.glance(last).blocks
     slots = [slot[0] for slot in pilot.evidence.slots]
+    often = pilot.evidence.after(np.isin(slots, last))
     assert set(order) == {block for block, share in zip(slots, often, strict=True) if share >= 0.5}
     tracker = pilot.tracker
     assert tracker is not None

@@ -139,7 +139,9 @@ def test_what_routers_say_is_planned(
 ) -> None:
     monkeypatch.setattr(host_time, "SHARE", 10.0)  # these steps are short
     monkeypatch.setattr(host_time.HostTime, "affords_plan", True)
-    monkeypatch.setattr(Trial, "observe", lambda self, step: None)  # whatever it costs
+    monkeypatch.setattr(
+        Trial, "observe", lambda self, step, on_demand: on_demand
+    )  # whatever it costs
     foreseen, missed, _ = _trained(profiled)
     _, missed_mute, _ = _trained(profiled, lambda probe: lambda x: None)
     assert missed < 0.05 * missed_mute
@@ -152,7 +154,7 @@ def test_a_pilot_that_comes_to_know_within_the_step_goes_on_steering(
 ) -> None:
     monkeypatch.setattr(host_time, "SHARE", 10.0)  # these steps are short
     monkeypatch.setattr(host_time.HostTime, "affords_plan", True)
-    monkeypatch.setattr(Trial, "observe", lambda self, step: None)
+    monkeypatch.setattr(Trial, "observe", lambda self, step, on_demand: on_demand)
     worse = lambda self, *_: vars(self).update(pilot=0.1, last_order=0.9, steps=9)  # noqa: E731
     monkeypatch.setattr(Standing, "observe", worse)  # before the first operator
     assert _trained(profiled)[2] == "the pilot"

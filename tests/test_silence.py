@@ -34,10 +34,10 @@ def test_a_steady_order_silences_at_once_and_says_so_once() -> None:
 
 @pytest.mark.parametrize(("gain", "silent"), [(0.0, True), (-0.1, True), (0.1, False)])
 def test_what_is_no_better_falls_silent(gain: float, silent: bool) -> None:
-    silence, chance = Silence(), random.Random(0)
-    for _ in range(SETTLED):
+    silence = Silence()
+    for number in range(SETTLED):
         assert not silence.holds
-        silence.observe(gain + chance.uniform(-0.05, 0.05), 0.6)
+        silence.observe(gain + 0.05 * (-1) ** number, 0.6)
     assert silence.holds == silent
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 
 import numpy as np
@@ -12,7 +13,14 @@ from exactness import LyingPilot, Twin, footprint_of, needs_pager, small, small_
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from dynoffload.runtime.migration.gates import GROWTH, SETTLING, TRIED, WATCHED, Trial, likely
+from dynoffload.runtime.migration.gates import (
+    GROWTH,
+    SETTLING,
+    TRIED,
+    WATCHED,
+    Trial,
+    likely,
+)
 from dynoffload.telemetry import StepStats
 
 SAMPLES = small_samples(40, seed=1)
@@ -56,6 +64,19 @@ def test_what_wins_goes_on_and_is_tried_less_and_less_often() -> None:
     assert all(modes[after : after + SETTLING + GROWTH * WATCHED])
 
 
+def test_what_stalls_far_less_than_steps_on_demand_is_not_tried() -> None:
+    for on_demand, tried in ((1.5, False), (0.6, True), (math.nan, True)):
+        trial = Trial("x")
+        for _ in range(SETTLING + WATCHED):
+            assert trial.prefetch
+            known = trial.observe(step(0.5), on_demand)
+            assert known is on_demand
+        assert trial.prefetch == (not tried)
+    for _ in range(SETTLING + TRIED):
+        known = trial.observe(step(0.9), on_demand)
+    assert known == pytest.approx(0.9)
+
+
 def test_only_what_is_likely_enough_is_fetched_ahead() -> None:
     order = [0, 1, 2, 3]
     assert likely(order, np.array([1.0, 0.74, 0.76, 0.99], np.float32)) == [0, 2, 3]
@@ -79,7 +100,7 @@ def test_a_prediction_that_loses_goes_off_in_a_session(caplog: pytest.LogCapture
         # The steps are so short that time decides nothing: say what waiting each kind costs.
         trial = session._forecast._trials["the pilot"] = Trial("the pilot")
         observe = trial.observe
-        trial.observe = lambda _: observe(step(0.5 if trial.prefetch else 0.1))  # type: ignore
+        trial.observe = lambda *_: observe(step(0.5 if trial.prefetch else 0.1))  # type: ignore
         twin.train(loss_of, range(30))
         prefetched = [one.prefetched_bytes for one in session.log.steps]
     on = SETTLING + WATCHED

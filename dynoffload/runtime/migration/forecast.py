@@ -29,7 +29,15 @@ from dynoffload.profiler.input_features import Features, InputFeatures, describe
 from dynoffload.profiler.network import fingerprint, shape_key
 from dynoffload.profiler.routing import RoutingProbe, hinted
 from dynoffload.runtime.adoption.units import Unit, vocabulary_of
-from dynoffload.runtime.migration.gates import AVERAGE, LEAST, Silence, Standing, Trial, likely
+from dynoffload.runtime.migration.gates import (
+    AVERAGE,
+    LEAST,
+    Silence,
+    Standing,
+    Trial,
+    likely,
+    stall_ratio,
+)
 from dynoffload.runtime.migration.host_time import OPENING_S, HostTime
 from dynoffload.runtime.migration.probing import Probing
 from dynoffload.runtime.migration.steps import Step
@@ -125,6 +133,7 @@ class Forecast:
         self.accuracy = math.nan
         self.source = _LAST
         self._trials = {source: Trial(source) for source in (_PILOT, _LAST)}
+        self._on_demand = math.nan  # stalled seconds per second of work of steps on demand
         self._watching = contextlib.ExitStack()
 
     def watch(
@@ -171,9 +180,9 @@ class Forecast:
             with time.of("predict"):
                 prediction = self._predict(args, kwargs)
                 self._prediction = None if prediction is None else list(prediction.blocks)
-        elif self._pilot is not None and self._asks_routers():
+        elif self._pilot is not None and self._last is not None and self._asks_routers():
             with time.of("follow"):
-                prediction = self._pilot.glance()
+                prediction = self._pilot.glance(self._last)
         if prediction is not None:
             blocks, confidence = list(prediction.blocks), getattr(prediction, "confidence", None)
             if self._may_steer():
@@ -399,8 +408,11 @@ class Forecast:
     def judge(self, step: StepStats) -> None:
         """Pass a step's statistics to the trial of the source that predicted it."""
         self.host_time.end(step.seconds)
-        if self._repeats:
-            self._trials[self.source].observe(step)
+        trials = self._trials
+        if self._repeats and not step.step:
+            self._on_demand = stall_ratio([step])  # nearly all of it is
+        elif self._repeats:
+            self._on_demand = trials[self.source].observe(step, self._on_demand)
 
     def names(self, blocks: Sequence[int] | None) -> tuple[str, ...] | None:
         """Return the names of ``blocks`` as reports show them."""

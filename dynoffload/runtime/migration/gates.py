@@ -28,7 +28,9 @@ TRIED = 3
 GROWTH = 4
 """Factor by which the watched steps grow after a trial that prefetch won."""
 WAITING = 0.1
-"""Stalled seconds per second of work above which a trial starts."""
+"""Stalled seconds per second of work above which a trial starts, ..."""
+WINS = 0.5
+"""... unless they are less than this share of those of steps on demand."""
 WASTE = 0.5
 """Share of prefetched bytes wasted above which a trial starts."""
 WASTED = 3.0
@@ -39,13 +41,13 @@ LEAST = WASTED / (1 + WASTED)
 
 AVERAGE = 0.1
 """Weight of the newest step in running accuracies."""
-SETTLED = 48
+SETTLED = 96
 """Predicted steps after which a pilot that is no better falls silent; ..."""
 STEADY = 8
 """... or steps in a row that all ran the same blocks."""
 DRIFT = 0.1
 """Drop of the last order's accuracy that has a silent pilot asked again; any, after equal steps."""
-_NOISE = 2.0  # standard errors of the gain that count as nothing
+_NOISE = 1.0  # standard errors of the gain that count as nothing
 
 
 class Standing:
@@ -139,21 +141,32 @@ class Trial:
         self._steps: list[StepStats] = []
         self._prefetched: list[StepStats] = []
 
-    def observe(self, step: StepStats) -> None:
-        """Evaluate ``step``, which ran with or without prefetch according to `prefetch`."""
+    def observe(self, step: StepStats, on_demand: float = math.nan) -> float:
+        """Evaluate ``step``, which ran with or without prefetch according to `prefetch`.
+
+        Args:
+            step: the step.
+            on_demand: stalled seconds per second of work of steps on demand; NaN if unknown.
+
+        Returns:
+            ``on_demand``, measured again if a trial ends.
+        """
         if self.lost:
-            return
+            return on_demand
         if self._skip:
             self._skip -= 1
-            return
+            return on_demand
         self._steps.append(step)
         if self.prefetch and len(self._steps) == self._watched:
-            if _stall_ratio(self._steps) > WAITING or _waste(self._steps) > WASTE:
+            stalled = stall_ratio(self._steps)
+            doubtful = stalled > WAITING and not stalled < WINS * on_demand
+            if doubtful or _waste(self._steps) > WASTE:
                 self._change(prefetch=False)
             else:
                 self._steps.clear()
         elif not self.prefetch and len(self._steps) == TRIED:
-            with_prefetch, without = _stall_ratio(self._prefetched), _stall_ratio(self._steps)
+            with_prefetch, without = stall_ratio(self._prefetched), stall_ratio(self._steps)
+            on_demand = without
             if without <= with_prefetch:
                 self.lost = True
                 logger.warning(
@@ -168,6 +181,7 @@ class Trial:
             else:
                 self._watched *= GROWTH
                 self._change(prefetch=True)
+        return on_demand
 
     def _change(self, *, prefetch: bool) -> None:
         self.prefetch, self._skip = prefetch, SETTLING
@@ -186,7 +200,7 @@ def likely(blocks: Sequence[int], confidence: npt.NDArray[np.float32] | None) ->
     return [b for b, p in zip(blocks, confidence.tolist(), strict=True) if p >= LEAST]
 
 
-def _stall_ratio(steps: Sequence[StepStats]) -> float:
+def stall_ratio(steps: Sequence[StepStats]) -> float:
     """Return the stalled seconds per second of work."""
     waited = sum(step.stall_s for step in steps)
     return waited / max(sum(step.seconds for step in steps) - waited, 1e-9)
