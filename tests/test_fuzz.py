@@ -288,9 +288,10 @@ def _follow(pilot: Pilot, sample: InputFeatures, blocks: Sequence[int]) -> None:
             _check_blocks(step.expect()[0], size)
             hinted = list(range(min(size, 8)))
             step.hint(hinted, [0.5] * len(hinted))
-        step.observe(block)
+        step.observe([block])
     _check_blocks(step.expect()[0], size)
     assert np.isfinite(step.chances).all()
+    _check_blocks(pilot.glance(order).blocks, size)
 
 
 def use_trace(path: Path, good: dict[str, list[Label]], *, learn: bool) -> None:

@@ -213,7 +213,7 @@ def test_a_step_through_the_most_slots_takes_little_time(
     pilot.predict(sample)
     assert pilot.tracker is not None
     for _ in range(300):
-        pilot.tracker.observe(0)
+        pilot.tracker.observe([0])
     pilot.observe(sample, [0] * MAX_SLOTS)
     assert time.process_time() - begun < 3
 
