@@ -29,7 +29,7 @@ GROWTH = 4
 """Factor by which the watched steps grow after a trial that prefetch won."""
 WAITING = 0.1
 """Stalled seconds per second of work above which a trial starts, ..."""
-WINS = 0.5
+WINS = 0.8
 """... unless they are less than this share of those of steps on demand."""
 WASTE = 0.5
 """Share of prefetched bytes wasted above which a trial starts."""
