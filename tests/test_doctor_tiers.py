@@ -113,6 +113,7 @@ def test_advice_leaves_room_and_names_what_binds_and_why() -> None:
 
 
 @pytest.mark.skipif(bool(probe()), reason=f"no pager here: {probe()}")
+@pytest.mark.alone
 def test_moves_of_larger_pages_take_less_for_each_byte(tmp_path: Path) -> None:
     """And nothing remains in the directory."""
     found = measure_moves(tmp_path)
